@@ -1,0 +1,53 @@
+"""hetero_ee: large language models on a PC whose GPU memory is too small for them.
+
+Names are resolved on first use, so that `import hetero_ee` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.result import GeneratedToken, GenerationResult
+    from hetero_ee.decoding.sampling import SamplingParams
+    from hetero_ee.engine import Engine
+    from hetero_ee.errors import CheckpointError, HeteroError, ModelError, StoreError, UsageError
+    from hetero_ee.models.spec import ModelSpec
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "Engine": "hetero_ee.engine",
+    "GeneratedToken": "hetero_ee.decoding.result",
+    "GenerationResult": "hetero_ee.decoding.result",
+    "SamplingParams": "hetero_ee.decoding.sampling",
+    "ModelSpec": "hetero_ee.models.spec",
+    "HeteroError": "hetero_ee.errors",
+    "UsageError": "hetero_ee.errors",
+    "ModelError": "hetero_ee.errors",
+    "CheckpointError": "hetero_ee.errors",
+    "StoreError": "hetero_ee.errors",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Engine",
+    "GeneratedToken",
+    "GenerationResult",
+    "HeteroError",
+    "ModelError",
+    "ModelSpec",
+    "SamplingParams",
+    "StoreError",
+    "UsageError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hetero_ee' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,21 @@
+"""Every error the engine raises on purpose: one sentence that names the thing, the number and the way out."""
+
+
+class HeteroError(Exception):
+    """Base of the family; catching it catches every deliberate refusal."""
+
+
+class UsageError(HeteroError, ValueError):
+    """A value the caller chose can't be used: sampling settings, prompt, context size, a flag."""
+
+
+class ModelError(HeteroError):
+    """A model can't be used: folder, configuration, architecture or tokenizer."""
+
+
+class CheckpointError(ModelError):
+    """Weight files are missing, damaged, unsafe, or don't hold the tensors that the configuration promises."""
+
+
+class StoreError(HeteroError):
+    """An int4 store is damaged, was written in another format version, or can't be written."""

@@ -1,0 +1,131 @@
+"""The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all walk.
+
+Matrices are (out, in). Projections that read the same input are one matrix with their rows one after the other:
+qkv is query, key, value; gate_up is gate, up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from hetero_ee.models.spec import ModelSpec
+
+
+class BlockKind(Enum):
+    EMBEDDING = "embedding"
+    ATTENTION = "attention"
+    FFN = "ffn"
+    FINAL_NORM = "final_norm"
+    HEAD = "head"
+
+
+class TensorRole(Enum):
+    """What a tensor is for, which decides how it may be stored."""
+
+    MATRIX = "matrix"  # multiplies hidden states; quantized
+    VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
+    POSITIONS = "positions"  # learned position table; kept in full precision
+    VECTOR = "vector"  # norms and biases; kept in full precision
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model: its name inside this engine, its role and its shape."""
+
+    name: str
+    role: TensorRole
+    shape: tuple[int, ...]
+
+    @property
+    def n_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A unit that can be placed on a device. `tensors` maps the block's own short names to tensors.
+
+    layer: index of the decoder layer, None outside of them. A tied head names the embedding's tensor.
+    """
+
+    name: str
+    kind: BlockKind
+    layer: int | None
+    tensors: dict[str, TensorSpec]
+
+    @property
+    def n_elements(self) -> int:
+        return sum(tensor.n_elements for tensor in self.tensors.values())
+
+
+def decoder_blocks(spec: ModelSpec) -> list[Block]:
+    """Every block of the decoder in the order a token passes them."""
+    blocks = [_embedding_block(spec)]
+    for layer in range(spec.n_layers):
+        blocks += [_attention_block(spec, layer), _ffn_block(spec, layer)]
+    if spec.final_norm:
+        blocks.append(_block("final_norm", BlockKind.FINAL_NORM, None, dict(_norm(spec, "norm", "final_norm.norm"))))
+    blocks.append(_head_block(spec))
+    return blocks
+
+
+def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
+    """Every tensor once, in block order (a tied head adds none)."""
+    return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
+
+
+def _block(name: str, kind: BlockKind, layer: int | None, tensors: dict[str, TensorSpec]) -> Block:
+    return Block(name, kind, layer, tensors)
+
+
+def _embedding_block(spec: ModelSpec) -> Block:
+    tensors = {"tokens": TensorSpec("embedding.tokens", TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))}
+    if spec.learned_position_offset is not None:
+        n_rows = spec.max_context_tokens + spec.learned_position_offset
+        tensors["positions"] = TensorSpec("embedding.positions", TensorRole.POSITIONS, (n_rows, spec.hidden_size))
+    return _block("embedding", BlockKind.EMBEDDING, None, tensors)
+
+
+def _head_block(spec: ModelSpec) -> Block:
+    name = "embedding.tokens" if spec.tied_head else "head.tokens"
+    tensor = TensorSpec(name, TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))
+    return _block("head", BlockKind.HEAD, None, {"tokens": tensor})
+
+
+def _attention_block(spec: ModelSpec, layer: int) -> Block:
+    prefix = f"layers.{layer}.attention"
+    tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
+    qkv_size = spec.query_size + 2 * spec.kv_size
+    tensors |= _linear(f"{prefix}.qkv", qkv_size, spec.hidden_size, spec.qkv_bias)
+    if spec.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (spec.head_dim,))
+    tensors |= _linear(f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
+    return _block(prefix, BlockKind.ATTENTION, layer, tensors)
+
+
+def _ffn_block(spec: ModelSpec, layer: int) -> Block:
+    prefix = f"layers.{layer}.ffn"
+    tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
+    first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
+    tensors |= _linear(f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
+    tensors |= _linear(f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
+    return _block(prefix, BlockKind.FFN, layer, tensors)
+
+
+def _linear(name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:
+    short = name.rsplit(".", 1)[1]
+    tensors = {short: TensorSpec(name, TensorRole.MATRIX, (n_rows, n_columns))}
+    if bias:
+        tensors[f"{short}_bias"] = TensorSpec(f"{name}_bias", TensorRole.VECTOR, (n_rows,))
+    return tensors
+
+
+def _norm(spec: ModelSpec, short: str, name: str) -> Iterator[tuple[str, TensorSpec]]:
+    if spec.norm_affine:
+        yield short, TensorSpec(name, TensorRole.VECTOR, (spec.hidden_size,))
+        if spec.norm == "layer":
+            yield f"{short}_bias", TensorSpec(f"{name}_bias", TensorRole.VECTOR, (spec.hidden_size,))

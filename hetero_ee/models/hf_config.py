@@ -1,0 +1,341 @@
+"""Reads Hugging Face configurations: the only place that knows their field names, defaults and habits."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import ModelError
+from hetero_ee.models.rope import RopeScaling, RopeSpec
+from hetero_ee.models.spec import ModelSpec
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
+MAX_SIZE = 2**24  # no published width, vocabulary or context comes near; keeps size arithmetic honest
+MAX_LAYERS = 1000
+
+
+class Fields:
+    """A configuration's fields, read with a type, a range and an error that names the field."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The raw value; a missing field and a null are both the default."""
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def integer(self, name: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self._where}: field {name} is missing.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a whole number from 1 to {largest}.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self._where}: field {name} is missing.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a finite number of 0 or more.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected true or false.")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str):
+            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a string.")
+        return value
+
+    def section(self, name: str) -> "Fields":
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected an object.")
+        return Fields(value, f"{self._where}: {name}")
+
+    def fail(self, sentence: str) -> ModelError:
+        return ModelError(f"{self._where}: {sentence}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The parsed config.json at `path` (the file or its folder). Raises ModelError."""
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ModelError(f"{file} is missing; a model folder holds config.json, *.safetensors and tokenizer files.")
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"{file} has {file.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not valid JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
+    return values
+
+
+def spec_from_hf(config: Any) -> ModelSpec:
+    """See ModelSpec.from_hf."""
+    if isinstance(config, str | Path):
+        values: Mapping[str, Any] = read_config_file(Path(config))
+        where = str(config)
+    elif isinstance(config, Mapping):
+        values, where = config, CONFIG_FILE
+    elif hasattr(config, "to_dict"):
+        values, where = config.to_dict(), type(config).__name__
+    else:
+        raise ModelError(f"expected a configuration, a dict or a path, got {type(config).__name__}.")
+    fields = Fields(values, where)
+    return _reader_for(fields)(fields)
+
+
+def _reader_for(fields: Fields) -> Callable[[Fields], ModelSpec]:
+    if fields.get("quantization_config") is not None:
+        raise fields.fail("the checkpoint is quantized already (quantization_config); give the original weights.")
+    architectures = fields.get("architectures", [])
+    architecture = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
+    model_type = fields.text("model_type", "")
+    if architecture is None:
+        architecture = _ARCHITECTURE_OF_TYPE.get(model_type)
+    if architecture not in _READERS:
+        name = architecture or model_type or "none named"
+        raise fields.fail(f"architecture {_shown(name)} is not supported; supported are {', '.join(_READERS)}.")
+    return _READERS[architecture]
+
+
+def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelSpec:
+    """Llama and its descendants; `changes` are the descendant's own switches."""
+    hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+    head_dim = fields.integer("head_dim", changes.pop("head_dim", hidden_size // n_heads))
+    n_kv_heads = fields.integer("num_key_value_heads", changes.pop("n_kv_heads", n_heads))
+    if n_heads % n_kv_heads:
+        raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
+    context_tokens = fields.integer("max_position_embeddings", changes.pop("context_tokens", 2048))
+    activation, threshold = _activation(fields, fields.text("hidden_act", "silu"))
+    attention_bias = fields.flag("attention_bias", False)
+    switches: dict[str, Any] = {
+        "family": "llama",
+        "qkv_bias": attention_bias,
+        "attention_output_bias": attention_bias,
+        "ffn_bias": fields.flag("mlp_bias", False),
+        "qk_norm": False,
+        "sliding_windows": (None,) * n_layers,
+        "tied_head": fields.flag("tie_word_embeddings", False),
+    }
+    return ModelSpec(
+        architecture=architecture,
+        n_layers=n_layers,
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_context_tokens=context_tokens,
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_affine=True,
+        final_norm=True,
+        activation=activation,
+        activation_threshold=threshold,
+        gated=True,
+        rope=_rope(fields, head_dim, context_tokens),
+        learned_position_offset=None,
+        **(switches | changes),
+    )
+
+
+def _sparse_llama(fields: Fields) -> ModelSpec:
+    """ProSparse (arXiv 2402.13516): Llama whose gate is ReLU with a threshold of its own (FATReLU)."""
+    return _llama(fields, "SparseLlamaForCausalLM")
+
+
+def _mistral(fields: Fields) -> ModelSpec:
+    window = fields.integer("sliding_window", 4096) if _window_is_set(fields) else None
+    n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+    return _llama(
+        fields,
+        "MistralForCausalLM",
+        n_kv_heads=8,
+        context_tokens=131072,
+        qkv_bias=False,
+        attention_output_bias=False,
+        ffn_bias=False,
+        sliding_windows=(window,) * n_layers,
+    )
+
+
+def _window_is_set(fields: Fields) -> bool:
+    """Mistral's first release had a window and later ones say null; a file that is silent means the first."""
+    return not fields.has("sliding_window") or fields.get("sliding_window") is not None
+
+
+def _qwen2(fields: Fields) -> ModelSpec:
+    return _llama(
+        fields,
+        "Qwen2ForCausalLM",
+        n_kv_heads=32,
+        context_tokens=32768,
+        qkv_bias=True,
+        attention_output_bias=False,
+        ffn_bias=False,
+        sliding_windows=_qwen_windows(fields),
+    )
+
+
+def _qwen3(fields: Fields) -> ModelSpec:
+    return _llama(
+        fields,
+        "Qwen3ForCausalLM",
+        head_dim=128,
+        n_kv_heads=32,
+        context_tokens=32768,
+        ffn_bias=False,
+        qk_norm=True,
+        sliding_windows=_qwen_windows(fields),
+    )
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Qwen: the layers from max_window_layers on may have a window, or layer_types names each layer's kind."""
+    n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * n_layers
+    window = fields.integer("sliding_window", 4096)
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        first = fields.number("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(n_layers))
+    if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
+        raise fields.fail(f"layer_types is {_shown(kinds)}, expected one entry for each of {n_layers} layers.")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.fail(f"layer_types names {_shown(kind)}, expected full_attention or sliding_attention.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _phi3(fields: Fields) -> ModelSpec:
+    n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
+    return _llama(
+        fields,
+        "Phi3ForCausalLM",
+        family="phi3",
+        context_tokens=4096,
+        qkv_bias=False,
+        attention_output_bias=False,
+        ffn_bias=False,
+        sliding_windows=(window,) * n_layers,
+    )
+
+
+def _opt(fields: Fields) -> ModelSpec:
+    """OPT (arXiv 2205.01068): learned positions, LayerNorm, biases, two-matrix FFN."""
+    hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if not fields.flag("do_layer_norm_before", True) or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size:
+        raise fields.fail("OPT with norms after the blocks or projected embeddings (opt-350m) is not supported.")
+    if hidden_size % n_heads:
+        raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
+    n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+    activation, threshold = _activation(fields, fields.text("activation_function", "relu"))
+    bias = fields.flag("enable_bias", True)
+    return ModelSpec(
+        architecture="OPTForCausalLM",
+        family="opt",
+        n_layers=n_layers,
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=hidden_size // n_heads,
+        ffn_size=fields.integer("ffn_dim"),
+        vocab_size=fields.integer("vocab_size"),
+        max_context_tokens=fields.integer("max_position_embeddings", 2048),
+        norm="layer",
+        norm_eps=1e-5,  # OPT leaves torch's LayerNorm default
+        norm_affine=fields.flag("layer_norm_elementwise_affine", True),
+        final_norm=not fields.flag("_remove_final_layer_norm", False),
+        activation=activation,
+        activation_threshold=threshold,
+        gated=False,
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        ffn_bias=bias,
+        qk_norm=False,
+        rope=None,
+        learned_position_offset=2,
+        sliding_windows=(None,) * n_layers,
+        tied_head=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def _activation(fields: Fields, name: str) -> tuple[str, float]:
+    """Our name of a Hugging Face activation, and its threshold (0 where it has none)."""
+    known = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+        "fatrelu": "fatrelu",
+    }
+    if name not in known:
+        raise fields.fail(f"activation {_shown(name)} is not supported; supported are {', '.join(known)}.")
+    return known[name], fields.number("hidden_act_param", 0.0) if name == "fatrelu" else 0.0
+
+
+def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
+    """Reads both spellings: rope_parameters (transformers 5) and rope_theta with rope_scaling (before)."""
+    parameters = fields.section("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    theta = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    n_features = int(head_dim * partial)
+    if theta <= 0 or n_features < 2 or n_features % 2 or n_features > head_dim:
+        raise fields.fail(f"rope_theta {theta} with {n_features} of {head_dim} features turning is impossible.")
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise fields.fail(f"rope_type {_shown(kind)} is not supported; supported are default, linear, llama3.")
+    if kind == "default":
+        return RopeSpec(theta, n_features)
+    factor = parameters.number("factor")
+    low, high = parameters.number("low_freq_factor", 1.0), parameters.number("high_freq_factor", 4.0)
+    if factor < 1 or high <= low:
+        raise fields.fail(f"rope factor {factor} with frequency factors {low} and {high} is impossible.")
+    original_tokens = parameters.integer("original_max_position_embeddings", context_tokens)
+    return RopeSpec(theta, n_features, RopeScaling(kind, factor, low, high, original_tokens))
+
+
+_READERS: dict[str, Callable[[Fields], ModelSpec]] = {
+    "LlamaForCausalLM": _llama,
+    "SparseLlamaForCausalLM": _sparse_llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
+    "OPTForCausalLM": _opt,
+}
+_ARCHITECTURE_OF_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "sparsellama": "SparseLlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "opt": "OPTForCausalLM",
+}

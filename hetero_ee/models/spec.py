@@ -1,0 +1,70 @@
+"""ModelSpec: the numbers that define a decoder. `ModelSpec.from_hf` is its only door from Hugging Face."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.models.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A pre-norm decoder-only transformer, family by family reduced to the same few switches.
+
+    family: row of the weight-name table ("llama", "phi3", "opt"); architecture: the Hugging Face class name.
+    norm: "rms" or "layer". activation: "silu", "gelu", "gelu_tanh", "relu" or "fatrelu" (x where x >= threshold, else 0).
+    gated: FFN is down(act(gate(x)) * up(x)), else down(act(up(x))).
+    sliding_windows: for each layer the positions a token sees, itself included; None is all of them.
+    learned_position_offset: rows skipped in a learned position table; None where positions are rotary.
+    """
+
+    architecture: str
+    family: str
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_context_tokens: int
+    norm: str
+    norm_eps: float
+    norm_affine: bool
+    final_norm: bool
+    activation: str
+    activation_threshold: float
+    gated: bool
+    qkv_bias: bool
+    attention_output_bias: bool
+    ffn_bias: bool
+    qk_norm: bool
+    rope: RopeSpec | None
+    learned_position_offset: int | None
+    sliding_windows: tuple[int | None, ...]
+    tied_head: bool
+
+    @classmethod
+    def from_hf(cls, config: "Mapping[str, Any] | Path | str | Any") -> "ModelSpec":
+        """Reads a Hugging Face configuration: a dict, a config object, or the path of config.json or its folder.
+
+        Raises ModelError naming the field, or the architecture and what is supported.
+        """
+        from hetero_ee.models.hf_config import spec_from_hf  # the reader needs this class
+
+        return spec_from_hf(config)
+
+    @property
+    def query_size(self) -> int:
+        """Features of all query heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all key heads (and of all value heads)."""
+        return self.n_kv_heads * self.head_dim
+
+    def kv_bytes_per_token(self, element_bytes: int = 4) -> int:
+        """Bytes one token's keys and values take over all layers."""
+        return 2 * self.n_layers * self.kv_size * element_bytes

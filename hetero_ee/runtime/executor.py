@@ -1,0 +1,88 @@
+"""The executor walks the decoder's blocks: rows in, hidden states or logits out. Pre-norm, residual around each block."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
+
+
+class Executor:
+    """Runs one model on the CPU. `cache` holds the sequences; open them there before their first rows."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: TorchOps, max_tokens: int) -> None:
+        self.spec = spec
+        self.blocks = decoder_blocks(spec)
+        self.cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
+        self._weights, self._ops = weights, ops
+
+    @torch.inference_mode()
+    def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
+        """Runs the rows through every block; fp32 logits (len(wanted), vocab) of the wanted row indices."""
+        self.cache.admit(rows)
+        hidden = torch.empty(0)
+        for block in self.blocks:
+            hidden = self._run(block, hidden, rows, wanted)
+        return hidden
+
+    def _run(self, block: Block, hidden: Tensor, rows: Rows, wanted: Sequence[int]) -> Tensor:
+        match block.kind:
+            case BlockKind.EMBEDDING:
+                return self._embed(block, rows)
+            case BlockKind.ATTENTION:
+                return hidden + self._attend(block, hidden, rows)
+            case BlockKind.FFN:
+                return hidden + self._feed_forward(block, hidden)
+            case BlockKind.FINAL_NORM:
+                return self._norm(block, hidden)
+            case BlockKind.HEAD:
+                return self._ops.linear(hidden[list(wanted)], self._matrix(block, "tokens"))
+
+    def _embed(self, block: Block, rows: Rows) -> Tensor:
+        hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)
+        positions = self._vector(block, "positions")
+        if positions is None:
+            return hidden
+        offset = self.spec.learned_position_offset or 0
+        return hidden + positions[torch.tensor(rows.positions) + offset]
+
+    def _attend(self, block: Block, hidden: Tensor, rows: Rows) -> Tensor:
+        spec, ops, layer = self.spec, self._ops, block.layer
+        assert layer is not None
+        qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
+        queries, keys, values = (
+            part.unflatten(-1, (-1, spec.head_dim)) for part in qkv.split([spec.query_size, spec.kv_size, spec.kv_size], -1)
+        )
+        if spec.qk_norm:
+            queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
+            keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
+        if spec.rope:
+            queries, keys = (ops.rope(part, rows.positions, spec.rope) for part in (queries, keys))
+        self.cache.write(layer, rows, keys, values)
+        attended = ops.attention(queries, self.cache, layer, rows, spec.sliding_windows[layer])
+        return ops.linear(attended.flatten(1), self._matrix(block, "output"), self._vector(block, "output_bias"))
+
+    def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
+        first = "gate_up" if self.spec.gated else "up"
+        normed = self._norm(block, hidden)
+        inner = self._ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
+        active = self._ops.activate(inner, self.spec)
+        return self._ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
+
+    def _norm(self, block: Block, x: Tensor) -> Tensor:
+        spec = self.spec
+        return self._ops.norm(x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps)
+
+    def _matrix(self, block: Block, short: str) -> Weight:
+        return self._weights.matrices[block.tensors[short].name]
+
+    def _vector(self, block: Block, short: str) -> Tensor | None:
+        tensor = block.tensors.get(short)
+        return None if tensor is None else self._weights.vectors[tensor.name]

@@ -1,0 +1,90 @@
+"""Keys and values of every layer and sequence, by absolute position, fp32."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hetero_ee.runtime.rows import Rows
+
+PAGE_TOKENS = 256  # a sequence's room grows by this much, so that short ones stay small
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Room of one sequence: keys and values (n_layers, n_kv_heads, capacity, head_dim); length: tokens it holds."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+
+@dataclass(slots=True)
+class KvCache:
+    """max_tokens: positions a sequence may have. Sequences are opened, extended, truncated and closed by number."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    max_tokens: int
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+
+    def open(self, sequence: int) -> None:
+        """Starts an empty sequence. Raises ValueError where it is open."""
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} is open already.")
+        empty = torch.zeros(self.n_layers, self.n_kv_heads, 0, self.head_dim)
+        self._sequences[sequence] = _Sequence(empty, empty.clone())
+
+    def close(self, sequence: int) -> None:
+        """Frees the sequence's memory; closing an unknown one does nothing."""
+        self._sequences.pop(sequence, None)
+
+    def length(self, sequence: int) -> int:
+        """Tokens the sequence holds."""
+        return self._sequences[sequence].length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets every position from `length` on. Raises ValueError where it holds fewer."""
+        held = self._sequences[sequence]
+        if not 0 <= length <= held.length:
+            raise ValueError(f"sequence {sequence} holds {held.length} tokens, it can't be cut to {length}.")
+        held.length = length
+
+    def admit(self, rows: Rows) -> None:
+        """Makes room for the rows in every layer, once a pass. Raises ValueError unless they extend their sequences."""
+        for _, sequence, position in rows.places():
+            held = self._sequences[sequence]
+            if position != held.length or position >= self.max_tokens:
+                raise ValueError(
+                    f"sequence {sequence} holds {held.length} of {self.max_tokens} tokens; position {position} can't follow."
+                )
+            held.length += 1
+            self._grow(held)
+
+    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Keys and values (m, n_kv_heads, head_dim) of admitted rows."""
+        for row, sequence, position in rows.places():
+            held = self._sequences[sequence]
+            held.keys[layer, :, position] = keys[row]
+            held.values[layer, :, position] = values[row]
+
+    def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (n_kv_heads, end - first, head_dim) of positions first..end-1; views, valid until the next admit."""
+        held = self._sequences[sequence]
+        return held.keys[layer, :, first:end], held.values[layer, :, first:end]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(held.keys.nbytes + held.values.nbytes for held in self._sequences.values())
+
+    def _grow(self, held: _Sequence) -> None:
+        capacity = held.keys.shape[2]
+        if held.length <= capacity:
+            return
+        room = min(self.max_tokens, max(2 * capacity, PAGE_TOKENS))
+        for name in ("keys", "values"):
+            old = getattr(held, name)
+            grown = torch.zeros(self.n_layers, self.n_kv_heads, room, self.head_dim)
+            grown[:, :, :capacity] = old
+            setattr(held, name, grown)

@@ -1,0 +1,45 @@
+"""Rows: the tokens of one pass, each with its sequence and position, so that any mixture of sequences is one batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """token_ids, sequences, positions: one entry a row. Within a sequence, rows come in order of position.
+
+    Raises ValueError when the three differ in length or there are none.
+    """
+
+    token_ids: tuple[int, ...]
+    sequences: tuple[int, ...]
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.sequences) == len(self.positions) > 0:
+            raise ValueError(
+                f"rows need as many sequences ({len(self.sequences)}) and positions ({len(self.positions)}) "
+                f"as tokens ({len(self.token_ids)}), at least one."
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """(row, sequence, position) of each row."""
+        return zip(range(len(self)), self.sequences, self.positions, strict=True)
+
+    @classmethod
+    def of_sequence(cls, sequence: int, first_position: int, token_ids: list[int]) -> "Rows":
+        """Consecutive tokens of one sequence."""
+        positions = range(first_position, first_position + len(token_ids))
+        return cls(tuple(token_ids), (sequence,) * len(token_ids), tuple(positions))
+
+    @classmethod
+    def joined(cls, parts: list["Rows"]) -> "Rows":
+        """All rows of `parts`, one after the other."""
+        return cls(
+            tuple(token for part in parts for token in part.token_ids),
+            tuple(sequence for part in parts for sequence in part.sequences),
+            tuple(position for part in parts for position in part.positions),
+        )

@@ -1,0 +1,105 @@
+"""The operations of a decoder in plain torch, fp32: the reference the fast kernels are held against.
+
+Exact early exit compares tokens computed in different batches, so a row's bits must not depend on its batch. torch's
+matmul gives other bits at m = 1 than at m = 2, hence every matrix product here is one row at a time.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetero_ee.models.rope import RopeSpec
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.weights.weight import Weight
+
+
+class TorchOps:
+    """x is (m, features), one row a token. Nothing is changed in place but the KV cache."""
+
+    def embed(self, weight: Weight, token_ids: tuple[int, ...]) -> Tensor:
+        """(m,) -> (m, hidden)."""
+        return weight.rows(torch.tensor(token_ids))
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias: (m, K) -> (m, N)."""
+        dense = weight.dequantize()
+        product = torch.stack([torch.mv(dense, row) for row in x])
+        return product if bias is None else product + bias
+
+    def norm(self, x: Tensor, kind: str, scale: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """RMSNorm (arXiv 1910.07467) or LayerNorm over the last dimension."""
+        if kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], scale, bias, eps)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return normed if scale is None else normed * scale
+
+    def rope(self, x: Tensor, positions: tuple[int, ...], rope: RopeSpec) -> Tensor:
+        """Turns pairs (i, i + n/2) of the first n features of every head: (m, heads, head_dim) -> the same."""
+        angles = torch.tensor(positions, dtype=torch.float32)[:, None] * torch.tensor(rope.inverse_frequencies())
+        cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+        half = rope.n_features // 2
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
+
+    def attention(self, queries: Tensor, cache: KvCache, layer: int, rows: Rows, window: int | None) -> Tensor:
+        """Each row against its own sequence up to its own position: (m, heads, head_dim) -> the same.
+
+        window: positions seen, the row's own included; None for all. Query heads share key heads in equal groups.
+        """
+        n_heads, head_dim = queries.shape[1:]
+        outputs = []
+        for row, sequence, position in rows.places():
+            first = 0 if window is None else max(0, position + 1 - window)
+            keys, values = cache.read(layer, sequence, first, position + 1)
+            grouped = queries[row].view(keys.shape[0], n_heads // keys.shape[0], head_dim)
+            scores = torch.bmm(grouped, keys.transpose(1, 2)) / math.sqrt(head_dim)
+            outputs.append(torch.bmm(torch.softmax(scores, -1), values).view(n_heads, head_dim))
+        return torch.stack(outputs)
+
+    def activate(self, x: Tensor, spec: ModelSpec) -> Tensor:
+        """The FFN between its matrices: act(gate) * up where gated, (m, 2F) -> (m, F); else act, (m, F) -> (m, F)."""
+        if not spec.gated:
+            return _activation(x, spec)
+        gate, up = x.chunk(2, dim=-1)
+        return _activation(gate, spec) * up
+
+
+class BatchedTorchOps(TorchOps):
+    """The same mathematics with whole batches to torch's matmul: several times faster for long inputs, but a row's
+    last bits depend on its batch. For measuring quality, never for generating."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight.dequantize(), bias)
+
+    def attention(self, queries: Tensor, cache: KvCache, layer: int, rows: Rows, window: int | None) -> Tensor:
+        outputs = torch.empty_like(queries)
+        positions = torch.tensor(rows.positions)
+        for sequence in sorted(set(rows.sequences)):
+            mine = torch.tensor([row for row, owner, _ in rows.places() if owner == sequence])
+            keys, values = cache.read(layer, sequence, 0, int(positions[mine].max()) + 1)
+            distance = positions[mine, None] - torch.arange(keys.shape[1])
+            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            attended = F.scaled_dot_product_attention(
+                queries[mine].transpose(0, 1)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
+            )
+            outputs[mine] = attended[0].transpose(0, 1)
+        return outputs
+
+
+def _activation(x: Tensor, spec: ModelSpec) -> Tensor:
+    match spec.activation:
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+        case "fatrelu":
+            return torch.where(x >= spec.activation_threshold, x, 0.0)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+    raise ValueError(f"no activation called {spec.activation}")

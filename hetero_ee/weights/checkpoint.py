@@ -1,0 +1,145 @@
+"""Reads Hugging Face checkpoints in safetensors, one tensor at a time. No pickle is ever opened."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError
+from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
+from hetero_ee.models.spec import ModelSpec
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+MAX_LISTED = 5  # differences named in one error
+MAX_INDEX_BYTES = 100 * 2**20
+CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
+
+
+class Checkpoint:
+    """The weight files of one model folder, checked against `spec` before any tensor is read.
+
+    Raises CheckpointError for files that are missing, damaged, pickles, or hold other tensors than promised.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.folder, self.spec = folder, spec
+        self.files = weight_files(folder)
+        self._parts = checkpoint_parts(spec)
+        self._opened = {file: _open(file) for file in self.files}
+        self._file_of = self._locate_tensors()
+        self._check_shapes()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
+        parts = [self._read(part) for part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def tensors(self) -> list[TensorSpec]:
+        """Every tensor of the model, in block order."""
+        return all_tensors(decoder_blocks(self.spec))
+
+    def _read(self, part: Part) -> Tensor:
+        file = self._file_of[part.hf_name]
+        try:
+            tensor: Tensor = self._opened[file].get_tensor(part.hf_name).float()
+        except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
+            raise CheckpointError(f"{file}: tensor {part.hf_name} can't be read ({error}); get the file anew.") from error
+        _refuse_non_finite(tensor, part.hf_name, file)
+        return tensor
+
+    def _locate_tensors(self) -> dict[str, Path]:
+        """hf name -> file. A name in two files is refused: which one counts would be a guess."""
+        file_of: dict[str, Path] = {}
+        for file, opened in self._opened.items():
+            for name in opened.keys():  # noqa: SIM118: a safetensors handle, not a dict
+                if name in file_of:
+                    raise CheckpointError(f"tensor {name} is in both {file_of[name].name} and {file.name}; remove one.")
+                file_of[name] = file
+        return file_of
+
+    def _check_shapes(self) -> None:
+        expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
+        present = set(self._file_of)
+        missing = sorted(expected.keys() - present)
+        extra = sorted(
+            name
+            for name in present - expected.keys() - redundant_names(self.spec)
+            if not name.endswith(IGNORED_SUFFIXES)
+        )
+        _refuse(self.folder, "lacks tensors", missing)
+        _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
+        wrong = []
+        for name, shape in expected.items():
+            found = self._opened[self._file_of[name]].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                wrong.append(f"{name} is {list(found.get_shape())}, expected {list(shape)}")
+            elif found.get_dtype() not in FLOAT_TYPES:
+                wrong.append(f"{name} has type {found.get_dtype()}, expected one of {', '.join(FLOAT_TYPES)}")
+        _refuse(self.folder, "does not fit its config.json", wrong)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, in name order. Raises CheckpointError."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(_read_index(index).values()))
+        files = [folder / name for name in names]
+        absent = [file.name for file in files if not file.is_file()]
+        _refuse(folder, "lacks weight files named in its index", absent)
+        return files
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights as a pickle ({pickles[0]}), which can run code when opened and is never read; "
+            "convert it to safetensors (transformers: model.save_pretrained) or get a safetensors copy."
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
+
+
+def _read_index(index: Path) -> Mapping[str, str]:
+    """tensor name -> file name. File names must stay inside the folder."""
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{index} has {index.stat().st_size} bytes; an index has at most {MAX_INDEX_BYTES}.")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = dict(weight_map)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a valid index ({type(error).__name__}: {error}).") from error
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}; expected the name of a .safetensors file beside it.")
+    if not names:
+        raise CheckpointError(f"{index} names no tensors.")
+    return names
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or no safetensors file ({error}); get the file anew.") from error
+
+
+def _refuse(folder: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        raise CheckpointError(f"{folder} {what}: {'; '.join(names[:MAX_LISTED])}{more}.")
+
+
+def _refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
+    for first, chunk in enumerate(tensor.flatten().split(CHECK_ELEMENTS)):
+        finite = torch.isfinite(chunk)
+        if not finite.all():
+            flat = first * CHECK_ELEMENTS + int((~finite).nonzero()[0])
+            index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+            raise CheckpointError(f"{file}: tensor {name} holds {tensor[tuple(index)].item()} at {index}; the weights are damaged.")

@@ -1,0 +1,103 @@
+"""Checkpoint -> store: tensor after tensor, so that memory never holds more than one of them beside the store."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import StoreError
+from hetero_ee.models.blocks import TensorRole, TensorSpec
+from hetero_ee.models.hf_config import read_config_file
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.checkpoint import Checkpoint, weight_files
+from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem
+from hetero_ee.weights.manifest import FORMAT_VERSION
+from hetero_ee.weights.model_weights import is_quantized
+from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.store import StoreWriter, is_store
+
+STORE_BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 8.5 / 8, "fp32": 4.0}
+SPARE_SPACE = 1.05  # free disk asked for, relative to the store's size: paddings and small files
+Progress = Callable[[str, int, int], None]  # (what, weights done, weights in all)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which quantizer makes the matrices and which the embedding and head. Figures: docs/quality.md."""
+
+    matrices: str = "codebook"
+    vocabulary: str = "int8"
+
+    def quantizer_of(self, role: TensorRole) -> str:
+        return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
+
+
+def source_key(folder: Path, quantization: Quantization) -> str:
+    """Identifies what a store would be made from: configuration, file names, sizes and times. No file is read whole."""
+    files = [*weight_files(folder), *sorted(folder.glob("tokenizer*"))]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    identity = [FORMAT_VERSION, read_config_file(folder), stats, quantization.matrices, quantization.vocabulary]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
+    """Where the store made from the model in `folder` lies, or would lie."""
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in folder.resolve().name)[:64]
+    return cache / "stores" / f"{name}-{quantization.matrices}-{source_key(folder, quantization)}"
+
+
+def convert(
+    folder: Path,
+    spec: ModelSpec,
+    target: Path,
+    quantization: Quantization,
+    progress: Progress | None = None,
+    files: FileSystem | None = None,
+) -> Path:
+    """Writes the store of the checkpoint in `folder` to `target`, or nothing. Raises CheckpointError, StoreError."""
+    if is_store(target):
+        return target
+    files = files or LocalFileSystem()
+    checkpoint = Checkpoint(folder, spec)
+    tensors = checkpoint.tensors()
+    _require_space(tensors, quantization, target, files)
+    n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
+    with StoreWriter(target, files) as writer:
+        for tensor in tensors:
+            _write_tensor(writer, checkpoint, tensor, quantization)
+            n_done += tensor.n_elements
+            if progress:
+                progress(tensor.name, n_done, n_weights)
+        return writer.finish(folder, quantization.matrices, quantization.vocabulary, _provenance(folder, checkpoint))
+
+
+def _write_tensor(writer: StoreWriter, checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization) -> None:
+    values = checkpoint.tensor(tensor.name)
+    if is_quantized(tensor.role):
+        writer.add_tiles(tensor.name, quantizer_named(quantization.quantizer_of(tensor.role)).quantize(values))
+    else:
+        writer.add_values(tensor.name, values)
+
+
+def _require_space(tensors: list[TensorSpec], quantization: Quantization, target: Path, files: FileSystem) -> None:
+    needed_bytes = 0.0
+    for tensor in tensors:
+        width = quantization.quantizer_of(tensor.role) if is_quantized(tensor.role) else "fp32"
+        kind = width if width in ("int8", "fp32") else "int4"
+        needed_bytes += tensor.n_elements * STORE_BYTES_PER_WEIGHT[kind] * SPARE_SPACE
+    free_bytes = files.free_bytes(target.parent)
+    if free_bytes < needed_bytes:
+        raise StoreError(
+            f"{target.parent} has {free_bytes / 2**20:.0f} MiB free, the store needs {needed_bytes / 2**20:.0f} MiB; "
+            "free some space or set HETERO_EE_CACHE_DIR to a folder on another disk."
+        )
+
+
+def _provenance(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "model": folder.resolve().name,
+        "architecture": checkpoint.spec.architecture,
+        "files": {file.name: file.stat().st_size for file in checkpoint.files},
+    }

@@ -1,0 +1,177 @@
+"""The store: one folder with int4 weights, their manifest, and the model's configuration and tokenizer files.
+
+Written beside its final name and renamed when complete, so that a folder of that name is always whole.
+"""
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import StoreError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.filesystem import FileSystem
+from hetero_ee.weights.manifest import (
+    ALIGNMENT_BYTES,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    Entry,
+    Manifest,
+    read_manifest,
+)
+from hetero_ee.weights.model_weights import ModelWeights, check_complete
+from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.weight import TileWeight
+
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def is_store(folder: Path) -> bool:
+    """Whether `folder` claims to be a store."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
+    """Maps the store's weights into memory; pages are read when first used. Raises StoreError."""
+    manifest = read_manifest(folder)
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: torch wants writable memory
+    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+    weights = ModelWeights({}, {})
+    for entry in manifest.entries:
+        if entry.layout == "fp32":
+            data = buffer[entry.offset : entry.offset + entry.data_bytes]
+            weights.vectors[entry.name] = data.view(torch.float32).view(entry.shape)
+        else:
+            weights.matrices[entry.name] = _tile_weight(buffer, entry)
+    check_complete(weights, spec, folder)
+    return weights
+
+
+def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
+    n_rows, n_columns = padded_shape(*entry.shape)
+    grid = (n_rows // TILE_ROWS, n_columns // TILE_COLUMNS)
+    tiles = buffer[entry.offset : entry.offset + entry.data_bytes]
+    if entry.layout == "int4":
+        tiles = tiles.view(*grid, INT4_TILE_BYTES)
+    else:
+        tiles = tiles.view(torch.int8).view(*grid, INT8_TILE_BYTES)
+    scales = buffer[entry.scales_offset : entry.scales_offset + entry.scales_bytes].view(torch.float16)
+    return TileWeight(
+        tiles=tiles,
+        scales=scales.view(*grid, TILE_ROWS),
+        exponent=entry.exponent,
+        codebook=entry.codebook,
+        n_rows=entry.shape[0],
+        n_columns=entry.shape[1],
+    )
+
+
+class StoreWriter:
+    """Writes tensors one after another; used as a context manager, it leaves a whole store or nothing.
+
+    Raises StoreError when the disk refuses.
+    """
+
+    def __init__(self, target: Path, files: FileSystem) -> None:
+        self._target, self._files = target, files
+        self._folder = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        self._entries: list[Entry] = []
+        self._hash = hashlib.sha256()
+        self._offset = 0
+        self._finished = False
+        self._output: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self._files.remove_tree(self._folder)
+        self._guard(lambda: self._files.create_folder(self._folder))
+        self._guard(self._create_weights_file)
+        return self
+
+    def _create_weights_file(self) -> None:
+        self._output = self._files.create_file(self._folder / WEIGHTS_FILE)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._finished:
+            if self._output is not None:
+                self._output.close()
+            self._files.remove_tree(self._folder)
+
+    def add_tiles(self, name: str, weight: TileWeight) -> None:
+        """A quantized matrix."""
+        offset = self._append(weight.tiles)
+        scales_offset = self._append(weight.scales)
+        layout = "int8" if weight.codebook is None else "int4"
+        self._entries.append(Entry(name, layout, weight.shape, offset, scales_offset, weight.exponent, weight.codebook))
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """A tensor kept in fp32."""
+        offset = self._append(values.float())
+        self._entries.append(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None))
+
+    def finish(self, model_folder: Path, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
+        """Copies the small files, writes the manifest last, and gives the folder its name. Returns where it lies.
+
+        Where another process has finished the same store meanwhile, that one stays.
+        """
+        output = self._open_output()
+        self._guard(lambda: self._files.close_durably(output))
+        for name in COPIED_FILES:
+            if (model_folder / name).is_file():
+                self._write_file(name, (model_folder / name).read_bytes())
+        digest = self._hash.hexdigest()
+        manifest = Manifest(quantizer, vocabulary_quantizer, source, self._offset, digest, tuple(self._entries))
+        self._write_file(MANIFEST_FILE, manifest.to_json())
+        self._guard(lambda: self._files.sync_folder(self._folder))
+        if not is_store(self._target):
+            self._guard(lambda: self._files.rename(self._folder, self._target))
+            self._guard(lambda: self._files.sync_folder(self._target.parent))
+            self._finished = True
+        return self._target
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        def write() -> None:
+            file = self._files.create_file(self._folder / name)
+            try:
+                self._files.write(file, data)
+            finally:
+                self._files.close_durably(file)
+
+        self._guard(write)
+
+    def _append(self, tensor: Tensor) -> int:
+        """Writes the tensor's bytes at the next page; returns their offset."""
+        data = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+        offset = -(-self._offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for piece in (bytes(offset - self._offset), data):
+            self._hash.update(piece)
+            self._guard(lambda piece=piece: self._files.write(self._open_output(), piece))
+        self._offset = offset + data.nbytes
+        return offset
+
+    def _open_output(self) -> BinaryIO:
+        assert self._output is not None, "used outside of its with-block"
+        return self._output
+
+    def _guard(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise StoreError(f"{self._target} can't be written ({error.strerror or error}); nothing was left behind.") from error

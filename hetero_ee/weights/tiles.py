@@ -1,0 +1,61 @@
+"""The tile layouts, in plain torch: the reference that every kernel is held against. Bit by bit in docs/FORMAT.md.
+
+W is (N, K) = (out, in), N padded to 16 rows and K to 32 columns, cut into tiles of 16 x 32, row block after row block.
+int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble, W[16b+r, 32g+16+4j+c] in its high
+one (j < 4 lines of 64 bytes, r < 16, c < 4). int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
+"""
+
+import torch
+from torch import Tensor
+
+TILE_ROWS = 16  # one AVX-512 register holds 16 rows x 4 columns, the operand of a VNNI dot product
+TILE_COLUMNS = 32  # one scale per row and 32 columns
+INT4_TILE_BYTES = 256
+INT8_TILE_BYTES = 512
+
+
+def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
+    """The shape whose tiles are whole."""
+    return -(-n_rows // TILE_ROWS) * TILE_ROWS, -(-n_columns // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes (N, K) uint8 of 0..15, N % 16 == K % 32 == 0 -> tiles (N/16, K/32, 256) uint8."""
+    n_rows, n_columns = codes.shape
+    halves = codes.view(n_rows // 16, 16, n_columns // 32, 2, 4, 4)  # b r g half j c
+    lines = halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)  # b r g j c
+    return lines.permute(0, 2, 3, 1, 4).reshape(n_rows // 16, n_columns // 32, INT4_TILE_BYTES)
+
+
+def unpack_int4(tiles: Tensor) -> Tensor:
+    """Tiles (N/16, K/32, 256) uint8 -> codes (N, K) uint8 of 0..15."""
+    n_blocks, n_groups, _ = tiles.shape
+    lines = tiles.view(n_blocks, n_groups, 4, 16, 4)  # b g j r c
+    halves = torch.stack([lines & 15, lines >> 4], dim=2)  # b g half j r c
+    return halves.permute(0, 4, 1, 2, 3, 5).reshape(n_blocks * 16, n_groups * 32)
+
+
+def pack_int8(values: Tensor) -> Tensor:
+    """Values (N, K) int8, N % 16 == K % 32 == 0 -> tiles (N/16, K/32, 512) int8."""
+    n_rows, n_columns = values.shape
+    lines = values.view(n_rows // 16, 16, n_columns // 32, 8, 4)  # b r g j c
+    return lines.permute(0, 2, 3, 1, 4).reshape(n_rows // 16, n_columns // 32, INT8_TILE_BYTES)
+
+
+def unpack_int8(tiles: Tensor) -> Tensor:
+    """Tiles (N/16, K/32, 512) int8 -> values (N, K) int8."""
+    n_blocks, n_groups, _ = tiles.shape
+    lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
+    return lines.permute(0, 3, 1, 2, 4).reshape(n_blocks * 16, n_groups * 32)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Scales (N, K/32) -> (N/16, K/32, 16), a tile's 16 row scales side by side."""
+    n_rows, n_groups = scales.shape
+    return scales.view(n_rows // 16, 16, n_groups).permute(0, 2, 1).contiguous()
+
+
+def unpack_scales(scales: Tensor) -> Tensor:
+    """Scales (N/16, K/32, 16) -> (N, K/32)."""
+    n_blocks, n_groups, _ = scales.shape
+    return scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups)

@@ -1,0 +1,98 @@
+"""A matrix as the engine holds it: dense fp32, or tiles of int4 codes or int8 values with their scales."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hetero_ee.weights import tiles as layout
+
+LINEAR_CODEBOOK = tuple(range(-8, 8))
+
+
+class Weight(Protocol):
+    """W (N, K) in some representation. Nothing here changes the weight."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def dequantize(self) -> Tensor:
+        """All of W, fp32 (N, K)."""
+        ...
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """W[indices], fp32 (len(indices), K); bit-equal to the same rows of dequantize()."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeight:
+    """values: fp32 (N, K)."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.values.nbytes
+
+    def dequantize(self) -> Tensor:
+        return self.values
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self.values[indices]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileWeight:
+    """W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k]: an entry is codebook[code], or the int8 value itself.
+
+    tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without; scales: fp16 (N/16, K/32, 16);
+    N and K padded there, while n_rows and n_columns are the matrix's own. codebook: 16 int8 values, ascending.
+    """
+
+    tiles: Tensor
+    scales: Tensor
+    exponent: int
+    codebook: tuple[int, ...] | None
+    n_rows: int
+    n_columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n_rows, self.n_columns
+
+    @property
+    def n_bytes(self) -> int:
+        return self.tiles.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> Tensor:
+        return self._expand(self.tiles, self.scales)[: self.n_rows, : self.n_columns]
+
+    def rows(self, indices: Tensor) -> Tensor:
+        blocks = torch.div(indices, layout.TILE_ROWS, rounding_mode="floor")
+        expanded = self._expand(self.tiles[blocks], self.scales[blocks])
+        within = torch.arange(len(indices)) * layout.TILE_ROWS + indices % layout.TILE_ROWS
+        return expanded[within, : self.n_columns]
+
+    def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
+        """fp32 of whole row blocks, padding included."""
+        if self.codebook is None:
+            entries = layout.unpack_int8(tiles).float()
+        else:
+            entries = torch.tensor(self.codebook, dtype=torch.float32)[layout.unpack_int4(tiles).int()]
+        factors = layout.unpack_scales(scales).float() * 2.0**self.exponent
+        n_rows, n_groups = factors.shape
+        return (entries.view(n_rows, n_groups, layout.TILE_COLUMNS) * factors[:, :, None]).view(n_rows, -1)
+
+
+def matmul_reference(activations: Tensor, weight: Weight) -> Tensor:
+    """y[m, N] = x[m, K] W^T in float64: what every matmul kernel is measured against."""
+    return activations.double() @ weight.dequantize().double().T

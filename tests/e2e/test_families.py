@@ -1,0 +1,109 @@
+"""The executor in fp32 against transformers, family by family, on random checkpoints read from disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import load_dense
+from tests.families import FAMILIES, random_model, save_checkpoint
+
+TOLERANCE = 1e-4  # of the largest logit
+N_DECODED = 64
+PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]  # longer than the windows of 7, 9 and 11
+
+
+def executor_of(folder: Path, ops: TorchOps | None = None) -> Executor:
+    spec = ModelSpec.from_hf(folder)
+    return Executor(spec, load_dense(Checkpoint(folder, spec)), ops or TorchOps(), spec.max_context_tokens)
+
+
+def greedy(executor: Executor, prompts: list[list[int]], n_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Tokens of each prompt, decoded together, and each step's logits (prompts, vocab)."""
+    for sequence in range(len(prompts)):
+        executor.cache.open(sequence)
+    rows = Rows.joined([Rows.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)])
+    wanted = [sum(map(len, prompts[: s + 1])) - 1 for s in range(len(prompts))]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    steps = []
+    for _ in range(n_tokens):
+        steps.append(executor.logits(rows, wanted))
+        for sequence, logits in enumerate(steps[-1]):
+            tokens[sequence].append(int(logits.argmax()))
+        positions = [executor.cache.length(s) for s in range(len(prompts))]
+        rows = Rows(tuple(t[-1] for t in tokens), tuple(range(len(prompts))), tuple(positions))
+        wanted = list(range(len(prompts)))
+    return tokens, steps
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = random_model(request.param)
+    return model, save_checkpoint(model, tmp_path_factory.mktemp(request.param))
+
+
+@torch.no_grad()
+def reference_greedy(model: Any, prompt: list[int], n_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """transformers without a cache: tokens and logits (n_tokens, vocab), the plainest path there is."""
+    ids, steps = list(prompt), []
+    for _ in range(n_tokens):
+        steps.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1])
+        ids.append(int(steps[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(steps)
+
+
+def test_prefill_logits_match_transformers_at_every_position(family: tuple[Any, Path]) -> None:
+    model, folder = family
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    for ops in (TorchOps(), BatchedTorchOps()):
+        executor = executor_of(folder, ops)
+        executor.cache.open(0)
+        logits = executor.logits(Rows.of_sequence(0, 0, PROMPT), range(len(PROMPT)))
+        assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_decoded_tokens_and_logits_match_transformers(family: tuple[Any, Path]) -> None:
+    model, folder = family
+    expected_tokens, expected = reference_greedy(model, PROMPT, N_DECODED)
+    tokens, steps = greedy(executor_of(folder), [PROMPT], N_DECODED)
+    assert tokens[0] == expected_tokens
+    assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_a_ragged_batch_gives_each_prompt_the_bits_it_has_alone(family: tuple[Any, Path]) -> None:
+    _, folder = family
+    prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
+    together, batched_steps = greedy(executor_of(folder), prompts, 24)
+    for sequence, prompt in enumerate(prompts):
+        alone, steps = greedy(executor_of(folder), [prompt], 24)
+        assert together[sequence] == alone[0]
+        for batched, single in zip(batched_steps, steps, strict=True):
+            assert torch.equal(batched[sequence], single[0])
+
+
+def test_prefill_in_chunks_gives_the_bits_of_one_pass(family: tuple[Any, Path]) -> None:
+    _, folder = family
+    whole, chunked = executor_of(folder), executor_of(folder)
+    for executor in (whole, chunked):
+        executor.cache.open(0)
+    expected = whole.logits(Rows.of_sequence(0, 0, PROMPT), [len(PROMPT) - 1])
+    chunked.logits(Rows.of_sequence(0, 0, PROMPT[:5]), [4])
+    assert torch.equal(chunked.logits(Rows.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6]), expected)
+
+
+def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
+    _, folder = family
+    executor = executor_of(folder)
+    executor.cache.open(0)
+    executor.logits(Rows.of_sequence(0, 0, PROMPT), [0])
+    expected = executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0])
+    executor.logits(Rows.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]), [2])
+    executor.cache.truncate(0, len(PROMPT))
+    assert torch.equal(executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0]), expected)

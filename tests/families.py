@@ -1,0 +1,92 @@
+"""Small awkward models of every supported family, randomly initialised, written as Hugging Face checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # odd: not a multiple of a tile
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 160,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA = SIZES | {"intermediate_size": 76, "num_key_value_heads": 2}  # FFN not a multiple of 32
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE, "head_dim": 12}),
+    "llama-linear-rope": (
+        "Llama",
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-relu": ("Llama", LLAMA | {"hidden_act": "relu"}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 7}),
+    "mistral-full": ("Mistral", LLAMA | {"sliding_window": None}),
+    "qwen2": ("Qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
+    "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
+    "phi3-partial": (
+        "Phi3",
+        LLAMA
+        | {
+            "sliding_window": 11,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "opt": ("OPT", SIZES | {"ffn_dim": 76, "word_embed_proj_dim": 48}),
+}
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The transformers configuration of a family."""
+    import transformers
+
+    prefix, values = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**(values | changes))
+    config.architectures = [f"{prefix}ForCausalLM"]
+    return config
+
+
+def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model of the family, fp32, biases and norms random too."""
+    import transformers
+
+    config = config_of(name, **changes)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_norm = parameter.dim() == 1 and bool((parameter == 1).all())
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + float(is_norm))
+    return model
+
+
+def save_checkpoint(model: Any, folder: Path, tokenizer_from: Path | None = None) -> Path:
+    """Writes config.json and model.safetensors; with a tokenizer's folder, its files too."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if tokenizer_from is not None:
+            (folder / name).write_bytes((tokenizer_from / name).read_bytes())
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes fields of config.json; None removes one."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
