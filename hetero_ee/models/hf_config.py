@@ -248,7 +248,10 @@ def _phi3(fields: Fields) -> ModelSpec:
 def _opt(fields: Fields) -> ModelSpec:
     """OPT (arXiv 2205.01068): learned positions, LayerNorm, biases, two-matrix FFN."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if not fields.flag("do_layer_norm_before", True) or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size:
+    if (
+        not fields.flag("do_layer_norm_before", True)
+        or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size
+    ):
         raise fields.fail("OPT with norms after the blocks or projected embeddings (opt-350m) is not supported.")
     if hidden_size % n_heads:
         raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")

@@ -1,4 +1,4 @@
-"""The executor walks the decoder's blocks: rows in, hidden states or logits out. Pre-norm, residual around each block."""
+"""The executor walks the decoder's blocks: rows in, logits out. Pre-norm, residual around each block."""
 
 from collections.abc import Sequence
 
@@ -26,24 +26,31 @@ class Executor:
     @torch.inference_mode()
     def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
         """Runs the rows through every block; fp32 logits (len(wanted), vocab) of the wanted row indices."""
+        hidden = self.hidden(rows)
+        return self.head(hidden[list(wanted)])
+
+    @torch.inference_mode()
+    def hidden(self, rows: Rows) -> Tensor:
+        """Runs the rows through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
         self.cache.admit(rows)
         hidden = torch.empty(0)
         for block in self.blocks:
-            hidden = self._run(block, hidden, rows, wanted)
+            match block.kind:
+                case BlockKind.EMBEDDING:
+                    hidden = self._embed(block, rows)
+                case BlockKind.ATTENTION:
+                    hidden = hidden + self._attend(block, hidden, rows)
+                case BlockKind.FFN:
+                    hidden = hidden + self._feed_forward(block, hidden)
         return hidden
 
-    def _run(self, block: Block, hidden: Tensor, rows: Rows, wanted: Sequence[int]) -> Tensor:
-        match block.kind:
-            case BlockKind.EMBEDDING:
-                return self._embed(block, rows)
-            case BlockKind.ATTENTION:
-                return hidden + self._attend(block, hidden, rows)
-            case BlockKind.FFN:
-                return hidden + self._feed_forward(block, hidden)
-            case BlockKind.FINAL_NORM:
-                return self._norm(block, hidden)
-            case BlockKind.HEAD:
-                return self._ops.linear(hidden[list(wanted)], self._matrix(block, "tokens"))
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: (m, hidden) -> logits (m, vocab)."""
+        for block in self.blocks:
+            if block.kind is BlockKind.FINAL_NORM:
+                hidden = self._norm(block, hidden)
+        return self._ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
 
     def _embed(self, block: Block, rows: Rows) -> Tensor:
         hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)
@@ -58,7 +65,8 @@ class Executor:
         assert layer is not None
         qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
         queries, keys, values = (
-            part.unflatten(-1, (-1, spec.head_dim)) for part in qkv.split([spec.query_size, spec.kv_size, spec.kv_size], -1)
+            part.unflatten(-1, (-1, spec.head_dim))
+            for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
         )
         if spec.qk_norm:
             queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
@@ -78,7 +86,9 @@ class Executor:
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
         spec = self.spec
-        return self._ops.norm(x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps)
+        return self._ops.norm(
+            x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps
+        )
 
     def _matrix(self, block: Block, short: str) -> Weight:
         return self._weights.matrices[block.tensors[short].name]

@@ -57,7 +57,7 @@ class KvCache:
             held = self._sequences[sequence]
             if position != held.length or position >= self.max_tokens:
                 raise ValueError(
-                    f"sequence {sequence} holds {held.length} of {self.max_tokens} tokens; position {position} can't follow."
+                    f"sequence {sequence} holds {held.length} of {self.max_tokens} tokens, {position} can't follow."
                 )
             held.length += 1
             self._grow(held)
@@ -70,7 +70,7 @@ class KvCache:
             held.values[layer, :, position] = values[row]
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (n_kv_heads, end - first, head_dim) of positions first..end-1; views, valid until the next admit."""
+        """Keys and values (n_kv_heads, end - first, head_dim) of positions first..end-1; valid until the next admit."""
         held = self._sequences[sequence]
         return held.keys[layer, :, first:end], held.values[layer, :, first:end]
 

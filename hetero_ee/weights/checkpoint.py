@@ -49,7 +49,9 @@ class Checkpoint:
         try:
             tensor: Tensor = self._opened[file].get_tensor(part.hf_name).float()
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
-            raise CheckpointError(f"{file}: tensor {part.hf_name} can't be read ({error}); get the file anew.") from error
+            raise CheckpointError(
+                f"{file}: tensor {part.hf_name} can't be read ({error}); get the file anew."
+            ) from error
         _refuse_non_finite(tensor, part.hf_name, file)
         return tensor
 
@@ -57,7 +59,7 @@ class Checkpoint:
         """hf name -> file. A name in two files is refused: which one counts would be a guess."""
         file_of: dict[str, Path] = {}
         for file, opened in self._opened.items():
-            for name in opened.keys():  # noqa: SIM118: a safetensors handle, not a dict
+            for name in opened.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                 if name in file_of:
                     raise CheckpointError(f"tensor {name} is in both {file_of[name].name} and {file.name}; remove one.")
                 file_of[name] = file
@@ -137,9 +139,11 @@ def _refuse(folder: Path, what: str, names: list[str]) -> None:
 
 
 def _refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
-    for first, chunk in enumerate(tensor.flatten().split(CHECK_ELEMENTS)):
+    for first, chunk in enumerate(torch.split(tensor.flatten(), CHECK_ELEMENTS)):
         finite = torch.isfinite(chunk)
         if not finite.all():
             flat = first * CHECK_ELEMENTS + int((~finite).nonzero()[0])
             index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
-            raise CheckpointError(f"{file}: tensor {name} holds {tensor[tuple(index)].item()} at {index}; the weights are damaged.")
+            raise CheckpointError(
+                f"{file}: tensor {name} holds {tensor[tuple(index)].item()} at {index}; the weights are damaged."
+            )

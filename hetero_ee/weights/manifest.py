@@ -22,7 +22,7 @@ SCALE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: `layout` is "int4", "int8" (tiles, then fp16 scales at scales_offset) or "fp32" (row-major values)."""
+    """One tensor: `layout` is "int4", "int8" (tiles, and fp16 scales at scales_offset) or "fp32" (row by row)."""
 
     name: str
     layout: str

@@ -23,6 +23,12 @@ class ModelWeights:
     def n_bytes(self) -> int:
         return sum(w.n_bytes for w in self.matrices.values()) + sum(v.nbytes for v in self.vectors.values())
 
+    @property
+    def n_weights(self) -> int:
+        return sum(w.shape[0] * w.shape[1] for w in self.matrices.values()) + sum(
+            v.numel() for v in self.vectors.values()
+        )
+
 
 def is_quantized(role: TensorRole) -> bool:
     """Whether tensors of this role are stored in tiles."""
@@ -47,4 +53,12 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
         shape = None if found is None else tuple(found.shape)
         if shape != tensor.shape:
-            raise StoreError(f"{folder}: tensor {tensor.name} has shape {shape}, expected {tensor.shape}; convert again.")
+            raise StoreError(
+                f"{folder}: tensor {tensor.name} has shape {shape}, expected {tensor.shape}; convert again."
+            )
+
+
+def expanded(weights: ModelWeights) -> ModelWeights:
+    """The same weights with every matrix in fp32; lookups and products give the same bits."""
+    matrices: dict[str, Weight] = {name: DenseWeight(w.dequantize()) for name, w in weights.matrices.items()}
+    return ModelWeights(matrices, weights.vectors)

@@ -1,9 +1,10 @@
 """Quantizers: from a float matrix to tiles. One interface, four choices, all deterministic.
 
-Error minimised: sum over w of h (w - s q)^2, s the group's scale, q a codebook entry, h the column's importance (1, or the
-second moment of the activation that meets it). For fixed q the best s is sum(h w q) / sum(h q q) (least squares).
+Error minimised: sum over w of h (w - s q)^2, s the group's scale, q a codebook entry, h the column's importance (1, or
+the second moment of the activation that meets it). For fixed q the best s is sum(h w q) / sum(h q q) (least squares).
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,21 +14,29 @@ from torch import Tensor
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
-CHUNK_ELEMENTS = 2**17  # rows are quantized in chunks of about this many weights, which stay in the cache
+CHUNK_ELEMENTS = 2**16  # rows are quantized in chunks of about this many weights, which stay in the cache
 SCALE_EXPONENT = 14  # the largest scale of a tensor lands in [2^14, 2^15): 29 octaves above fp16's subnormals
 SEARCH_STEPS = 4  # trial scales on each side of the plain one; 9 gave 0.3 % less error at twice the time
 SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
-CODEBOOK_SAMPLE_GROUPS = 2**14  # groups a codebook is fitted on: more changed the error by less than 0.1 %
+CODEBOOK_SAMPLE_GROUPS = 2**12  # groups a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
+DEFAULT_QUANTIZER = "codebook"  # least KL divergence of those of its size: docs/quality.md
+
+
+class Workers(Protocol):
+    """Runs one function over many arguments, in order: the built-in map, or the map of a pool of threads."""
+
+    def __call__(self, function: Callable[[int], Tensor], first_rows: Iterable[int], /) -> Iterable[Tensor]: ...
 
 
 class Quantizer(Protocol):
     """name: as in --quantizer and in a store's manifest."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> TileWeight:
-        """weight: float (N, K). importance: second moments (K,), or None for all alike."""
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
+        """weight: float (N, K). importance: second moments (K,), or None for all alike. Same result for any workers."""
         ...
 
 
@@ -37,8 +46,8 @@ class RoundToNearest:
 
     name: str = "rtn"
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> TileWeight:
-        return _quantize_int4(weight, None, LINEAR_CODEBOOK, n_steps=0)
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
+        return _quantize_int4(weight, None, LINEAR_CODEBOOK, 0, workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +56,8 @@ class ScaleSearch:
 
     name: str = "search"
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> TileWeight:
-        return _quantize_int4(weight, importance, LINEAR_CODEBOOK, SEARCH_STEPS)
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
+        return _quantize_int4(weight, importance, LINEAR_CODEBOOK, SEARCH_STEPS, workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,9 @@ class FittedCodebook:
 
     name: str = "codebook"
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> TileWeight:
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
         codebook = _fit_codebook(weight, importance)
-        return _quantize_int4(weight, importance, codebook, SEARCH_STEPS)
+        return _quantize_int4(weight, importance, codebook, SEARCH_STEPS, workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class EightBit:
 
     name: str = "int8"
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> TileWeight:
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
         n_rows, n_columns = weight.shape
         groups = _padded_groups(weight)
         scales, exponent = _to_fp16_scales(groups.abs().amax(-1) / 127)
@@ -80,7 +89,9 @@ class EightBit:
 
 def quantizer_named(name: str) -> Quantizer:
     """The quantizer called `name`. Raises KeyError."""
-    return {quantizer.name: quantizer for quantizer in (RoundToNearest(), ScaleSearch(), FittedCodebook(), EightBit())}[name]
+    return {quantizer.name: quantizer for quantizer in (RoundToNearest(), ScaleSearch(), FittedCodebook(), EightBit())}[
+        name
+    ]
 
 
 class _Codebook:
@@ -107,22 +118,27 @@ class _Codebook:
         return (targets * 2).floor_().clamp_(-256, 255).add_(256).int().flatten()
 
 
-def _quantize_int4(weight: Tensor, importance: Tensor | None, entries: tuple[int, ...], n_steps: int) -> TileWeight:
-    n_rows, n_columns = weight.shape
+def _quantize_int4(
+    weight: Tensor, importance: Tensor | None, entries: tuple[int, ...], n_steps: int, workers: Workers
+) -> TileWeight:
     codebook = _Codebook(torch.tensor(entries, dtype=torch.float32))
-    column_weights = _padded_importance(importance, n_columns)
-    parts = [
-        _search_scales(chunk, column_weights, codebook, n_steps) if n_steps else _plain_scales(chunk, codebook)
-        for chunk in _row_chunks(weight)
-    ]
-    scales, exponent = _to_fp16_scales(torch.cat(parts))
-    factors = scales.float() * 2.0**exponent  # the codes are chosen for the scales as they are stored
-    tiles, first = [], 0
-    for chunk in _row_chunks(weight):
-        codes = codebook.codes(chunk * _safe_inverse(factors[first : first + len(chunk)])[:, :, None])
-        tiles.append(layout.pack_int4(codes.flatten(1)))
-        first += len(chunk)
-    return TileWeight(torch.cat(tiles), layout.pack_scales(scales), exponent, entries, n_rows, n_columns)
+    column_weights = _padded_importance(importance, weight.shape[1])
+    n_rows = max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
+    first_rows = range(0, len(weight), n_rows)
+
+    def scales_of(first: int) -> Tensor:
+        groups = _padded_groups(weight[first : first + n_rows])
+        return _search_scales(groups, column_weights, codebook, n_steps) if n_steps else _plain_scales(groups, codebook)
+
+    scales, exponent = _to_fp16_scales(torch.cat(list(workers(scales_of, first_rows))))
+    inverse = _safe_inverse(scales.float() * 2.0**exponent)  # the codes are chosen for the scales as they are stored
+
+    def tiles_of(first: int) -> Tensor:
+        groups = _padded_groups(weight[first : first + n_rows])
+        return layout.pack_int4(codebook.codes(groups * inverse[first : first + n_rows, :, None]).flatten(1))
+
+    tiles = torch.cat(list(workers(tiles_of, first_rows)))
+    return TileWeight(tiles, layout.pack_scales(scales), exponent, entries, *weight.shape)
 
 
 def _plain_scales(groups: Tensor, codebook: _Codebook) -> Tensor:
@@ -191,7 +207,9 @@ def _to_fp16_scales(scales: Tensor) -> tuple[Tensor, int]:
 
 def _safe_inverse(scales: Tensor) -> Tensor:
     """1 / scale, and 0 for a group of zeros."""
-    return torch.where(scales == 0, torch.zeros_like(scales), 1 / torch.where(scales == 0, torch.ones_like(scales), scales))
+    return torch.where(
+        scales == 0, torch.zeros_like(scales), 1 / torch.where(scales == 0, torch.ones_like(scales), scales)
+    )
 
 
 def _padded_groups(weight: Tensor) -> Tensor:
@@ -200,11 +218,6 @@ def _padded_groups(weight: Tensor) -> Tensor:
     padded = torch.zeros(n_rows, n_columns)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     return padded.view(n_rows, -1, layout.TILE_COLUMNS)
-
-
-def _row_chunks(weight: Tensor) -> list[Tensor]:
-    rows = max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
-    return [_padded_groups(weight[first : first + rows]) for first in range(0, len(weight), rows)]
 
 
 def _padded_importance(importance: Tensor | None, n_columns: int) -> Tensor:

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -108,7 +109,9 @@ class StoreWriter:
     def _create_weights_file(self) -> None:
         self._output = self._files.create_file(self._folder / WEIGHTS_FILE)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._finished:
             if self._output is not None:
                 self._output.close()
@@ -158,11 +161,11 @@ class StoreWriter:
 
     def _append(self, tensor: Tensor) -> int:
         """Writes the tensor's bytes at the next page; returns their offset."""
-        data = memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+        data = _bytes_of(tensor)
         offset = -(-self._offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for piece in (bytes(offset - self._offset), data):
             self._hash.update(piece)
-            self._guard(lambda piece=piece: self._files.write(self._open_output(), piece))
+            self._guard(partial(self._files.write, self._open_output(), piece))
         self._offset = offset + data.nbytes
         return offset
 
@@ -174,4 +177,12 @@ class StoreWriter:
         try:
             action()
         except OSError as error:
-            raise StoreError(f"{self._target} can't be written ({error.strerror or error}); nothing was left behind.") from error
+            raise StoreError(
+                f"{self._target} can't be written ({error.strerror or error}); nothing was left behind."
+            ) from error
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes as they lie in memory, without a copy where it is contiguous."""
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

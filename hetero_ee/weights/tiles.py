@@ -1,8 +1,9 @@
 """The tile layouts, in plain torch: the reference that every kernel is held against. Bit by bit in docs/FORMAT.md.
 
 W is (N, K) = (out, in), N padded to 16 rows and K to 32 columns, cut into tiles of 16 x 32, row block after row block.
-int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble, W[16b+r, 32g+16+4j+c] in its high
-one (j < 4 lines of 64 bytes, r < 16, c < 4). int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
+int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble and W[16b+r, 32g+16+4j+c] in its
+high one (j < 4 lines of 64 bytes, r < 16, c < 4).
+int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
 """
 
 import torch

@@ -1,0 +1,1 @@
+"""Turning logits into text: sampling, stopping, incremental text, and the loop around the executor."""

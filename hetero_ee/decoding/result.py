@@ -1,0 +1,64 @@
+"""What generation returns: one record a token while it runs, one for the whole when it is done."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a text ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_new_tokens
+    CONTEXT = "context"  # the context is full
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One generated token.
+
+    text: what this token adds to the text; may be empty (part of a character, or of a possible stop string, is held
+    back), and may carry text held back earlier. The texts of all tokens joined are the whole text.
+    token_id: id in the model's vocabulary. sequence: index of the prompt in its list, from 0.
+    position: index of the token in its sequence, prompt included, from 0.
+    finish_reason: None but for the last token.
+    elapsed_s: seconds since generation began, prompt included.
+    """
+
+    text: str
+    token_id: int
+    sequence: int
+    position: int
+    finish_reason: FinishReason | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A whole generated text.
+
+    text: without the prompt, the end token and the stop string. token_ids: every generated token, the ending one too.
+    n_prompt_tokens: tokens of the prompt as the model saw them, a leading begin token included.
+    prompt_s: seconds from the start until the first token was chosen; generation_s: seconds from then to the last.
+    Of prompts generated together, the seconds are those of the whole batch.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    n_prompt_tokens: int
+    prompt_s: float
+    generation_s: float
+
+    @property
+    def n_generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens per second of prompt time."""
+        return self.n_prompt_tokens / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Tokens after the first per second of generation time: the rate of decode steps. 0 for a single token."""
+        return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s > 0 else 0.0

@@ -1,0 +1,154 @@
+"""Sampling: which token follows, from logits and from noise that depends on the position alone.
+
+Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of a
+position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
+it were computed: a draft can later be checked against the very token that the full model draws. Derived.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import UsageError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Raises UsageError for values that make no sense.
+
+    max_new_tokens: None generates to the end of the context. temperature: 0 is greedy.
+    top_k: candidates kept, 0 for all. top_p: smallest set of candidates with this probability, 1 for all.
+    min_p: least probability relative to the best candidate's, 0 for all.
+    repeat_penalty: logits of tokens already in prompt or text are divided by it where positive, else multiplied
+    (arXiv 1909.05858 section 4.1). seed: 0 to 2^64 - 1.
+    stop: strings that end the text and are not part of it. stop_token_ids: tokens that end it, beside the model's own.
+    ignore_eos: the model's end tokens don't end the text.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require_whole("max_new_tokens", self.max_new_tokens, 1, 2**31, optional=True)
+        _require_whole("top_k", self.top_k, 0, 2**31)
+        _require_whole("seed", self.seed, 0, 2**64 - 1)
+        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repeat_penalty", self.repeat_penalty, 0.0, 100.0, open_low=True)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if len(self.stop) > MAX_STOP_STRINGS or not all(_is_stop_string(text) for text in self.stop):
+            raise UsageError(
+                f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}, "
+                f"each of 1 to {MAX_STOP_CHARACTERS} characters."
+            )
+        for token_id in self.stop_token_ids:
+            _require_whole("stop_token_ids", token_id, 0, 2**31)
+
+    @classmethod
+    def from_hf(cls, generation_config: Any) -> Self:
+        """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults, beams are ignored."""
+        values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
+        sampled = bool(values.get("do_sample"))
+        chosen: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
+        names = {"max_new_tokens": "max_new_tokens", "repetition_penalty": "repeat_penalty"}
+        if sampled:
+            names |= {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+        for theirs, ours in names.items():
+            if values.get(theirs) is not None:
+                chosen[ours] = values[theirs]
+        stop = values.get("stop_strings") or ()
+        return cls(**chosen, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with some values changed. Raises UsageError for a name that is not a field."""
+        known = [field.name for field in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise UsageError(f"{name} is not a sampling parameter; they are {', '.join(known)}.")
+        return replace(self, **changes)
+
+
+def choose_token(logits: Tensor, history: Sequence[int], params: SamplingParams, sequence: int, position: int) -> int:
+    """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie."""
+    scores = _penalized(logits, history, params.repeat_penalty)
+    if params.temperature == 0:
+        return int(scores.argmax())
+    scores = _filtered(scores.double() / params.temperature, params)
+    return int((scores + gumbel_noise(len(scores), params.seed, sequence, position)).argmax())
+
+
+def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
+    """Standard Gumbel noise (n_tokens,), float64, the same for the same three numbers whatever was drawn before."""
+    bits = np.random.Philox(key=[seed, 0], counter=[0, 0, sequence, position]).random_raw(n_tokens)
+    uniform = (torch.from_numpy((bits >> 11).astype(np.int64)).double() + 0.5) * 2.0**-53  # open interval (0, 1)
+    return -torch.log(-torch.log(uniform))
+
+
+def filtered_probabilities(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
+    """The exact distribution choose_token draws from at temperature > 0, float64 (vocab,)."""
+    return torch.softmax(
+        _filtered(_penalized(logits, history, params.repeat_penalty).double() / params.temperature, params), 0
+    )
+
+
+def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
+    if penalty == 1 or not history:
+        return logits
+    seen = torch.tensor(sorted(set(history)))
+    chosen = logits[seen]
+    return logits.index_put((seen,), torch.where(chosen > 0, chosen / penalty, chosen * penalty))
+
+
+def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
+    """-inf for every token that top-k, then top-p, then min-p leave out; ties at the edge go to the lowest ids."""
+    n_kept = len(scores) if params.top_k == 0 else min(params.top_k, len(scores))
+    if n_kept == len(scores) and params.top_p == 1 and params.min_p == 0:
+        return scores
+    values, order = torch.sort(scores, descending=True, stable=True)
+    values, order = values[:n_kept], order[:n_kept]
+    probabilities = torch.softmax(values, 0)
+    if params.top_p < 1:
+        before = torch.cumsum(probabilities, 0) - probabilities  # what better candidates already cover
+        n_kept = max(1, int((before < params.top_p).sum()))
+        values, order = values[:n_kept], order[:n_kept]
+        probabilities = torch.softmax(values, 0)
+    kept = order[probabilities >= params.min_p * probabilities[0]]
+    return torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
+
+
+def _is_stop_string(text: Any) -> bool:
+    return isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARACTERS
+
+
+def _require_whole(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"{name} is {value!r}; expected a whole number from {low} to {high}.")
+
+
+def _require_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        edge = "above" if open_low else "from"
+        raise UsageError(f"{name} is {value!r}; expected a number {edge} {low:g} to {high:g}.")

@@ -1,0 +1,246 @@
+"""Engine: opens a model and generates text. It wires the rooms of the house together and does no maths itself."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, overload
+
+import torch
+
+from hetero_ee.config import cache_folder, demo_model_folder
+from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.result import FinishReason, GeneratedToken, GenerationResult
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.errors import HeteroError, ModelError, UsageError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.conversion import Progress, Quantization, cached_store, convert
+from hetero_ee.weights.model_weights import ModelWeights, expanded, load_dense
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
+from hetero_ee.weights.store import is_store, open_store
+from hetero_ee_profiles.process import physical_core_count
+
+UNQUANTIZED = "none"
+# Until the CPU kernels read tiles themselves, a model whose fp32 copy is at most this large is expanded once at load;
+# a larger one is expanded matrix by matrix at every use, which is slow but needs no more memory than its store.
+EXPAND_LIMIT_BYTES = 2 * 2**30
+
+
+class Engine:
+    """A loaded model. Not for several threads at once. Use as a context manager, or call close()."""
+
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, eos_token_ids: frozenset[int], sampling: SamplingParams
+    ) -> None:
+        self._executor: Executor | None = executor
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self.default_sampling = sampling
+        self.spec = executor.spec
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | None = None,
+        *,
+        quantizer: str = DEFAULT_QUANTIZER,
+        context_tokens: int = 0,
+        threads: int = 0,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Opens a model: a folder with a Hugging Face checkpoint, a store, or None for the demo model.
+
+        quantizer: "codebook", "search" or "rtn" (int4; converted once, then kept in the cache folder), or "none" (fp32,
+        straight from the checkpoint; a store is opened as it is). context_tokens: longest prompt and text together,
+        0 for the model's own. threads: 0 for all physical cores; set for the whole process.
+        progress: called during a conversion with (tensor name, weights done, weights in all).
+        Raises ModelError, CheckpointError, StoreError or UsageError.
+        """
+        _check_options(quantizer, context_tokens, threads)
+        folder = _model_folder(model)
+        spec = ModelSpec.from_hf(folder)
+        tokenizer = Tokenizer.load(folder, spec.vocab_size)
+        hf_generation = _generation_config(folder)
+        sampling = _default_sampling(hf_generation, folder)
+        threads = threads or physical_core_count()
+        torch.set_num_threads(threads)
+        weights = _load_weights(folder, spec, quantizer, threads, progress)
+        executor = Executor(spec, weights, TorchOps(), _context_tokens(spec, context_tokens))
+        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and text together."""
+        return self._open_executor().cache.max_tokens
+
+    def stream(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> Iterator[GeneratedToken]:
+        """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
+
+        The prompt is checked at the call; closing the iterator early frees its memory.
+        """
+        params = self._params(sampling, changes)
+        return self._generate([self._prompt_ids(prompt)], params)
+
+    @overload
+    def generate(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str], sampling: SamplingParams | None = None, **changes: Any
+    ) -> list[GenerationResult]: ...
+
+    def generate(
+        self, prompt: str | Sequence[str], sampling: SamplingParams | None = None, **changes: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        """The whole text for one prompt, or a list of them for several, which are generated together.
+
+        `changes` are SamplingParams fields to change, as in generate("...", temperature=0.8). Raises UsageError.
+        """
+        params = self._params(sampling, changes)
+        prompts = [self._prompt_ids(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
+        if not prompts:
+            raise UsageError("the list of prompts is empty; give at least one.")
+        tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
+        for token in self._generate(prompts, params):
+            tokens[token.sequence].append(token)
+        results = [collect(mine, len(ids)) for mine, ids in zip(tokens, prompts, strict=True)]
+        return results[0] if isinstance(prompt, str) else results
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of `text` as a prompt."""
+        return len(self._tokenizer.encode(text))
+
+    def close(self) -> None:
+        """Frees the weights. Closing twice does nothing."""
+        self._executor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
+        executor = self._open_executor()
+        ending = Ending(self._eos_token_ids, executor.cache.max_tokens)
+        return generate(executor, prompts, params, ending, self._tokenizer.decode, time.perf_counter)
+
+    def _params(self, sampling: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
+        return (sampling or self.default_sampling).changed(**changes)
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        if not isinstance(prompt, str):
+            raise UsageError(f"a prompt is a string, got {type(prompt).__name__}.")
+        if not prompt:
+            raise UsageError("the prompt is empty; give some text to go on from.")
+        ids = self._tokenizer.encode(prompt)
+        if len(ids) >= self.context_tokens:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.context_tokens}, one of them new; "
+                f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
+            )
+        return ids
+
+    def _open_executor(self) -> Executor:
+        if self._executor is None:
+            raise HeteroError("this engine is closed; open the model again with Engine.from_pretrained.")
+        return self._executor
+
+
+def collect(tokens: list[GeneratedToken], n_prompt_tokens: int) -> GenerationResult:
+    """The result that one sequence's tokens amount to, at least one. Cut short, its reason is `length`."""
+    first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
+    return GenerationResult(
+        text="".join(token.text for token in tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=tokens[-1].finish_reason or FinishReason.LENGTH,
+        n_prompt_tokens=n_prompt_tokens,
+        prompt_s=first_s,
+        generation_s=last_s - first_s,
+    )
+
+
+def _check_options(quantizer: str, context_tokens: int, threads: int) -> None:
+    choices = ("codebook", "search", "rtn", UNQUANTIZED)
+    if quantizer not in choices:
+        raise UsageError(f"quantizer is {quantizer!r}; expected one of {', '.join(choices)}.")
+    for name, value, largest in (("context size", context_tokens, 2**24), ("threads", threads, 1024)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+            raise UsageError(f"{name} is {value!r}; expected a whole number from 0 (automatic) to {largest}.")
+
+
+def _model_folder(model: str | Path | None) -> Path:
+    if model is None:
+        return demo_model_folder()
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        raise ModelError(
+            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint or a store."
+        )
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
+    return folder
+
+
+def _context_tokens(spec: ModelSpec, asked: int) -> int:
+    if spec.learned_position_offset is not None and asked > spec.max_context_tokens:
+        raise UsageError(
+            f"context size {asked} is beyond the {spec.max_context_tokens} positions this model has learned."
+        )
+    return asked or spec.max_context_tokens
+
+
+def _load_weights(
+    folder: Path, spec: ModelSpec, quantizer: str, threads: int, progress: Progress | None
+) -> ModelWeights:
+    if is_store(folder):
+        weights = open_store(folder, spec)
+    elif quantizer == UNQUANTIZED:
+        return load_dense(Checkpoint(folder, spec))
+    else:
+        quantization = Quantization(matrices=quantizer)
+        target = cached_store(folder, quantization, cache_folder())
+        weights = open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
+    return expanded(weights) if weights.n_weights * 4 <= EXPAND_LIMIT_BYTES else weights
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} is not valid JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
+    return values
+
+
+def _default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingParams:
+    try:
+        return SamplingParams.from_hf(hf_generation)
+    except UsageError as error:
+        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
+
+
+def _eos_token_ids(hf_generation: dict[str, Any], folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The first that names any: generation_config.json, config.json, the tokenizer."""
+    from hetero_ee.models.hf_config import read_config_file
+
+    for named in (
+        hf_generation.get("eos_token_id"),
+        read_config_file(folder).get("eos_token_id"),
+        tokenizer.eos_token_id,
+    ):
+        ids = named if isinstance(named, list) else [named]
+        if any(isinstance(token_id, int) for token_id in ids):
+            return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+    return frozenset()
