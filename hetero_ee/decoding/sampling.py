@@ -1,7 +1,7 @@
 """Sampling: which token follows, from logits and from noise that depends on the position alone.
 
-Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of a
-position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
+Gumbel-max: argmax(logits / temperature + g), g = -log(-log(u)), draws from softmax(logits / temperature). The noise of
+a position is a function of (seed, sequence, position), so it does not matter how, or in which batch, the tokens before
 it were computed: a draft can later be checked against the very token that the full model draws. Derived.
 """
 

@@ -13,7 +13,7 @@ class ModelSpec:
     """A pre-norm decoder-only transformer, family by family reduced to the same few switches.
 
     family: row of the weight-name table ("llama", "phi3", "opt"); architecture: the Hugging Face class name.
-    norm: "rms" or "layer". activation: "silu", "gelu", "gelu_tanh", "relu" or "fatrelu" (x from a threshold on, else 0).
+    norm: "rms" or "layer". activation: "silu", "gelu", "gelu_tanh", "relu" or "fatrelu" (0 below a threshold).
     gated: FFN is down(act(gate(x)) * up(x)), else down(act(up(x))).
     sliding_windows: for each layer the positions a token sees, itself included; None is all of them.
     learned_position_offset: rows skipped in a learned position table; None where positions are rotary.

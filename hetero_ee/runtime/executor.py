@@ -65,7 +65,7 @@ class Executor:
         assert layer is not None
         qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
         queries, keys, values = (
-            part.unflatten(-1, (-1, spec.head_dim))
+            part.reshape(len(rows), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
         )
         if spec.qk_norm:
