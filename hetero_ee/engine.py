@@ -23,12 +23,12 @@ from hetero_ee.weights.conversion import Progress, Quantization, cached_store, c
 from hetero_ee.weights.model_weights import ModelWeights, expanded, load_dense
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 from hetero_ee.weights.store import is_store, open_store
-from hetero_ee_profiles.process import physical_core_count
+from hetero_ee_profiles.process import available_memory_bytes, physical_core_count
 
 UNQUANTIZED = "none"
-# Until the CPU kernels read tiles themselves, a model whose fp32 copy is at most this large is expanded once at load;
-# a larger one is expanded matrix by matrix at every use, which is slow but needs no more memory than its store.
-EXPAND_LIMIT_BYTES = 2 * 2**30
+# Until the CPU kernels read tiles themselves, a model whose fp32 copy takes at most this share of the available memory
+# is expanded once at load; a larger one matrix by matrix at every use, which is slow but needs no more than its store.
+EXPAND_SHARE = 0.5
 
 
 class Engine:
@@ -208,7 +208,7 @@ def _load_weights(
         quantization = Quantization(matrices=quantizer)
         target = cached_store(folder, quantization, cache_folder())
         weights = open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
-    return expanded(weights) if weights.n_weights * 4 <= EXPAND_LIMIT_BYTES else weights
+    return expanded(weights) if weights.n_weights * 4 <= EXPAND_SHARE * available_memory_bytes() else weights
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Memory of this process, as the operating system counts it."""
+"""What the operating system says of this process: memory and cores."""
 
 import sys
 
@@ -13,6 +13,11 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
+
+
+def available_memory_bytes() -> int:
+    """Memory that could be used now without swapping, in bytes."""
+    return int(psutil.virtual_memory().available)
 
 
 def physical_core_count() -> int:

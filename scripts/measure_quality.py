@@ -1,0 +1,147 @@
+"""What int4 costs in quality: each quantizer against fp32 on a text. Prints a table, or with --json one document.
+
+    python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--json]
+
+Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
+token, ratio of perplexities, bits per byte. Windows of --window tokens, each from an empty context.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetero_ee.config import demo_model_folder
+from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.conversion import Quantization
+from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
+from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.weight import Weight
+
+INT4_QUANTIZERS = ("rtn", "search", "codebook")
+CANDIDATES = [Quantization(matrices, vocabulary) for matrices in INT4_QUANTIZERS for vocabulary in (matrices, "int8")]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One row: a choice of quantizers, its size and what it costs."""
+
+    matrices: str
+    vocabulary: str
+    n_bytes: int
+    bits_per_weight: float
+    mean_kl_nats: float
+    same_top1: float
+    perplexity_ratio: float
+    bits_per_byte: float
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    spec = ModelSpec.from_hf(arguments.model)
+    tokenizer = Tokenizer.load(arguments.model, spec.vocab_size)
+    text = arguments.text.read_text(encoding="utf-8")
+    windows = list(token_windows(tokenizer, text, arguments.window, arguments.tokens))
+    n_tokens = sum(len(window) - 1 for window in windows)
+    n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
+    checkpoint = Checkpoint(arguments.model, spec)
+    exact = Executor(spec, load_dense(checkpoint), BatchedTorchOps(), arguments.window)
+    rows = [measure(checkpoint, quantization, exact, windows, n_text_bytes) for quantization in CANDIDATES]
+    if not arguments.json:
+        print_table(rows, n_tokens)
+    else:
+        print(json.dumps({"schema": 1, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=demo_model_folder())
+    parser.add_argument("--tokens", type=int, default=50_000, help="tokens of the text to measure on")
+    parser.add_argument("--window", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def token_windows(tokenizer: Tokenizer, text: str, window: int, n_tokens: int) -> Iterator[list[int]]:
+    """Windows of the text's tokens, until n_tokens are covered."""
+    ids = tokenizer.encode(text[: n_tokens * 8])[:n_tokens]
+    for first in range(0, len(ids) - 1, window):
+        yield ids[first : first + window]
+
+
+def measure(
+    checkpoint: Checkpoint, quantization: Quantization, exact: Executor, windows: list[list[int]], n_text_bytes: int
+) -> Quality:
+    weights = quantized(checkpoint, quantization)
+    executor = Executor(exact.spec, expanded(weights), BatchedTorchOps(), exact.cache.max_tokens)
+    kl = same = nats = exact_nats = 0.0
+    n_tokens = 0
+    for window in windows:
+        if len(window) < 2:
+            continue
+        ours, theirs = log_probabilities(executor, window), log_probabilities(exact, window)
+        targets = torch.tensor(window[1:])[:, None]
+        kl += float((theirs.exp() * (theirs - ours)).sum())
+        same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        nats -= float(ours.gather(1, targets).sum())
+        exact_nats -= float(theirs.gather(1, targets).sum())
+        n_tokens += len(window) - 1
+    return Quality(
+        matrices=quantization.matrices,
+        vocabulary=quantization.vocabulary,
+        n_bytes=weights.n_bytes,
+        bits_per_weight=weights.n_bytes * 8 / weights.n_weights,
+        mean_kl_nats=kl / n_tokens,
+        same_top1=same / n_tokens,
+        perplexity_ratio=math.exp((nats - exact_nats) / n_tokens),
+        bits_per_byte=nats / math.log(2) / n_text_bytes,
+    )
+
+
+def quantized(checkpoint: Checkpoint, quantization: Quantization) -> ModelWeights:
+    """The checkpoint's weights as a store would hold them."""
+    matrices: dict[str, Weight] = {}
+    vectors: dict[str, Tensor] = {}
+    for tensor in checkpoint.tensors():
+        values = checkpoint.tensor(tensor.name)
+        if is_quantized(tensor.role):
+            matrices[tensor.name] = quantizer_named(quantization.quantizer_of(tensor.role)).quantize(values)
+        else:
+            vectors[tensor.name] = values
+    return ModelWeights(matrices, vectors)
+
+
+def log_probabilities(executor: Executor, window: list[int]) -> Tensor:
+    """(len(window) - 1, vocab), float64: the prediction at every position but the last."""
+    executor.cache.open(0)
+    logits = executor.logits(Rows.of_sequence(0, 0, window[:-1]), range(len(window) - 1))
+    executor.cache.close(0)
+    return torch.log_softmax(logits.double(), -1)
+
+
+def print_table(rows: list[Quality], n_tokens: int) -> None:
+    print(f"{n_tokens} tokens")
+    print("| matrices | embedding and head | MB | bits a weight | mean KL (nats) | same top-1 | perplexity ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.matrices} | {row.vocabulary} | {row.n_bytes / 1e6:.2f} | {row.bits_per_weight:.2f} "
+            f"| {row.mean_kl_nats:.5f} | {row.same_top1:.4f} | {row.perplexity_ratio:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
