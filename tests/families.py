@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
     "llama-relu": ("Llama", LLAMA | {"hidden_act": "relu"}),
+    "llama-gelu": ("Llama", LLAMA | {"hidden_act": "gelu", "hidden_size": 54, "head_dim": 10}),  # rows not aligned
     "mistral": ("Mistral", LLAMA | {"sliding_window": 7}),
     "mistral-full": ("Mistral", LLAMA | {"sliding_window": None}),
     "qwen2": ("Qwen2", LLAMA | {"tie_word_embeddings": True}),

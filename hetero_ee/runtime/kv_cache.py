@@ -36,6 +36,12 @@ class KvCache:
         empty = torch.zeros(self.n_layers, self.n_kv_heads, 0, self.head_dim)
         self._sequences[sequence] = _Sequence(empty, empty.clone())
 
+    def open_new(self) -> int:
+        """Starts an empty sequence under the lowest free number, which it returns."""
+        number = next(number for number in range(len(self._sequences) + 1) if number not in self._sequences)
+        self.open(number)
+        return number
+
     def close(self, sequence: int) -> None:
         """Frees the sequence's memory; closing an unknown one does nothing."""
         self._sequences.pop(sequence, None)
@@ -52,15 +58,23 @@ class KvCache:
         held.length = length
 
     def admit(self, rows: Rows) -> None:
-        """Makes room for the rows in every layer, once a pass. Raises ValueError unless they extend their sequences."""
+        """Makes room for the rows in every layer, once a pass.
+
+        Raises ValueError, and admits none, unless each follows the last token of an open sequence.
+        """
+        lengths: dict[int, int] = {}
         for _, sequence, position in rows.places():
-            held = self._sequences[sequence]
-            if position != held.length or position >= self.max_tokens:
+            if sequence not in self._sequences:
+                raise ValueError(f"sequence {sequence} is not open.")
+            length = lengths.get(sequence, self.length(sequence))
+            if position != length or position >= self.max_tokens:
                 raise ValueError(
-                    f"sequence {sequence} holds {held.length} of {self.max_tokens} tokens, {position} can't follow."
+                    f"sequence {sequence} holds {length} of {self.max_tokens} tokens, {position} can't follow."
                 )
-            held.length += 1
-            self._grow(held)
+            lengths[sequence] = length + 1
+        for sequence, length in lengths.items():
+            self._grow(self._sequences[sequence], length)
+            self._sequences[sequence].length = length
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         """Keys and values (m, n_kv_heads, head_dim) of admitted rows."""
@@ -78,11 +92,11 @@ class KvCache:
     def n_bytes(self) -> int:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._sequences.values())
 
-    def _grow(self, held: _Sequence) -> None:
+    def _grow(self, held: _Sequence, length: int) -> None:
         capacity = held.keys.shape[2]
-        if held.length <= capacity:
+        if length <= capacity:
             return
-        room = min(self.max_tokens, max(2 * capacity, PAGE_TOKENS))
+        room = min(self.max_tokens, max(2 * capacity, -(-length // PAGE_TOKENS) * PAGE_TOKENS))
         for name in ("keys", "values"):
             old = getattr(held, name)
             grown = torch.zeros(self.n_layers, self.n_kv_heads, room, self.head_dim)

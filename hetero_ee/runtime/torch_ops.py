@@ -1,7 +1,8 @@
 """The operations of a decoder in plain torch, fp32: the reference the fast kernels are held against.
 
 Exact early exit compares tokens computed in different batches, so a row's bits must not depend on its batch. torch's
-matmul gives other bits at m = 1 than at m = 2, hence every matrix product here is one row at a time.
+matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise, wherever
+memory or a thread's share ends. Hence matrix products and activations here are one row at a time, on memory of their own.
 """
 
 import math
@@ -16,6 +17,8 @@ from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.weight import Weight
 
+UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
+
 
 class TorchOps:
     """x is (m, features), one row a token. Nothing is changed in place but the KV cache."""
@@ -27,7 +30,7 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias: (m, K) -> (m, N)."""
         dense = weight.dequantize()
-        product = torch.stack([torch.mv(dense, row) for row in x])
+        product = torch.stack([torch.mv(dense, row.clone()) for row in x])  # a clone is aligned, a view need not be
         return product if bias is None else product + bias
 
     def norm(self, x: Tensor, kind: str, scale: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -63,9 +66,9 @@ class TorchOps:
     def activate(self, x: Tensor, spec: ModelSpec) -> Tensor:
         """The FFN between its matrices: act(gate) * up where gated, (m, 2F) -> (m, F); else act, (m, F) -> (m, F)."""
         if not spec.gated:
-            return _activation(x, spec)
+            return torch.stack([_activation(row, spec) for row in x])
         gate, up = x.chunk(2, dim=-1)
-        return _activation(gate, spec) * up
+        return torch.stack([_activation(row, spec) for row in gate]) * up
 
 
 class BatchedTorchOps(TorchOps):
@@ -90,7 +93,12 @@ class BatchedTorchOps(TorchOps):
         return outputs
 
 
-def _activation(x: Tensor, spec: ModelSpec) -> Tensor:
+def _activation(row: Tensor, spec: ModelSpec) -> Tensor:
+    """(F,) -> (F,), in pieces too small for torch to share among threads."""
+    return torch.cat([_activate(piece.clone(), spec) for piece in torch.split(row, UNSHARED_ELEMENTS)])
+
+
+def _activate(x: Tensor, spec: ModelSpec) -> Tensor:
     match spec.activation:
         case "silu":
             return F.silu(x)

@@ -17,6 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 5  # differences named in one error
+MAX_SHOWN = 200  # characters of a name or a reason in an error
 MAX_INDEX_BYTES = 100 * 2**20
 CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
 
@@ -37,8 +38,14 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
-        parts = [self._read(part) for part in self._parts[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = self._parts[name]
+        if len(parts) == 1:
+            return self._read(parts[0])
+        n_rows = [part.shape[0] for part in parts]
+        stacked = torch.empty(sum(n_rows), *parts[0].shape[1:])
+        for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part at a time beside the whole
+            rows.copy_(self._read(part))
+        return stacked
 
     def tensors(self) -> list[TensorSpec]:
         """Every tensor of the model, in block order."""
@@ -50,7 +57,7 @@ class Checkpoint:
             tensor: Tensor = self._opened[file].get_tensor(part.hf_name).float()
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
             raise CheckpointError(
-                f"{file}: tensor {part.hf_name} can't be read ({error}); get the file anew."
+                f"{file}: tensor {part.hf_name} can't be read ({_printable(error)}); get the file anew."
             ) from error
         _refuse_non_finite(tensor, part.hf_name, file)
         return tensor
@@ -61,7 +68,10 @@ class Checkpoint:
         for file, opened in self._opened.items():
             for name in opened.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                 if name in file_of:
-                    raise CheckpointError(f"tensor {name} is in both {file_of[name].name} and {file.name}; remove one.")
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {_printable(name)} is in both {_printable(file_of[name].name)} and "
+                        f"{_printable(file.name)}; remove one."
+                    )
                 file_of[name] = file
         return file_of
 
@@ -87,21 +97,23 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in name order. Raises CheckpointError."""
+    """The safetensors files of a model folder, in name order. Raises CheckpointError.
+
+    Of a single file and an index the single file counts, as it does for transformers.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if index.is_file():
         names = sorted(set(_read_index(index).values()))
-        files = [folder / name for name in names]
-        absent = [file.name for file in files if not file.is_file()]
-        _refuse(folder, "lacks weight files named in its index", absent)
-        return files
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+        present = {file.name for file in folder.iterdir() if file.is_file()}
+        _refuse(folder, "lacks weight files named in its index", sorted(set(names) - present))
+        return [folder / name for name in names]
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{folder} has its weights as a pickle ({pickles[0]}), which can run code when opened and is never read; "
-            "convert it to safetensors (transformers: model.save_pretrained) or get a safetensors copy."
+            f"{folder} has its weights as a pickle ({_printable(pickles[0])}), which can run code when opened "
+            "and is never read; convert it to safetensors (transformers: model.save_pretrained) or get such a copy."
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
 
@@ -111,15 +123,17 @@ def _read_index(index: Path) -> Mapping[str, str]:
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index} has {index.stat().st_size} bytes; an index has at most {MAX_INDEX_BYTES}.")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = dict(weight_map)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a valid index ({type(error).__name__}: {error}).") from error
+        body = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} can't be read ({error}); get the file anew.") from error
+    names = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{index} holds no weight_map object; get the file anew.")
     for name in names.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r}; expected the name of a .safetensors file beside it.")
+            raise CheckpointError(f"{index} names {name!r:.80}; expected the name of a .safetensors file beside it.")
     if not names:
-        raise CheckpointError(f"{index} names no tensors.")
+        raise CheckpointError(f"{index} names no tensors; get the file anew.")
     return names
 
 
@@ -129,13 +143,21 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged or no safetensors file ({error}); get the file anew.") from error
+        raise CheckpointError(
+            f"{file} is damaged or no safetensors file ({_printable(error)}); get the file anew."
+        ) from error
 
 
 def _refuse(folder: Path, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        raise CheckpointError(f"{folder} {what}: {'; '.join(names[:MAX_LISTED])}{more}.")
+        raise CheckpointError(f"{folder} {what}: {'; '.join(map(_printable, names[:MAX_LISTED]))}{more}.")
+
+
+def _printable(text: object) -> str:
+    """`text` short and on one line: names in a file from elsewhere can hold line ends and terminal commands."""
+    shown = str(text)[:MAX_SHOWN]
+    return shown if shown.isprintable() else ascii(shown)
 
 
 def _refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:

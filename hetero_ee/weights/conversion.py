@@ -17,13 +17,12 @@ from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint, weight_files
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem
-from hetero_ee.weights.manifest import FORMAT_VERSION
+from hetero_ee.weights.manifest import FORMAT_VERSION, Entry, aligned
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers, quantizer_named
-from hetero_ee.weights.store import StoreWriter, is_store
+from hetero_ee.weights.store import StoreWriter, copied_files, is_store
 
-STORE_BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 8.5 / 8, "fp32": 4.0}
-SPARE_SPACE = 1.05  # free disk asked for, relative to the store's size: paddings and small files
+SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
 Progress = Callable[[str, int, int], None]  # (what, weights done, weights in all)
 
 
@@ -71,7 +70,7 @@ def convert(
     files = files or LocalFileSystem()
     checkpoint = Checkpoint(folder, spec)
     tensors = checkpoint.tensors()
-    _require_space(tensors, quantization, target, files)
+    _require_space(folder, tensors, quantization, target, files)
     n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
     with StoreWriter(target, files) as writer, _worker_threads(threads) as workers:
         for tensor in tensors:
@@ -109,13 +108,26 @@ def _write_tensor(
         writer.add_values(tensor.name, values)
 
 
-def _require_space(tensors: list[TensorSpec], quantization: Quantization, target: Path, files: FileSystem) -> None:
-    needed_bytes = 0.0
+def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
+    """Size of the weights.bin that these tensors make, to the byte."""
+    end = 0
     for tensor in tensors:
-        width = quantization.quantizer_of(tensor.role) if is_quantized(tensor.role) else "fp32"
-        kind = width if width in ("int8", "fp32") else "int4"
-        needed_bytes += tensor.n_elements * STORE_BYTES_PER_WEIGHT[kind] * SPARE_SPACE
-    free_bytes = files.free_bytes(target.parent)
+        quantized = is_quantized(tensor.role)
+        layout = ("int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4") if quantized else "fp32"
+        for _, n_bytes in Entry(tensor.name, layout, tensor.shape, 0, 0, 0, None).regions:
+            end = aligned(end) + n_bytes
+    return end
+
+
+def _require_space(
+    folder: Path, tensors: list[TensorSpec], quantization: Quantization, target: Path, files: FileSystem
+) -> None:
+    copied_bytes = sum(file.stat().st_size for file in copied_files(folder))
+    needed_bytes = planned_bytes(tensors, quantization) + copied_bytes + SPARE_BYTES
+    try:
+        free_bytes = files.free_bytes(target.parent)
+    except OSError as error:
+        raise StoreError(f"the free space of {target.parent} can't be read ({error}); check that disk.") from error
     if free_bytes < needed_bytes:
         raise StoreError(
             f"{target.parent} has {free_bytes / 2**20:.0f} MiB free, the store needs {needed_bytes / 2**20:.0f} MiB; "

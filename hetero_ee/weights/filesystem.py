@@ -18,7 +18,7 @@ class FileSystem(Protocol):
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None: ...
 
     def close_durably(self, file: BinaryIO) -> None:
-        """Flushes to the disk itself (fsync), then closes."""
+        """Flushes to the disk itself (fsync), then closes; closes too where that fails."""
         ...
 
     def sync_folder(self, folder: Path) -> None:
@@ -45,9 +45,11 @@ class LocalFileSystem:
         file.write(data)
 
     def close_durably(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
+        try:
+            file.flush()
+            os.fsync(file.fileno())
+        finally:
+            file.close()
 
     def sync_folder(self, folder: Path) -> None:
         if os.name == "nt":

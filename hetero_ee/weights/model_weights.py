@@ -48,14 +48,21 @@ def load_dense(checkpoint: Checkpoint) -> ModelWeights:
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:
-    """Raises StoreError where a tensor of the model is absent or has another shape or kind."""
-    for tensor in all_tensors(decoder_blocks(spec)):
+    """Raises StoreError unless the weights are the model's tensors, each in its shape and kind, and no others."""
+    tensors = all_tensors(decoder_blocks(spec))
+    for tensor in tensors:
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
-        shape = None if found is None else tuple(found.shape)
-        if shape != tensor.shape:
+        if found is None:
+            kind = "quantized" if is_quantized(tensor.role) else "fp32"
+            raise StoreError(f"{folder} lacks the {kind} tensor {tensor.name}; convert again.")
+        if tuple(found.shape) != tensor.shape:
             raise StoreError(
-                f"{folder}: tensor {tensor.name} has shape {shape}, expected {tensor.shape}; convert again."
+                f"{folder}: tensor {tensor.name} has shape {tuple(found.shape)}, expected {tensor.shape}; "
+                "convert again."
             )
+    extra = (weights.matrices.keys() | weights.vectors.keys()) - {tensor.name for tensor in tensors}
+    if extra:
+        raise StoreError(f"{folder} holds {min(extra)!r:.80}, which {spec.architecture} does not have; convert again.")
 
 
 def expanded(weights: ModelWeights) -> ModelWeights:

@@ -4,6 +4,7 @@ Error minimised: sum over w of h (w - s q)^2, s the group's scale, q a codebook 
 the second moment of the activation that meets it). For fixed q the best s is sum(h w q) / sum(h q q) (least squares).
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, MIN_EXPONENT, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # rows are quantized in chunks of about this many weights, which stay in the cache
 SCALE_EXPONENT = 14  # the largest scale of a tensor lands in [2^14, 2^15): 29 octaves above fp16's subnormals
@@ -78,13 +79,13 @@ class EightBit:
     name: str = "int8"
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        n_rows, n_columns = weight.shape
-        groups = _padded_groups(weight)
-        scales, exponent = _to_fp16_scales(groups.abs().amax(-1) / 127)
-        inverse = _safe_inverse(scales.float() * 2.0**exponent)
-        values = (groups * inverse[:, :, None]).round().clamp(-127, 127).to(torch.int8)
-        tiles = layout.pack_int8(values.flatten(1))
-        return TileWeight(tiles, layout.pack_scales(scales), exponent, None, n_rows, n_columns)
+        def scales_of(groups: Tensor) -> Tensor:
+            return groups.abs().amax(-1) / 127
+
+        def pack(targets: Tensor) -> Tensor:
+            return layout.pack_int8(targets.round().clamp(-127, 127).to(torch.int8).flatten(1))
+
+        return _quantize(weight, scales_of, pack, None, workers)
 
 
 def quantizer_named(name: str) -> Quantizer:
@@ -123,22 +124,52 @@ def _quantize_int4(
 ) -> TileWeight:
     codebook = _Codebook(torch.tensor(entries, dtype=torch.float32))
     column_weights = _padded_importance(importance, weight.shape[1])
-    n_rows = max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
-    first_rows = range(0, len(weight), n_rows)
 
-    def scales_of(first: int) -> Tensor:
-        groups = _padded_groups(weight[first : first + n_rows])
+    def scales_of(groups: Tensor) -> Tensor:
         return _search_scales(groups, column_weights, codebook, n_steps) if n_steps else _plain_scales(groups, codebook)
 
-    scales, exponent = _to_fp16_scales(torch.cat(list(workers(scales_of, first_rows))))
-    inverse = _safe_inverse(scales.float() * 2.0**exponent)  # the codes are chosen for the scales as they are stored
+    def pack(targets: Tensor) -> Tensor:
+        return layout.pack_int4(codebook.codes(targets).flatten(1))
+
+    return _quantize(weight, scales_of, pack, entries, workers)
+
+
+def _quantize(
+    weight: Tensor,
+    scales_of: Callable[[Tensor], Tensor],
+    pack: Callable[[Tensor], Tensor],
+    entries: tuple[int, ...] | None,
+    workers: Workers,
+) -> TileWeight:
+    """Chunk after chunk: memory holds the weight, its tiles and a chunk for each worker.
+
+    scales_of: groups (n, g, 32) -> scales (n, g). pack: groups divided by their scales as stored -> tiles.
+    """
+    n_rows = max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
+    first_rows = range(0, len(weight), n_rows)
+    magnitude = _magnitude(weight)
+
+    def groups_of(first: int) -> Tensor:
+        return _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
+
+    found = torch.cat(list(workers(lambda first: scales_of(groups_of(first)), first_rows)))
+    scales, exponent = _to_fp16_scales(found, magnitude)
+    inverse = _safe_inverse(scales.float() * 2.0 ** (exponent - magnitude))
 
     def tiles_of(first: int) -> Tensor:
-        groups = _padded_groups(weight[first : first + n_rows])
-        return layout.pack_int4(codebook.codes(groups * inverse[first : first + n_rows, :, None]).flatten(1))
+        return pack(groups_of(first) * inverse[first : first + n_rows, :, None])
 
     tiles = torch.cat(list(workers(tiles_of, first_rows)))
     return TileWeight(tiles, layout.pack_scales(scales), exponent, entries, *weight.shape)
+
+
+def _magnitude(weight: Tensor) -> int:
+    """The power of two that the weights are divided by while they are quantized, so that none is beyond 1.
+
+    Else squares of weights above 1e19 overflow in fp32, and those of weights below 1e-19 vanish.
+    """
+    largest = torch.stack(torch.aminmax(weight)).abs().max().float()
+    return min(max(int(torch.frexp(largest).exponent), MIN_EXPONENT), -MIN_EXPONENT)
 
 
 def _plain_scales(groups: Tensor, codebook: _Codebook) -> Tensor:
@@ -169,11 +200,7 @@ def _search_scales(groups: Tensor, column_weights: Tensor, codebook: _Codebook, 
 
 def _fit_codebook(weight: Tensor, importance: Tensor | None) -> tuple[int, ...]:
     """16 int8 values that, with a free scale per group, fit a sample of this tensor's groups best."""
-    groups = _padded_groups(weight).flatten(0, 1)
-    stride = max(1, len(groups) // CODEBOOK_SAMPLE_GROUPS)
-    sample = torch.arange(0, len(groups), stride)
-    column_weights = _padded_importance(importance, weight.shape[1])[0]
-    groups, column_weights = groups[sample, None], column_weights[sample % len(column_weights), None]
+    groups, column_weights = _sample_groups(weight, importance)
     entries = torch.special.ndtri((torch.arange(16) + 0.5) / 16)  # quantiles of a Gaussian
     for _ in range(CODEBOOK_ROUNDS):
         entries = entries * (127 / entries.abs().max())
@@ -187,22 +214,39 @@ def _fit_codebook(weight: Tensor, importance: Tensor | None) -> tuple[int, ...]:
     return _rounded_codebook(entries)
 
 
+def _sample_groups(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Evenly spread groups, fp32 (n, 1, 32), and the importance of their columns (n, 1, 32)."""
+    column_weights = _padded_importance(importance, weight.shape[1])[0]
+    n_groups = len(column_weights)
+    stride = max(1, len(weight) * n_groups // CODEBOOK_SAMPLE_GROUPS)
+    while math.gcd(stride, n_groups) > 1:  # else only some of the columns would ever be looked at
+        stride += 1
+    sample = torch.arange(0, len(weight) * n_groups, stride)
+    rows, group_in_row = sample // n_groups, sample % n_groups
+    columns = group_in_row[:, None] * layout.TILE_COLUMNS + torch.arange(layout.TILE_COLUMNS)
+    inside = columns < weight.shape[1]
+    groups = weight[rows[:, None], columns.clamp_max(weight.shape[1] - 1)].float() * inside
+    return (groups * 2.0 ** -_magnitude(groups))[:, None], column_weights[group_in_row, None]
+
+
 def _rounded_codebook(entries: Tensor) -> tuple[int, ...]:
     """The same proportions in int8, the largest magnitude at 127; entries kept apart so that the order stays strict."""
     values = [int(value) for value in (entries * (127 / entries.abs().max())).round().tolist()]
     for index in range(1, 16):
         values[index] = max(values[index], values[index - 1] + 1)
-    overflow = max(0, values[-1] - 127)
-    return tuple(value - overflow for value in values)
+    values[15] = min(values[15], 127)
+    for index in range(14, -1, -1):
+        values[index] = min(values[index], values[index + 1] - 1)
+    return tuple(values)
 
 
-def _to_fp16_scales(scales: Tensor) -> tuple[Tensor, int]:
-    """fp16 scales and the power of two that all of them are multiplied by."""
+def _to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
+    """fp32 scales in units of 2^magnitude -> fp16 scales and the power of two that all of them are multiplied by."""
     largest = scales.abs().max()
     if largest == 0:
         return scales.half(), 0
-    exponent = int(torch.frexp(largest).exponent) - 1 - SCALE_EXPONENT
-    return (scales * 2.0**-exponent).half(), exponent
+    exponent = max(int(torch.frexp(largest).exponent) - 1 - SCALE_EXPONENT + magnitude, MIN_EXPONENT)
+    return (scales * 2.0 ** (magnitude - exponent)).half(), exponent
 
 
 def _safe_inverse(scales: Tensor) -> Tensor:

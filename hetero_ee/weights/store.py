@@ -3,15 +3,20 @@
 Written beside its final name and renamed when complete, so that a folder of that name is always whole.
 """
 
+import glob
 import hashlib
 import mmap
 import os
+import platform
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,11 +24,11 @@ from hetero_ee.errors import StoreError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.filesystem import FileSystem
 from hetero_ee.weights.manifest import (
-    ALIGNMENT_BYTES,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     Entry,
     Manifest,
+    aligned,
     read_manifest,
 )
 from hetero_ee.weights.model_weights import ModelWeights, check_complete
@@ -49,12 +54,15 @@ def is_store(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file()
 
 
+def copied_files(model_folder: Path) -> list[Path]:
+    """The small files of a model that its store gets a copy of."""
+    return [model_folder / name for name in COPIED_FILES if (model_folder / name).is_file()]
+
+
 def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
-    """Maps the store's weights into memory; pages are read when first used. Raises StoreError."""
+    """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError."""
     manifest = read_manifest(folder)
-    with (folder / WEIGHTS_FILE).open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: torch wants writable memory
-    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+    buffer = _mapped(folder / WEIGHTS_FILE)
     weights = ModelWeights({}, {})
     for entry in manifest.entries:
         if entry.layout == "fp32":
@@ -64,6 +72,22 @@ def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
             weights.matrices[entry.name] = _tile_weight(buffer, entry)
     check_complete(weights, spec, folder)
     return weights
+
+
+def _mapped(file: Path) -> Tensor:
+    """The file's bytes, uint8.
+
+    Shared and read-only: of a private writable mapping Linux wants to know that all of it would fit into memory, and
+    refuses stores larger than that, which are what this engine is for.
+    """
+    try:
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file
+        raise StoreError(f"{file} can't be mapped into memory ({error}).") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to weights
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
@@ -93,7 +117,7 @@ class StoreWriter:
 
     def __init__(self, target: Path, files: FileSystem) -> None:
         self._target, self._files = target, files
-        self._folder = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        self._folder = target.with_name(f"{target.name}{_partial_suffix()}{os.getpid()}")
         self._entries: list[Entry] = []
         self._hash = hashlib.sha256()
         self._offset = 0
@@ -101,10 +125,22 @@ class StoreWriter:
         self._output: BinaryIO | None = None
 
     def __enter__(self) -> Self:
-        self._files.remove_tree(self._folder)
-        self._guard(lambda: self._files.create_folder(self._folder))
-        self._guard(self._create_weights_file)
+        try:
+            self._guard(self._remove_abandoned)
+            self._guard(lambda: self._files.create_folder(self._folder))
+            self._guard(self._create_weights_file)
+        except BaseException:  # __exit__ is not called for a failure in here
+            self._discard()
+            raise
         return self
+
+    def _remove_abandoned(self) -> None:
+        """Removes what killed conversions of this model have left: on this machine, by processes that are gone."""
+        prefix = f"{self._target.name}{_partial_suffix()}"
+        for folder in self._target.parent.glob(f"{glob.escape(prefix)}*"):
+            process = folder.name.removeprefix(prefix)
+            if process == str(os.getpid()) or (process.isdecimal() and not psutil.pid_exists(int(process))):
+                self._files.remove_tree(folder)
 
     def _create_weights_file(self) -> None:
         self._output = self._files.create_file(self._folder / WEIGHTS_FILE)
@@ -113,8 +149,14 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._finished:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Takes back what was written. A disk that refuses even this must not hide the first error."""
+        with suppress(OSError):
             if self._output is not None:
                 self._output.close()
+        with suppress(OSError):
             self._files.remove_tree(self._folder)
 
     def add_tiles(self, name: str, weight: TileWeight) -> None:
@@ -136,21 +178,29 @@ class StoreWriter:
         """
         output = self._open_output()
         self._guard(lambda: self._files.close_durably(output))
-        for name in COPIED_FILES:
-            if (model_folder / name).is_file():
-                self._write_file(name, (model_folder / name).read_bytes())
+        for file in copied_files(model_folder):
+            self._write_file(file.name, file.read_bytes)
         digest = self._hash.hexdigest()
         manifest = Manifest(quantizer, vocabulary_quantizer, source, self._offset, digest, tuple(self._entries))
-        self._write_file(MANIFEST_FILE, manifest.to_json())
+        self._write_file(MANIFEST_FILE, manifest.to_json)
         self._guard(lambda: self._files.sync_folder(self._folder))
-        if not is_store(self._target):
-            self._guard(lambda: self._files.rename(self._folder, self._target))
-            self._guard(lambda: self._files.sync_folder(self._target.parent))
-            self._finished = True
+        self._guard(self._give_name)
         return self._target
 
-    def _write_file(self, name: str, data: bytes) -> None:
+    def _give_name(self) -> None:
+        try:
+            self._files.rename(self._folder, self._target)
+        except OSError:
+            if is_store(self._target):
+                return
+            raise
+        self._folder = self._target  # so that a failure from here on takes the renamed folder back
+        self._files.sync_folder(self._target.parent)
+        self._finished = True
+
+    def _write_file(self, name: str, read: Callable[[], bytes]) -> None:
         def write() -> None:
+            data = read()
             file = self._files.create_file(self._folder / name)
             try:
                 self._files.write(file, data)
@@ -162,7 +212,7 @@ class StoreWriter:
     def _append(self, tensor: Tensor) -> int:
         """Writes the tensor's bytes at the next page; returns their offset."""
         data = _bytes_of(tensor)
-        offset = -(-self._offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = aligned(self._offset)
         for piece in (bytes(offset - self._offset), data):
             self._hash.update(piece)
             self._guard(partial(self._files.write, self._open_output(), piece))
@@ -178,8 +228,14 @@ class StoreWriter:
             action()
         except OSError as error:
             raise StoreError(
-                f"{self._target} can't be written ({error.strerror or error}); nothing was left behind."
+                f"{self._target} can't be written ({error}); make room there, or set HETERO_EE_CACHE_DIR to a folder "
+                "on another disk."
             ) from error
+
+
+def _partial_suffix() -> str:
+    """Marks an unfinished store; the process id follows. The machine's name keeps containers on one disk apart."""
+    return f".partial-{platform.node()}-"
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

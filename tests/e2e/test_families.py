@@ -12,7 +12,7 @@ from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
-from tests.families import FAMILIES, random_model, save_checkpoint
+from tests.families import FAMILIES, edit_config, random_model, save_checkpoint
 
 TOLERANCE = 1e-4  # of the largest logit
 N_DECODED = 64
@@ -107,3 +107,19 @@ def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
     executor.logits(Rows.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]), [2])
     executor.cache.truncate(0, len(PROMPT))
     assert torch.equal(executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0]), expected)
+
+
+def test_prosparse_matches_a_llama_whose_activation_has_a_threshold(tmp_path: Path) -> None:
+    """transformers has no such class, so its Llama gets the activation of arXiv 2402.13516: x from 0.6 on, else 0."""
+    model = random_model("llama-relu")
+    save_checkpoint(model, tmp_path)
+    names = {"architectures": ["SparseLlamaForCausalLM"], "model_type": "sparsellama"}
+    edit_config(tmp_path, **names, hidden_act="fatrelu", hidden_act_param=0.6)
+    plain_tokens, _ = reference_greedy(model, PROMPT, N_DECODED)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Threshold(0.6, 0.0)
+    expected_tokens, expected = reference_greedy(model, PROMPT, N_DECODED)
+    tokens, steps = greedy(executor_of(tmp_path), [PROMPT], N_DECODED)
+    assert tokens[0] == expected_tokens
+    assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert expected_tokens != plain_tokens  # the threshold matters here
