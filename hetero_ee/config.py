@@ -16,7 +16,7 @@ def setting(name: str) -> str | None:
 def cache_folder() -> Path:
     """Where converted models are kept: HETERO_EE_CACHE_DIR, else the platform's cache folder."""
     chosen = setting("CACHE_DIR")
-    return Path(chosen) if chosen else platformdirs.user_cache_path("hetero_ee")
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("hetero_ee")
 
 
 def demo_model_folder() -> Path:

@@ -67,7 +67,7 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
     for layer in range(spec.n_layers):
         blocks += [_attention_block(spec, layer), _ffn_block(spec, layer)]
     if spec.final_norm:
-        blocks.append(_block("final_norm", BlockKind.FINAL_NORM, None, dict(_norm(spec, "norm", "final_norm.norm"))))
+        blocks.append(Block("final_norm", BlockKind.FINAL_NORM, None, dict(_norm(spec, "norm", "final_norm.norm"))))
     blocks.append(_head_block(spec))
     return blocks
 
@@ -77,22 +77,18 @@ def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
 
 
-def _block(name: str, kind: BlockKind, layer: int | None, tensors: dict[str, TensorSpec]) -> Block:
-    return Block(name, kind, layer, tensors)
-
-
 def _embedding_block(spec: ModelSpec) -> Block:
     tensors = {"tokens": TensorSpec("embedding.tokens", TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))}
     if spec.learned_position_offset is not None:
         n_rows = spec.max_context_tokens + spec.learned_position_offset
         tensors["positions"] = TensorSpec("embedding.positions", TensorRole.POSITIONS, (n_rows, spec.hidden_size))
-    return _block("embedding", BlockKind.EMBEDDING, None, tensors)
+    return Block("embedding", BlockKind.EMBEDDING, None, tensors)
 
 
 def _head_block(spec: ModelSpec) -> Block:
     name = "embedding.tokens" if spec.tied_head else "head.tokens"
     tensor = TensorSpec(name, TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))
-    return _block("head", BlockKind.HEAD, None, {"tokens": tensor})
+    return Block("head", BlockKind.HEAD, None, {"tokens": tensor})
 
 
 def _attention_block(spec: ModelSpec, layer: int) -> Block:
@@ -104,7 +100,7 @@ def _attention_block(spec: ModelSpec, layer: int) -> Block:
         for name in ("query_norm", "key_norm"):
             tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (spec.head_dim,))
     tensors |= _linear(f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
-    return _block(prefix, BlockKind.ATTENTION, layer, tensors)
+    return Block(prefix, BlockKind.ATTENTION, layer, tensors)
 
 
 def _ffn_block(spec: ModelSpec, layer: int) -> Block:
@@ -113,7 +109,7 @@ def _ffn_block(spec: ModelSpec, layer: int) -> Block:
     first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
     tensors |= _linear(f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
     tensors |= _linear(f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
-    return _block(prefix, BlockKind.FFN, layer, tensors)
+    return Block(prefix, BlockKind.FFN, layer, tensors)
 
 
 def _linear(name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:

@@ -1,6 +1,6 @@
 """Where a Hugging Face checkpoint keeps each tensor: our name -> the file's tensors, stacked row after row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -16,7 +16,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of one family; `{n}` stands for the layer. A value may list several parts with their row counts' keys."""
+    """Names of one family's modules; `{n}` stands for the layer. Several names are stacked, row after row."""
 
     embedding: str
     head: str
@@ -45,17 +45,7 @@ _LLAMA = _Names(
 _OPT_LAYER = "model.decoder.layers.{n}."
 _FAMILIES = {
     "llama": _LLAMA,
-    "phi3": _Names(
-        embedding=_LLAMA.embedding,
-        head=_LLAMA.head,
-        final_norm=_LLAMA.final_norm,
-        attention_norm=_LLAMA.attention_norm,
-        qkv=(_LLAMA_LAYER + "self_attn.qkv_proj",),
-        output=_LLAMA.output,
-        ffn_norm=_LLAMA.ffn_norm,
-        ffn_input=(_LLAMA_LAYER + "mlp.gate_up_proj",),
-        down=_LLAMA.down,
-    ),
+    "phi3": replace(_LLAMA, qkv=(_LLAMA_LAYER + "self_attn.qkv_proj",), ffn_input=(_LLAMA_LAYER + "mlp.gate_up_proj",)),
     "opt": _Names(
         embedding="model.decoder.embed_tokens",
         head="lm_head",
@@ -70,7 +60,7 @@ _FAMILIES = {
     ),
 }
 # Buffers that old checkpoints carry and the model never needed: computed from the configuration instead.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:

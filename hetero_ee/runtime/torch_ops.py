@@ -1,8 +1,9 @@
 """The operations of a decoder in plain torch, fp32: the reference the fast kernels are held against.
 
 Exact early exit compares tokens computed in different batches, so a row's bits must not depend on its batch. torch's
-matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise, wherever
-memory or a thread's share ends. Hence matrix products and activations here are one row at a time, on memory of their own.
+matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise,
+wherever memory or a thread's share ends. Hence matrix products and activations here are one row at a time, on memory of
+their own.
 """
 
 import math

@@ -13,6 +13,7 @@ from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
 from hetero_ee.models.spec import ModelSpec
 
+DECODER_PREFIX, HEAD_NAME = "model.", "lm_head.weight"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
@@ -33,8 +34,9 @@ class Checkpoint:
         self.files = weight_files(folder)
         self._parts = checkpoint_parts(spec)
         self._opened = {file: _open(file) for file in self.files}
-        self._file_of = self._locate_tensors()
+        self._file_of, self._name_in_file = self._locate_tensors()
         self._check_shapes()
+        self._check_tied_head()
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
@@ -54,7 +56,7 @@ class Checkpoint:
     def _read(self, part: Part) -> Tensor:
         file = self._file_of[part.hf_name]
         try:
-            tensor: Tensor = self._opened[file].get_tensor(part.hf_name).float()
+            tensor: Tensor = self._opened[file].get_tensor(self._name_in_file[part.hf_name]).float()
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
             raise CheckpointError(
                 f"{file}: tensor {part.hf_name} can't be read ({_printable(error)}); get the file anew."
@@ -62,8 +64,11 @@ class Checkpoint:
         _refuse_non_finite(tensor, part.hf_name, file)
         return tensor
 
-    def _locate_tensors(self) -> dict[str, Path]:
-        """hf name -> file. A name in two files is refused: which one counts would be a guess."""
+    def _locate_tensors(self) -> tuple[dict[str, Path], dict[str, str]]:
+        """hf name -> file, and -> the name used there. Checkpoints of the bare decoder leave out the "model." in front.
+
+        A name in two files is refused: which one counts would be a guess.
+        """
         file_of: dict[str, Path] = {}
         for file, opened in self._opened.items():
             for name in opened.keys():  # noqa: SIM118 - a safetensors handle, not a dict
@@ -73,7 +78,20 @@ class Checkpoint:
                         f"{_printable(file.name)}; remove one."
                     )
                 file_of[name] = file
-        return file_of
+        is_bare = not any(name.startswith(DECODER_PREFIX) for name in file_of)
+        full_name = {name: DECODER_PREFIX + name if is_bare and name != HEAD_NAME else name for name in file_of}
+        return {full_name[name]: file for name, file in file_of.items()}, {full: n for n, full in full_name.items()}
+
+    def _check_tied_head(self) -> None:
+        """A tied model may have saved its head too; with other values than the embedding's, which one counts?"""
+        if not self.spec.tied_head or HEAD_NAME not in self._file_of:
+            return
+        [embedding] = self._parts["embedding.tokens"]
+        if not torch.equal(self._read(Part(HEAD_NAME, embedding.shape)), self._read(embedding)):
+            raise CheckpointError(
+                f"{self.folder}: config.json ties the head to the embedding, but {HEAD_NAME} holds other values; "
+                "set tie_word_embeddings to false in config.json, or remove that tensor."
+            )
 
     def _check_shapes(self) -> None:
         expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
@@ -88,7 +106,7 @@ class Checkpoint:
         _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
-            found = self._opened[self._file_of[name]].get_slice(name)
+            found = self._opened[self._file_of[name]].get_slice(self._name_in_file[name])
             if tuple(found.get_shape()) != shape:
                 wrong.append(f"{name} is {list(found.get_shape())}, expected {list(shape)}")
             elif found.get_dtype() not in FLOAT_TYPES:

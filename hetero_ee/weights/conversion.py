@@ -19,7 +19,7 @@ from hetero_ee.weights.checkpoint import Checkpoint, weight_files
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem
 from hetero_ee.weights.manifest import FORMAT_VERSION, Entry, aligned
 from hetero_ee.weights.model_weights import is_quantized
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, Workers, quantizer_named
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_VERSION, Workers, quantizer_named
 from hetero_ee.weights.store import StoreWriter, copied_files, is_store
 
 SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
@@ -39,9 +39,10 @@ class Quantization:
 
 def source_key(folder: Path, quantization: Quantization) -> str:
     """Identifies what a store would be made from: configuration, file names, sizes and times. No file is read whole."""
-    files = [*weight_files(folder), *sorted(folder.glob("tokenizer*"))]
+    files = [*weight_files(folder), *copied_files(folder)]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    identity = [FORMAT_VERSION, read_config_file(folder), stats, quantization.matrices, quantization.vocabulary]
+    versions = [FORMAT_VERSION, QUANTIZER_VERSION]
+    identity = [versions, read_config_file(folder), stats, quantization.matrices, quantization.vocabulary]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -87,7 +87,10 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST_FILE
     try:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
-            raise StoreError(f"{file} has {file.stat().st_size} bytes, more than {MAX_MANIFEST_BYTES}; convert again.")
+            raise StoreError(
+                f"{file} has {file.stat().st_size} bytes, more than {MAX_MANIFEST_BYTES}; "
+                f"delete {folder} and convert again."
+            )
         body = json.loads(file.read_text(encoding="utf-8"))
         _check_header(folder, body)
         manifest = _manifest_from(body)
@@ -198,12 +201,18 @@ def _check_file(folder: Path, manifest: Manifest) -> None:
         raise StoreError(f"{file} is missing; delete {folder} and convert again.")
     size = file.stat().st_size
     if size != manifest.weights_bytes:
-        raise StoreError(f"{file} has {size} bytes, its manifest says {manifest.weights_bytes!r:.20}; convert again.")
+        raise StoreError(
+            f"{file} has {size} bytes, its manifest says {manifest.weights_bytes!r:.20}; "
+            f"delete {folder} and convert again."
+        )
     end = 0
     for entry in manifest.entries:
         for start, n_bytes in entry.regions:
             if start < end or start % ALIGNMENT_BYTES or start + n_bytes > size:
-                raise StoreError(f"{folder}: the place of tensor {entry.name!r:.80} is impossible; convert again.")
+                raise StoreError(
+                    f"{folder}: the place of tensor {entry.name!r:.80} is impossible; "
+                    "delete that folder and convert again."
+                )
             end = start + n_bytes
 
 

@@ -54,15 +54,18 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
         if found is None:
             kind = "quantized" if is_quantized(tensor.role) else "fp32"
-            raise StoreError(f"{folder} lacks the {kind} tensor {tensor.name}; convert again.")
+            raise StoreError(f"{folder} lacks the {kind} tensor {tensor.name}; delete {folder} and convert again.")
         if tuple(found.shape) != tensor.shape:
             raise StoreError(
                 f"{folder}: tensor {tensor.name} has shape {tuple(found.shape)}, expected {tensor.shape}; "
-                "convert again."
+                f"delete {folder} and convert again."
             )
     extra = (weights.matrices.keys() | weights.vectors.keys()) - {tensor.name for tensor in tensors}
     if extra:
-        raise StoreError(f"{folder} holds {min(extra)!r:.80}, which {spec.architecture} does not have; convert again.")
+        raise StoreError(
+            f"{folder} holds {min(extra)!r:.80}, which {spec.architecture} does not have; "
+            "delete that folder and convert again."
+        )
 
 
 def expanded(weights: ModelWeights) -> ModelWeights:

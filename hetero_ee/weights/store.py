@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import platform
+import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -117,7 +118,7 @@ class StoreWriter:
 
     def __init__(self, target: Path, files: FileSystem) -> None:
         self._target, self._files = target, files
-        self._folder = target.with_name(f"{target.name}{_partial_suffix()}{os.getpid()}")
+        self._folder = target.with_name(f"{target.name}{_partial_suffix()}{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self._entries: list[Entry] = []
         self._hash = hashlib.sha256()
         self._offset = 0
@@ -138,8 +139,8 @@ class StoreWriter:
         """Removes what killed conversions of this model have left: on this machine, by processes that are gone."""
         prefix = f"{self._target.name}{_partial_suffix()}"
         for folder in self._target.parent.glob(f"{glob.escape(prefix)}*"):
-            process = folder.name.removeprefix(prefix)
-            if process == str(os.getpid()) or (process.isdecimal() and not psutil.pid_exists(int(process))):
+            process = folder.name.removeprefix(prefix).partition("-")[0]
+            if process.isdecimal() and not psutil.pid_exists(int(process)):
                 self._files.remove_tree(folder)
 
     def _create_weights_file(self) -> None:
@@ -234,7 +235,10 @@ class StoreWriter:
 
 
 def _partial_suffix() -> str:
-    """Marks an unfinished store; the process id follows. The machine's name keeps containers on one disk apart."""
+    """Marks an unfinished store; the process id and a random word follow, since one process may convert twice at once.
+
+    The machine's name keeps containers on one disk apart.
+    """
     return f".partial-{platform.node()}-"
 
 

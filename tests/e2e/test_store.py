@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def fail_everywhere(model_folder: Path, folder: Path, **how: Any) -> int:
             LocalFileSystem().remove_tree(target)
         assert disk.lasting or contents(folder) == before, f"call {fail_at}, {disk.calls[fail_at - 1]}"
     open_store(target, spec)
-    assert all(name.partition(os.sep)[0] in ("store", "neighbour") for name in contents(folder))
+    left = {name.partition(os.sep)[0] for name in contents(folder)} - {"store", "neighbour"}
+    assert disk.lasting or not left  # a disk that also refuses to delete leaves its parts until this process has ended
+    assert all(name.startswith(f"store{_partial_suffix()}{os.getpid()}-") for name in left)
     return fail_at - 1
 
 
@@ -275,6 +278,15 @@ def test_a_store_finished_by_another_process_stays(model_folder: Path, store: Pa
     assert contents(target) == before and [path.name for path in tmp_path.iterdir()] == ["both"]
 
 
+def test_two_threads_may_convert_the_same_model(model_folder: Path, tmp_path: Path) -> None:
+    """Each writes in a folder of its own; the first to finish gives it the name, and what lies there is whole."""
+    spec = ModelSpec.from_hf(model_folder)
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: convert(model_folder, spec, tmp_path / "store", FAST), range(3)))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert len(set(made)) == 1 and open_store(made[0], spec).n_weights > 0
+
+
 def test_what_is_no_store_is_never_overwritten(model_folder: Path, tmp_path: Path) -> None:
     spec = ModelSpec.from_hf(model_folder)
     folder, file = tmp_path / "folder", tmp_path / "file"
@@ -292,10 +304,11 @@ def test_leftovers_of_killed_conversions_are_removed(model_folder: Path, tmp_pat
     """And nothing else is: not another model's, nor a running process's, nor another machine's."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    abandoned = [f"store{_partial_suffix()}{process}" for process in (ended.pid, os.getpid())]
+    abandoned = [f"store{_partial_suffix()}{ended.pid}{word}" for word in ("", "-0123abcd")]
     kept = [
-        f"other{_partial_suffix()}{ended.pid}",
-        f"store{_partial_suffix()}{os.getppid()}",
+        f"other{_partial_suffix()}{ended.pid}-0123abcd",
+        f"store{_partial_suffix()}{os.getpid()}-0123abcd",
+        f"store{_partial_suffix()}{os.getppid()}-0123abcd",
         f"store.partial-elsewhere-{ended.pid}",
         f"store{_partial_suffix()}notes",
     ]
