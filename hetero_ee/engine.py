@@ -1,6 +1,5 @@
 """Engine: opens a model and generates text. It wires the rooms of the house together and does no maths itself."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import FinishReason, GeneratedToken, GenerationResult
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.errors import HeteroError, ModelError, UsageError
+from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.torch_ops import TorchOps
@@ -141,6 +141,8 @@ class Engine:
         if not prompt:
             raise UsageError("the prompt is empty; give some text to go on from.")
         ids = self._tokenizer.encode(prompt)
+        if not ids:
+            raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
         if len(ids) >= self.context_tokens:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.context_tokens}, one of them new; "
@@ -213,15 +215,7 @@ def _load_weights(
 
 def _generation_config(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} is not valid JSON ({error}).") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
-    return values
+    return read_config_file(file) if file.is_file() else {}
 
 
 def _default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingParams:
@@ -233,8 +227,6 @@ def _default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingPa
 
 def _eos_token_ids(hf_generation: dict[str, Any], folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The first that names any: generation_config.json, config.json, the tokenizer."""
-    from hetero_ee.models.hf_config import read_config_file
-
     for named in (
         hf_generation.get("eos_token_id"),
         read_config_file(folder).get("eos_token_id"),

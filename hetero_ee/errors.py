@@ -19,3 +19,12 @@ class CheckpointError(ModelError):
 
 class StoreError(HeteroError):
     """An int4 store is damaged, was written in another format version, or can't be written."""
+
+
+def shown(value: object) -> str:
+    """A value from outside as a message quotes it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write out integers of more than 4300 digits
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

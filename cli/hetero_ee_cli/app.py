@@ -3,52 +3,74 @@
 0 success, 1 failure, 2 usage, 130 interrupted (Ctrl-C), 141 the reader of a pipe went away, 143 terminated.
 """
 
-import os
-import signal
+import functools
 import sys
-from types import FrameType
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from hetero_ee_cli.generate import generate
+from hetero_ee_cli.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
 
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
+EXIT_FAILURE, EXIT_USAGE, EXIT_PIPE_CLOSED = 1, 2, 141
+
+
+def _answered(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its errors turned into exit codes here: typer has codes of its own for Ctrl-C and pipes."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            leave(EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            leave(EXIT_PIPE_CLOSED)
+        except Exception as error:
+            _report(error)
+
+    return run
+
 
 app = typer.Typer(
     name="hetero-ee",
     help="Runs large language models on a PC whose GPU memory is too small for them.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
+app.command()(_answered(generate))
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Runs large language models on a PC whose GPU memory is too small for them."""
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         import hetero_ee
 
         print(hetero_ee.__version__)
         raise typer.Exit()
 
 
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Runs large language models on a PC whose GPU memory is too small for them."""
+
+
 def main() -> None:
     """Entry point of the `hetero-ee` script."""
-    signal.signal(signal.SIGTERM, _terminate)
+    raise_on_sigterm()
     try:
-        app()
-    except KeyboardInterrupt:
-        _leave(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        _leave(EXIT_PIPE_CLOSED)
+        code = app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
     except Exception as error:
-        _report(error)
+        if not hasattr(error, "format_message"):  # what click's errors have, and typer brings a click of its own
+            raise
+        message = str(error.format_message())
+        _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See hetero-ee --help.", EXIT_USAGE)
+    sys.exit(code)
 
 
 def _report(error: Exception) -> NoReturn:
@@ -57,25 +79,17 @@ def _report(error: Exception) -> NoReturn:
 
     if not isinstance(error, HeteroError):
         raise error
-    print(f"hetero-ee: {_printable(str(error))}", file=sys.stderr)
-    sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE)
+    _fail(str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"hetero-ee: {_printable(message)}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _printable(message: str) -> str:
     """One line, control characters escaped: file and tensor names come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-
-
-def _leave(code: int) -> NoReturn:
-    """Ends without a message, whatever state the streams are in."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a flush at exit must not fail again
-    sys.exit(code)
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM unwinds like an exception, so that half-written files are removed."""
-    sys.exit(EXIT_TERMINATED)
 
 
 if __name__ == "__main__":

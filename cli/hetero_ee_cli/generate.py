@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee_cli.signals import ending_at_once
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.engine import Engine
@@ -68,9 +70,12 @@ def generate(
     }
     changes = {name: value for name, value in chosen.items() if value is not None}
 
-    from hetero_ee.engine import Engine
+    with ending_at_once():
+        from hetero_ee.decoding.sampling import SamplingParams
+        from hetero_ee.engine import Engine
     from hetero_ee_cli.progress import conversion_progress
 
+    SamplingParams(**changes)  # refuses impossible values now, not after a conversion
     with (
         conversion_progress() as progress,
         Engine.from_pretrained(
@@ -93,19 +98,27 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
     if (prompt is None) == (file is None):
         raise UsageError("give one prompt: as an argument, with --file, or - to read standard input.")
-    if file is None and prompt != "-":
-        return prompt or ""
+    text = _text_of(file) if prompt is None or prompt == "-" else prompt
+    if not text:
+        raise UsageError("the prompt is empty; give some text to go on from.")
+    return text
+
+
+def _text_of(file: Path | None) -> str:
+    """The file's text, or standard input's where there is none."""
+    from hetero_ee.errors import UsageError
+
+    source = file or "standard input"
     try:
         data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if file is None else _read_file(file)
-        text = data.decode("utf-8")
     except OSError as error:
-        raise UsageError(f"the prompt file {file} can't be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"the prompt from {file or 'standard input'} is not UTF-8 text at byte {error.start}."
-        ) from error
+        raise UsageError(f"the prompt from {source} can't be read ({error.strerror}).") from error
     if len(data) > MAX_PROMPT_BYTES:
-        raise UsageError(f"the prompt has more than {MAX_PROMPT_BYTES // 2**20} MiB.")
+        raise UsageError(f"the prompt from {source} has more than {MAX_PROMPT_BYTES // 2**20} MiB.")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt from {source} is not UTF-8 text at byte {error.start}.") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -24,12 +24,16 @@ class Ending:
 
 @dataclass(slots=True)
 class _Text:
-    """One sequence being generated. token_ids: prompt and text so far."""
+    """One sequence being generated: the prompt's index in its list, token_ids of prompt and text so far.
+
+    cached_as: its number in the KV cache, other than `sequence` where texts of another call are being generated too.
+    """
 
     sequence: int
     token_ids: list[int]
     n_prompt_tokens: int
     stream: TextStream
+    cached_as: int = -1
     finished: bool = False
 
 
@@ -49,7 +53,7 @@ def generate(
     ]
     try:
         for text in texts:
-            executor.cache.open(text.sequence)
+            text.cached_as = executor.cache.open_new()
         logits_of = {text.sequence: _prefill(executor, text) for text in texts}
         while logits_of:
             for sequence, logits in logits_of.items():
@@ -58,14 +62,14 @@ def generate(
             logits_of = _decode_step(executor, active) if active else {}
     finally:
         for text in texts:
-            executor.cache.close(text.sequence)
+            executor.cache.close(text.cached_as)
 
 
 def _prefill(executor: Executor, text: _Text) -> Tensor:
     """Runs the prompt in chunks; logits (vocab,) of its last token."""
     for first in range(0, text.n_prompt_tokens, PREFILL_CHUNK_TOKENS):
         chunk = text.token_ids[first : min(first + PREFILL_CHUNK_TOKENS, text.n_prompt_tokens)]
-        hidden = executor.hidden(Rows.of_sequence(text.sequence, first, chunk))
+        hidden = executor.hidden(Rows.of_sequence(text.cached_as, first, chunk))
     return executor.head(hidden[-1:])[0]
 
 
@@ -73,7 +77,7 @@ def _decode_step(executor: Executor, active: list[_Text]) -> dict[int, Tensor]:
     """One pass with the last token of every active sequence; sequence -> logits (vocab,)."""
     rows = Rows(
         tuple(text.token_ids[-1] for text in active),
-        tuple(text.sequence for text in active),
+        tuple(text.cached_as for text in active),
         tuple(len(text.token_ids) - 1 for text in active),
     )
     logits = executor.logits(rows, range(len(active)))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
@@ -51,11 +51,10 @@ class SamplingParams:
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repeat_penalty", self.repeat_penalty, 0.0, 100.0, open_low=True)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        _require_flag("ignore_eos", self.ignore_eos)
+        object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS or not all(_is_stop_string(text) for text in self.stop):
             raise UsageError(
                 f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}, "
@@ -68,7 +67,8 @@ class SamplingParams:
     def from_hf(cls, generation_config: Any) -> Self:
         """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults, beams are ignored."""
         values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
-        sampled = bool(values.get("do_sample"))
+        sampled = False if values.get("do_sample") is None else values["do_sample"]
+        _require_flag("do_sample", sampled)
         chosen: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
         names = {"max_new_tokens": "max_new_tokens", "repetition_penalty": "repeat_penalty"}
         if sampled:
@@ -76,8 +76,7 @@ class SamplingParams:
         for theirs, ours in names.items():
             if values.get(theirs) is not None:
                 chosen[ours] = values[theirs]
-        stop = values.get("stop_strings") or ()
-        return cls(**chosen, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+        return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some values changed. Raises UsageError for a name that is not a field."""
@@ -93,22 +92,23 @@ def choose_token(logits: Tensor, history: Sequence[int], params: SamplingParams,
     scores = _penalized(logits, history, params.repeat_penalty)
     if params.temperature == 0:
         return int(scores.argmax())
-    scores = _filtered(scores.double() / params.temperature, params)
+    scores = _filtered(_tempered(scores, params.temperature), params)
     return int((scores + gumbel_noise(len(scores), params.seed, sequence, position)).argmax())
 
 
 def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
     """Standard Gumbel noise (n_tokens,), float64, the same for the same three numbers whatever was drawn before."""
-    bits = np.random.Philox(key=[seed, 0], counter=[0, 0, sequence, position]).random_raw(n_tokens)
-    uniform = (torch.from_numpy((bits >> 11).astype(np.int64)).double() + 0.5) * 2.0**-53  # open interval (0, 1)
+    key, counter = (np.array(words, np.uint64) for words in ([seed, 0], [0, 0, sequence, position]))
+    bits = np.random.Philox(key=key, counter=counter).random_raw(n_tokens)
+    # 52 bits and a half are exact in float64, so that neither 0 nor 1, whose noise is infinite, can come out.
+    uniform = (torch.from_numpy((bits >> 12).astype(np.int64)).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 
 def filtered_probabilities(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
     """The exact distribution choose_token draws from at temperature > 0, float64 (vocab,)."""
-    return torch.softmax(
-        _filtered(_penalized(logits, history, params.repeat_penalty).double() / params.temperature, params), 0
-    )
+    scores = _penalized(logits, history, params.repeat_penalty)
+    return torch.softmax(_filtered(_tempered(scores, params.temperature), params), 0)
 
 
 def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
@@ -117,6 +117,11 @@ def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor
     seen = torch.tensor(sorted(set(history)))
     chosen = logits[seen]
     return logits.index_put((seen,), torch.where(chosen > 0, chosen / penalty, chosen * penalty))
+
+
+def _tempered(scores: Tensor, temperature: float) -> Tensor:
+    """scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it infinite."""
+    return (scores.double() - scores.double().max()) / temperature
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -140,15 +145,26 @@ def _is_stop_string(text: Any) -> bool:
     return isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARACTERS
 
 
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise UsageError(f"{name} is {shown(values)}; expected a list.")
+    return tuple(values)
+
+
+def _require_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {shown(value)}; expected true or false.")
+
+
 def _require_whole(name: str, value: Any, low: int, high: int, optional: bool = False) -> None:
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"{name} is {value!r}; expected a whole number from {low} to {high}.")
+        raise UsageError(f"{name} is {shown(value)}; expected a whole number from {low} to {high}.")
 
 
 def _require_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (open_low and value == low):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (open_low and value == low):  # NaN fails every comparison
         edge = "above" if open_low else "from"
-        raise UsageError(f"{name} is {value!r}; expected a number {edge} {low:g} to {high:g}.")
+        raise UsageError(f"{name} is {shown(value)}; expected a number {edge} {low:g} to {high:g}.")

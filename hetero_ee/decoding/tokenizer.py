@@ -16,8 +16,8 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 class Tokenizer:
     """Text to token ids and back."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, vocab_size: int) -> None:
+        self._backend, self._vocab_size = backend, vocab_size
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
@@ -34,17 +34,21 @@ class Tokenizer:
             backend = _load_backend(folder)
         except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
             raise ModelError(f"the tokenizer in {folder} can't be read ({_first_line(error)}).") from error
-        if len(backend) > vocab_size:
-            raise ModelError(f"the tokenizer in {folder} has {len(backend)} tokens, the model only {vocab_size}.")
-        return cls(backend)
+        n_tokens = 1 + max(len(backend) - 1, *backend.added_tokens_decoder, -1)
+        if n_tokens > vocab_size:
+            raise ModelError(f"the tokenizer in {folder} has {n_tokens} tokens, the model only {vocab_size}.")
+        return cls(backend, vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the leading begin token where the model wants one. Raises UsageError."""
+        """Token ids, with the leading begin token where the model wants one. Raises UsageError, ModelError."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt is not valid Unicode at character {error.start}.") from error
-        return list(self._backend(text)["input_ids"])
+        ids = list(self._backend(text)["input_ids"])
+        if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; looking at all when loading takes 0.2 s
+            raise ModelError(f"the tokenizer gives token {max(ids)}, the model has only {self._vocab_size}.")
+        return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of the ids; special tokens are left out."""

@@ -1,12 +1,11 @@
 """Reads Hugging Face configurations: the only place that knows their field names, defaults and habits."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.errors import ModelError
+from hetero_ee.errors import ModelError, shown
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 
@@ -14,6 +13,7 @@ CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
 MAX_SIZE = 2**24  # no published width, vocabulary or context comes near; keeps size arithmetic honest
 MAX_LAYERS = 1000
+MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
 
 
 class Fields:
@@ -35,42 +35,37 @@ class Fields:
         if value is None:
             raise ModelError(f"{self._where}: field {name} is missing.")
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a whole number from 1 to {largest}.")
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a whole number from 1 to {largest}.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
         if value is None:
             raise ModelError(f"{self._where}: field {name} is missing.")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a finite number of 0 or more.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected true or false.")
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected true or false.")
         return value
 
     def text(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if not isinstance(value, str):
-            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected a string.")
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a string.")
         return value
 
     def section(self, name: str) -> "Fields":
         value = self.get(name, {})
         if not isinstance(value, Mapping):
-            raise ModelError(f"{self._where}: {name} is {_shown(value)}, expected an object.")
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected an object.")
         return Fields(value, f"{self._where}: {name}")
 
     def fail(self, sentence: str) -> ModelError:
         return ModelError(f"{self._where}: {sentence}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -82,6 +77,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ModelError(f"{file} has {file.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{file} can't be read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not valid JSON ({error}).") from error
     if not isinstance(values, dict):
@@ -112,9 +109,9 @@ def _reader_for(fields: Fields) -> Callable[[Fields], ModelSpec]:
     model_type = fields.text("model_type", "")
     if architecture is None:
         architecture = _ARCHITECTURE_OF_TYPE.get(model_type)
-    if architecture not in _READERS:
+    if not isinstance(architecture, str) or architecture not in _READERS:
         name = architecture or model_type or "none named"
-        raise fields.fail(f"architecture {_shown(name)} is not supported; supported are {', '.join(_READERS)}.")
+        raise fields.fail(f"architecture {shown(name)} is not supported; supported are {', '.join(_READERS)}.")
     return _READERS[architecture]
 
 
@@ -122,12 +119,16 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
     """Llama and its descendants; `changes` are the descendant's own switches."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
-    head_dim = fields.integer("head_dim", changes.pop("head_dim", hidden_size // n_heads))
-    n_kv_heads = fields.integer("num_key_value_heads", changes.pop("n_kv_heads", n_heads))
+    own_head_dim = changes.pop("head_dim", None)  # the class's default
+    if own_head_dim is None and fields.get("head_dim") is None:
+        own_head_dim = _even_head_dim(fields, hidden_size, n_heads)
+    head_dim = fields.integer("head_dim", own_head_dim)
+    own_kv_heads = changes.pop("n_kv_heads", n_heads)  # likewise; but a null means one for each query head
+    n_kv_heads = fields.integer("num_key_value_heads", n_heads if fields.has("num_key_value_heads") else own_kv_heads)
     if n_heads % n_kv_heads:
         raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
     context_tokens = fields.integer("max_position_embeddings", changes.pop("context_tokens", 2048))
-    activation, threshold = _activation(fields, fields.text("hidden_act", "silu"))
+    activation, threshold = _activation(fields, "hidden_act", "silu")
     attention_bias = fields.flag("attention_bias", False)
     switches: dict[str, Any] = {
         "family": "llama",
@@ -149,7 +150,7 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
         vocab_size=fields.integer("vocab_size"),
         max_context_tokens=context_tokens,
         norm="rms",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", changes.pop("norm_eps", 1e-6)),
         norm_affine=True,
         final_norm=True,
         activation=activation,
@@ -161,13 +162,20 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
     )
 
 
+def _even_head_dim(fields: Fields, hidden_size: int, n_heads: int) -> int:
+    """The head size where none is named: heads share the hidden size evenly."""
+    if hidden_size % n_heads:
+        raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
+    return hidden_size // n_heads
+
+
 def _sparse_llama(fields: Fields) -> ModelSpec:
     """ProSparse (arXiv 2402.13516): Llama whose gate is ReLU with a threshold of its own (FATReLU)."""
     return _llama(fields, "SparseLlamaForCausalLM")
 
 
 def _mistral(fields: Fields) -> ModelSpec:
-    window = fields.integer("sliding_window", 4096) if _window_is_set(fields) else None
+    window = _window(fields)
     n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
     return _llama(
         fields,
@@ -181,9 +189,10 @@ def _mistral(fields: Fields) -> ModelSpec:
     )
 
 
-def _window_is_set(fields: Fields) -> bool:
-    """Mistral's first release had a window and later ones say null; a file that is silent means the first."""
-    return not fields.has("sliding_window") or fields.get("sliding_window") is not None
+def _window(fields: Fields) -> int | None:
+    """A null says that there is none; a silent file means the classes' default, which Mistral's first release had."""
+    is_null = fields.has("sliding_window") and fields.get("sliding_window") is None
+    return None if is_null else fields.integer("sliding_window", 4096)
 
 
 def _qwen2(fields: Fields) -> ModelSpec:
@@ -217,16 +226,16 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
     if not fields.flag("use_sliding_window", False):
         return (None,) * n_layers
-    window = fields.integer("sliding_window", 4096)
+    window = _window(fields)
     kinds = fields.get("layer_types")
     if kinds is None:
         first = fields.number("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(n_layers))
     if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
-        raise fields.fail(f"layer_types is {_shown(kinds)}, expected one entry for each of {n_layers} layers.")
+        raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise fields.fail(f"layer_types names {_shown(kind)}, expected full_attention or sliding_attention.")
+            raise fields.fail(f"layer_types names {shown(kind)}, expected full_attention or sliding_attention.")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -238,6 +247,7 @@ def _phi3(fields: Fields) -> ModelSpec:
         "Phi3ForCausalLM",
         family="phi3",
         context_tokens=4096,
+        norm_eps=1e-5,
         qkv_bias=False,
         attention_output_bias=False,
         ffn_bias=False,
@@ -253,10 +263,8 @@ def _opt(fields: Fields) -> ModelSpec:
         or fields.integer("word_embed_proj_dim", hidden_size) != hidden_size
     ):
         raise fields.fail("OPT with norms after the blocks or projected embeddings (opt-350m) is not supported.")
-    if hidden_size % n_heads:
-        raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
     n_layers = fields.integer("num_hidden_layers", largest=MAX_LAYERS)
-    activation, threshold = _activation(fields, fields.text("activation_function", "relu"))
+    activation, threshold = _activation(fields, "activation_function", "relu")
     bias = fields.flag("enable_bias", True)
     return ModelSpec(
         architecture="OPTForCausalLM",
@@ -265,7 +273,7 @@ def _opt(fields: Fields) -> ModelSpec:
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=hidden_size // n_heads,
+        head_dim=_even_head_dim(fields, hidden_size, n_heads),
         ffn_size=fields.integer("ffn_dim"),
         vocab_size=fields.integer("vocab_size"),
         max_context_tokens=fields.integer("max_position_embeddings", 2048),
@@ -287,8 +295,9 @@ def _opt(fields: Fields) -> ModelSpec:
     )
 
 
-def _activation(fields: Fields, name: str) -> tuple[str, float]:
-    """Our name of a Hugging Face activation, and its threshold (0 where it has none)."""
+def _activation(fields: Fields, field: str, default: str) -> tuple[str, float]:
+    """Our name of the activation that `field` names, and its threshold (0 where it has none)."""
+    name = fields.text(field, default)
     known = {
         "silu": "silu",
         "swish": "silu",
@@ -299,7 +308,7 @@ def _activation(fields: Fields, name: str) -> tuple[str, float]:
         "fatrelu": "fatrelu",
     }
     if name not in known:
-        raise fields.fail(f"activation {_shown(name)} is not supported; supported are {', '.join(known)}.")
+        raise fields.fail(f"{field} is {shown(name)}, which is not supported; supported are {', '.join(known)}.")
     return known[name], fields.number("hidden_act_param", 0.0) if name == "fatrelu" else 0.0
 
 
@@ -309,17 +318,25 @@ def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
     theta = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     n_features = int(head_dim * partial)
-    if theta <= 0 or n_features < 2 or n_features % 2 or n_features > head_dim:
-        raise fields.fail(f"rope_theta {theta} with {n_features} of {head_dim} features turning is impossible.")
+    if theta < 1:
+        raise fields.fail(f"rope_theta is {theta:g}, expected 1 or more.")
+    if n_features < 2 or n_features % 2 or n_features > head_dim:
+        raise fields.fail(
+            f"partial_rotary_factor {partial:g} of head_dim {head_dim} turns {n_features} features, "
+            "expected an even number of them."
+        )
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise fields.fail(f"rope_type {_shown(kind)} is not supported; supported are default, linear, llama3.")
+        raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are default, linear, llama3.")
     if kind == "default":
         return RopeSpec(theta, n_features)
     factor = parameters.number("factor")
     low, high = parameters.number("low_freq_factor", 1.0), parameters.number("high_freq_factor", 4.0)
     if factor < 1 or high <= low:
-        raise fields.fail(f"rope factor {factor} with frequency factors {low} and {high} is impossible.")
+        raise fields.fail(
+            f"rope factor {factor:g}, low_freq_factor {low:g} and high_freq_factor {high:g} are impossible, "
+            "expected 1 or more, and the last above the second."
+        )
     original_tokens = parameters.integer("original_max_position_embeddings", context_tokens)
     return RopeSpec(theta, n_features, RopeScaling(kind, factor, low, high, original_tokens))
 

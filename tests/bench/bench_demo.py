@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "hetero_ee_cli", "generate"]
-PROMPT = "Once upon a time there was a little girl who lived in a small house near the forest with her mom and dad. " * 5
+PROMPT = (
+    "Once upon a time there was a little girl who lived in a small house near the forest with her mom and dad. " * 5
+)
 
 
 def main() -> None:

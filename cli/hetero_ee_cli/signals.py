@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM: exceptions, so that half-written files are removed; and the way out when they arrive on top."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+
+
+def raise_on_sigterm() -> None:
+    """Makes SIGTERM end the process by SystemExit."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """For imports, while there is nothing to clean up: torch's C++ aborts the process when an exception comes in."""
+    codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+    before = {number: signal.signal(number, lambda number, _: os._exit(codes[number])) for number in codes}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends at once and without a message; everything is unwound already, and what can still be written is.
+
+    sys.exit would flush again and complain, and where Ctrl-C came within an exec(), which importing torch does a lot,
+    Python would end itself by the signal instead of the code.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(EXIT_TERMINATED)

@@ -1,0 +1,95 @@
+"""What all tests share: nobody's real cache is touched, property tests repeat themselves, and where models lie."""
+
+import io
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from hetero_ee.config import demo_model_folder
+from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
+
+SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, not there yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """The demo model's folder."""
+    if not (demo_model_folder() / "model.safetensors").is_file():
+        pytest.skip("the demo model is not in hetero_ee/assets")
+    return demo_model_folder()
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> Path:
+    """A trained Llama with a ByteFallback tokenizer."""
+    folder = SHARED_MODELS / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("shared/models/stories260K is not beside the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the demo model's tokenizer: nonsense in milliseconds. Its files are not to be changed."""
+    from hetero_ee.models.spec import ModelSpec
+    from tests.families import random_model, save_checkpoint
+
+    model = random_model("llama", vocab_size=ModelSpec.from_hf(demo).vocab_size, max_position_embeddings=600)
+    return save_checkpoint(model, tmp_path_factory.mktemp("models") / "tiny", tokenizer_from=demo)
+
+
+@pytest.fixture
+def own_tiny(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of it for the test to spoil."""
+    return Path(shutil.copytree(tiny, tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def said(tiny: Path) -> str:
+    """What the library says after PROMPT."""
+    from hetero_ee import Engine
+
+    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as engine:
+        return engine.generate(PROMPT, max_new_tokens=N_TOKENS).text
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path) -> Iterator[Cli]:
+    """Runs main() in this process; `stdin` is what standard input holds."""
+    from hetero_ee_cli.app import main
+
+    def run(*arguments: object, stdin: bytes = b"") -> Ended:
+        monkeypatch.setattr(sys, "argv", ["hetero-ee", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Ended(ended.value.code if isinstance(ended.value.code, int) else int(bool(ended.value.code)), out, err)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,296 @@
+"""hetero-ee as its users meet it: its options, its output, and one line for everything that can go wrong."""
+
+import inspect
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_ee import Engine, __version__
+from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended, refused
+from tests.families import edit_config
+
+# What is printed, and where.
+
+
+def test_json_is_one_document(cli: Cli, tiny: Path, said: str) -> None:
+    ended = cli("generate", PROMPT, "-m", tiny, *PLAIN, "--json", "--temp", 0, "--seed", 7, "--stop", "never said")
+    document = json.loads(ended.out)
+    assert ended.code == 0 and ended.out.count("\n") == 1
+    assert re.fullmatch(CLOSING_LINE, ended.err)
+    assert set(document) == {
+        *("schema", "version", "model", "architecture", "quantizer", "sampling", "text", "token_ids", "finish_reason"),
+        *("n_prompt_tokens", "n_generated_tokens", "prompt_s", "generation_s", "prompt_tokens_per_s"),
+        *("generated_tokens_per_s", "peak_memory_bytes"),
+    }
+    assert (document["schema"], document["version"], document["model"]) == (1, __version__, str(tiny))
+    assert (document["architecture"], document["quantizer"]) == ("LlamaForCausalLM", "none")
+    assert (document["text"], document["finish_reason"]) == (said, "length")
+    assert len(document["token_ids"]) == document["n_generated_tokens"] == N_TOKENS
+    assert document["sampling"]["seed"] == 7 and document["sampling"]["stop"] == ["never said"]
+    assert document["generation_s"] > 0 and document["peak_memory_bytes"] > 2**20
+
+
+def test_options_reach_the_sampler(cli: Cli, tiny: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repeat_penalty": 1.2}
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as engine:
+        expected = engine.generate(PROMPT, max_new_tokens=N_TOKENS, seed=11, **options).text
+    ended = cli("generate", PROMPT, "-m", tiny, *PLAIN, "-s", 11, *flags)
+    assert (ended.code, ended.out) == (0, expected)
+    assert "| seed 11 ]" in ended.err
+    unseeded = cli("generate", PROMPT, "-m", tiny, *PLAIN, *flags)
+    seed = re.search(r"seed (\d+) \]", unseeded.err)
+    assert seed and cli("generate", PROMPT, "-m", tiny, *PLAIN, *flags, "-s", seed[1]).out == unseeded.out
+
+
+def test_several_stop_strings(cli: Cli, tiny: Path, said: str) -> None:
+    ended = cli("generate", PROMPT, "-m", tiny, *PLAIN, "--stop", said[20:25], "--stop", said[10:12])
+    assert ended.out == said[: min(said.index(said[20:25]), said.index(said[10:12]))]
+
+
+def test_a_conversion_says_so_once(cli: Cli, tiny: Path, cache: Path) -> None:
+    arguments = ["generate", PROMPT, "-m", tiny, "-t", 1, "-n", 5, "--quantizer", "rtn"]
+    first, second = cli(*arguments), cli(*arguments)
+    assert first.code == second.code == 0 and first.out == second.out
+    assert re.fullmatch(r"Converting \S+ M weights to int4, once for this model\.\n" + CLOSING_LINE, first.err)
+    assert re.fullmatch(CLOSING_LINE, second.err)
+    (store,) = cache.glob("stores/*")
+    assert cli("generate", PROMPT, "-m", store, "-t", 1, "-n", 5).out == first.out
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from hetero_ee_cli.progress import conversion_progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with conversion_progress() as progress:
+        assert capsys.readouterr() == ("", "")  # nothing before there is something to tell
+        progress("a", 1, 2)
+        progress("b", 2, 2)
+    out, err = capsys.readouterr()
+    assert out == "" and "Converting to int4" in err
+
+
+def test_version_and_bare_call(cli: Cli) -> None:
+    assert cli("--version") == Ended(0, f"{__version__}\n", "")
+    bare = cli()
+    assert bare.code == 0 and "generate" in bare.out and bare.err == ""
+    assert cli("--help") == bare == cli("-h")
+
+
+def test_the_default_quantizer_is_the_librarys() -> None:
+    from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
+    from hetero_ee_cli.generate import generate
+
+    assert inspect.signature(generate).parameters["quantizer"].default == DEFAULT_QUANTIZER
+
+
+# Where the prompt comes from.
+
+
+def test_a_prompt_from_a_file_or_standard_input(cli: Cli, tiny: Path, tmp_path: Path, said: str) -> None:
+    file = tmp_path / "prompt.txt"
+    for ending in ("", "\n", "\r\n"):
+        file.write_bytes((PROMPT + ending).encode())
+        assert cli("generate", "-f", file, "-m", tiny, *PLAIN).out == said
+        assert cli("generate", "-", "-m", tiny, *PLAIN, stdin=(PROMPT + ending).encode()).out == said
+    file.write_bytes((PROMPT + "\n\n").encode())
+    assert cli("generate", "-f", file, "-m", tiny, *PLAIN).out != said  # only one newline is the file's own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "sentence"),
+    [
+        ([], b"", "give one prompt"),
+        (["-"], b"", "the prompt is empty"),
+        (["-"], b"\n", "the prompt is empty"),
+        ([""], b"", "the prompt is empty"),
+        (["a", "-f", "FILE"], b"", "give one prompt"),
+        (["-f", "FILE"], b"", "is not UTF-8 text at byte 2"),
+        (["-"], b"ab\xff", "standard input is not UTF-8 text at byte 2"),
+        (["-f", "no-such-file"], b"", "no-such-file can't be read (No such file or directory)"),
+        (["-f", "/"], b"", "can't be read (Is a directory)"),
+        (["a\udcffb"], b"", "not valid Unicode at character 1"),
+        (["-"], b"x" * (64 * 2**20 + 1), "more than 64 MiB"),
+        (["-"], "é".encode() * (32 * 2**20 + 1), "more than 64 MiB"),
+    ],
+    ids=range(12),
+)
+def test_unusable_prompts(
+    cli: Cli, tiny: Path, tmp_path: Path, cache: Path, arguments: list[str], stdin: bytes, sentence: str
+) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff")
+    given = [str(tmp_path / "bad.txt") if argument == "FILE" else argument for argument in arguments]
+    ended = cli("generate", *given, "-m", tiny, *PLAIN, stdin=stdin)
+    assert refused(ended, cache) == 2
+    assert sentence in ended.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--temp", "-1"], "temperature is -1"),
+        (["--temp", "nan"], "temperature is nan"),
+        (["--temp", "inf"], "temperature is inf"),
+        (["--temp", "hot"], "--temp"),
+        (["--top-k", "-1"], "top_k is -1"),
+        (["--top-k", "1.5"], "--top-k"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--top-p", "1.1"], "top_p is 1.1"),
+        (["--min-p", "2"], "min_p is 2"),
+        (["--repeat-penalty", "0"], "repeat_penalty is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--seed", str(2**64)], "seed is 18446744073709551616"),
+        (["-n", "0"], "max_new_tokens is 0"),
+        (["--stop", ""], "stop holds 1 strings"),
+        (["--quantizer", "int3"], "quantizer is 'int3'; expected one of codebook, search, rtn, none"),
+        (["-t", "-1"], "threads is -1"),
+        (["-c", "-5"], "context size is -5"),
+        (["--colour"], "No such option: --colour"),
+        (["--model"], "--model"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_impossible_settings_are_refused_before_a_conversion(
+    cli: Cli, tiny: Path, cache: Path, flags: list[str], sentence: str
+) -> None:
+    ended = cli("generate", PROMPT, "-m", tiny, "-t", 1, *flags)
+    assert refused(ended, cache) == 2
+    assert sentence in ended.err
+
+
+def test_unknown_commands(cli: Cli, cache: Path) -> None:
+    for arguments in (["generat"], ["--nonsense"], ["generate", "one", "two"]):
+        ended = cli(*arguments)
+        assert refused(ended, cache) == 2
+        assert "See hetero-ee --help." in ended.err
+
+
+def test_a_prompt_longer_than_the_context(cli: Cli, tiny: Path, cache: Path) -> None:
+    ended = cli("generate", "a story " * 50, "-m", tiny, *PLAIN, "-c", 20)
+    assert refused(ended, cache) == 2
+    assert re.search(r"the prompt has \d+ tokens and the context holds 20", ended.err)
+
+
+# Models that can't be used. Each spoiler changes a copy of a good model and returns words of the answer.
+
+
+def tensors_changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def no_folder(folder: Path) -> str:
+    shutil.rmtree(folder)
+    return "there is no folder"
+
+
+def a_file(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.write_text("model")
+    return "is a file"
+
+
+def truncated_weights(folder: Path) -> str:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return "model.safetensors"
+
+
+def no_weights(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "holds no weights"
+
+
+def only_a_pickle(folder: Path) -> str:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return "pytorch_model.bin"
+
+
+def no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json is missing"
+
+
+def malformed_config(folder: Path) -> str:
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"],')
+    return "not valid JSON"
+
+
+def unknown_architecture(folder: Path) -> str:
+    edit_config(folder, architectures=["MambaForCausalLM"])
+    return "'MambaForCausalLM' is not supported; supported are LlamaForCausalLM"
+
+
+def a_tensor_too_few(folder: Path) -> str:
+    tensors_changed(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    return "model.layers.1.mlp.up_proj.weight"
+
+
+def a_tensor_too_many(folder: Path) -> str:
+    tensors_changed(folder, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+    return "model.extra.weight"
+
+
+def a_wrong_shape(folder: Path) -> str:
+    tensors_changed(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
+    return "model.norm.weight is [7], expected [48]"
+
+
+def not_a_number(folder: Path) -> str:
+    tensors_changed(folder, lambda tensors: tensors["model.layers.2.mlp.down_proj.weight"][3, 5].fill_(float("nan")))
+    return "model.layers.2.mlp.down_proj.weight holds nan at [3, 5]"
+
+
+def no_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").unlink()
+    return "has no tokenizer"
+
+
+def malformed_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").write_text("{}")
+    return "the tokenizer in"
+
+
+SPOILERS = [
+    *(no_folder, a_file, truncated_weights, no_weights, only_a_pickle, no_config, malformed_config),
+    *(unknown_architecture, a_tensor_too_few, a_tensor_too_many, a_wrong_shape, not_a_number),
+    *(no_tokenizer, malformed_tokenizer),
+]
+
+
+@pytest.mark.parametrize("quantizer", ["codebook", "none"])
+@pytest.mark.parametrize("spoil", SPOILERS, ids=lambda spoil: spoil.__name__)
+def test_unusable_models(
+    cli: Cli, own_tiny: Path, cache: Path, spoil: Callable[[Path], str], quantizer: str, capsys: Any
+) -> None:
+    expected = spoil(own_tiny)
+    ended = cli("generate", PROMPT, "-m", own_tiny, "-t", 1, "-n", 2, "--quantizer", quantizer)
+    said = Ended(ended.code, ended.out, re.sub("^Converting .*\n", "", ended.err))
+    assert refused(said, cache) == 1
+    assert expected in ended.err
+
+
+def test_a_store_of_another_version(cli: Cli, tiny: Path, tmp_path: Path, cache: Path) -> None:
+    assert cli("generate", PROMPT, "-m", tiny, "-t", 1, "-n", 2, "--quantizer", "rtn").code == 0
+    (store,) = cache.glob("stores/*")
+    moved = Path(shutil.move(store, tmp_path / "store"))
+    manifest = json.loads((moved / "manifest.json").read_text())
+    (moved / "manifest.json").write_text(json.dumps(manifest | {"version": 999}))
+    ended = cli("generate", PROMPT, "-m", moved, "-t", 1)
+    assert refused(ended, cache) == 1
+    assert "version 999" in ended.err
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(cli: Cli, tmp_path: Path, cache: Path) -> None:
+    ended = cli("generate", PROMPT, "-m", tmp_path / "two\nlines\x1b[31m")
+    assert refused(ended, cache) == 1
+    assert r"two\nlines\x1b[31m" in ended.err

@@ -1,0 +1,231 @@
+"""Opening a model: what is converted and when, and what is refused."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, UsageError
+from tests.families import edit_config, random_model, save_checkpoint
+
+PROMPT = "Once upon a time"
+
+
+class Converted:
+    """Counts conversions by their progress calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def __call__(self, tensor: str, n_done: int, n_weights: int) -> None:
+        self.calls.append((tensor, n_done, n_weights))
+
+
+def tokens(folder: Path, **options: Any) -> tuple[int, ...]:
+    with Engine.from_pretrained(folder, threads=1, **options) as engine:
+        return engine.generate(PROMPT, max_new_tokens=20).token_ids
+
+
+def stores(cache: Path) -> list[Path]:
+    return sorted(cache.glob("stores/*"))
+
+
+def refusal(folder: Path | str, **options: Any) -> str:
+    with pytest.raises(HeteroError) as caught:
+        Engine.from_pretrained(folder, **{"quantizer": "none", "threads": 1} | options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("quantizer", ["codebook", "search", "rtn"])
+def test_a_model_is_converted_once(tiny: Path, cache: Path, quantizer: str) -> None:
+    first, second = Converted(), Converted()
+    said = tokens(tiny, quantizer=quantizer, progress=first)
+    assert tokens(tiny, quantizer=quantizer, progress=second) == said
+    assert second.calls == []
+    done = [n_done for _, n_done, _ in first.calls]
+    assert done == sorted(done) and done[-1] == first.calls[0][2] > 0
+    (store,) = stores(cache)
+    for options in ({}, {"quantizer": "none"}, {"quantizer": "rtn"}):  # a store is opened as it is
+        again = Converted()
+        assert tokens(store, progress=again, **options) == said
+        assert again.calls == []
+    assert stores(cache) == [store]
+
+
+def test_int4_differs_from_fp32_and_the_default_is_codebook(tiny: Path, cache: Path) -> None:
+    by_quantizer = {name: tokens(tiny, quantizer=name) for name in ("none", "rtn", "codebook")}
+    assert len(set(by_quantizer.values())) == 3
+    assert tokens(tiny) == by_quantizer["codebook"]
+    assert len(stores(cache)) == 2
+
+
+def test_fp32_leaves_nothing_in_the_cache(tiny: Path, cache: Path) -> None:
+    tokens(tiny, quantizer="none")
+    assert not cache.exists()
+
+
+def test_a_changed_checkpoint_is_converted_anew(own_tiny: Path, cache: Path) -> None:
+    said = tokens(own_tiny, quantizer="rtn")
+    os.utime(own_tiny / "model.safetensors", ns=(1, 1))
+    touched = Converted()
+    assert tokens(own_tiny, quantizer="rtn", progress=touched) == said
+    assert touched.calls
+    vocab_size = json.loads((own_tiny / "config.json").read_text())["vocab_size"]
+    save_checkpoint(random_model("llama", 1, vocab_size=vocab_size, max_position_embeddings=600), own_tiny)
+    assert tokens(own_tiny, quantizer="rtn") != said
+    edit_config(own_tiny, rms_norm_eps=0.5)
+    reconfigured = Converted()
+    tokens(own_tiny, quantizer="rtn", progress=reconfigured)
+    assert reconfigured.calls
+    assert len(stores(cache)) == 4
+
+
+def test_an_interrupted_conversion_leaves_nothing(tiny: Path, cache: Path) -> None:
+    def interrupt(tensor: str, n_done: int, n_weights: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokens(tiny, quantizer="rtn", progress=interrupt)
+    assert stores(cache) == []
+
+
+def test_the_models_own_sampling_is_the_default(own_tiny: Path) -> None:
+    file = own_tiny / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 7, "max_new_tokens": 4}))
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        assert engine.default_sampling == SamplingParams(max_new_tokens=4, temperature=0.5, top_k=7)
+        assert engine.generate(PROMPT).n_generated_tokens == 4
+        assert engine.generate(PROMPT, max_new_tokens=2).n_generated_tokens == 2
+    file.unlink()
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        assert engine.default_sampling == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "holds a list"),
+        (" " * 11_000_000 + "{}", "bytes"),
+        ('{"do_sample": true, "temperature": "hot"}', "temperature is 'hot'"),
+        ('{"do_sample": true, "top_p": NaN}', "top_p is nan"),
+        ('{"do_sample": "yes"}', "do_sample is 'yes'"),
+        ('{"repetition_penalty": -1}', "repeat_penalty is -1"),
+        ('{"stop_strings": 5}', "stop is 5"),
+    ],
+    ids=range(9),
+)
+def test_a_malformed_generation_config_is_refused(own_tiny: Path, content: str, sentence: str) -> None:
+    (own_tiny / "generation_config.json").write_text(content)
+    message = refusal(own_tiny)
+    assert "generation_config.json" in message and sentence in message
+
+
+def test_a_model_needs_a_tokenizer(own_tiny: Path) -> None:
+    (own_tiny / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refusal(own_tiny)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}', b"[" * 100_000]
+)
+def test_a_malformed_tokenizer_is_refused(own_tiny: Path, content: bytes) -> None:
+    (own_tiny / "tokenizer.json").write_bytes(content)
+    assert f"the tokenizer in {own_tiny} can't be read" in refusal(own_tiny)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'"x"', b"\xff"])
+def test_a_malformed_tokenizer_config_is_refused(own_tiny: Path, content: bytes) -> None:
+    (own_tiny / "tokenizer_config.json").write_bytes(content)
+    assert f"the tokenizer in {own_tiny} can't be read" in refusal(own_tiny)
+
+
+def test_an_enormous_tokenizer_is_refused_unread(own_tiny: Path) -> None:
+    with (own_tiny / "tokenizer.json").open("wb") as file:
+        file.truncate(200 * 2**20)
+    assert "a tokenizer has at most" in refusal(own_tiny)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(own_tiny: Path) -> None:
+    save_checkpoint(random_model("llama"), own_tiny)
+    assert "tokens, the model only 131" in refusal(own_tiny)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(own_tiny: Path) -> None:
+    file = own_tiny / "tokenizer.json"
+    original = json.loads(file.read_text())
+    vocabulary: dict[str, int] = original["model"]["vocab"]
+    file.write_text(json.dumps(original | {"model": original["model"] | {"vocab": vocabulary | {"Z": 10**6}}}))
+    with (
+        Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine,
+        pytest.raises(ModelError, match="token 1000000"),
+    ):
+        engine.generate("Z")
+
+
+def test_a_tokenizer_never_cuts_the_prompt(own_tiny: Path) -> None:
+    file = own_tiny / "tokenizer.json"
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": truncation}))
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        assert engine.count_tokens("x " * 50) > 50
+
+
+def test_a_prompt_without_any_known_token_is_refused(own_tiny: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"cat": 0, "dog": 1}, unk_token=None))  # type: ignore[arg-type]
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(own_tiny / "tokenizer.json"))
+    (own_tiny / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        assert engine.generate("cat dog", max_new_tokens=1).n_prompt_tokens == 2
+        with pytest.raises(UsageError, match="no token this model knows"):
+            engine.generate("  ")
+
+
+def test_no_code_from_the_folder_is_run(own_tiny: Path) -> None:
+    marker = own_tiny / "ran"
+    (own_tiny / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    edit_config(own_tiny, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (own_tiny / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="tokenizer") as caught:
+        Engine.from_pretrained(own_tiny, quantizer="none", threads=1)
+    assert not marker.exists() and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"quantizer": "int4"}, "expected one of codebook, search, rtn, none"),
+        ({"quantizer": ""}, "expected one of"),
+        ({"threads": -1}, "threads is -1"),
+        ({"threads": True}, "threads is True"),
+        ({"threads": 1.0}, "threads is 1.0"),
+        ({"threads": 5000}, "threads is 5000"),
+        ({"context_tokens": -1}, "context size is -1"),
+        ({"context_tokens": "4k"}, "context size is '4k'"),
+        ({"context_tokens": 2**30}, "context size is 1073741824"),
+    ],
+)
+def test_impossible_options_are_refused(tiny: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Engine.from_pretrained(tiny, **options)
+
+
+def test_learned_positions_bound_the_context(own_tiny: Path) -> None:
+    vocab_size = json.loads((own_tiny / "config.json").read_text())["vocab_size"]
+    save_checkpoint(random_model("opt", vocab_size=vocab_size), own_tiny)
+    assert "beyond the 160 positions" in refusal(own_tiny, context_tokens=161)
+    with Engine.from_pretrained(own_tiny, quantizer="none", context_tokens=160, threads=1) as engine:
+        assert engine.generate(PROMPT).n_generated_tokens > 100
+
+
+def test_rotary_positions_may_go_beyond_the_models_own_context(tiny: Path) -> None:
+    with Engine.from_pretrained(tiny, quantizer="none", context_tokens=700, threads=1) as engine:
+        assert engine.context_tokens == 700
