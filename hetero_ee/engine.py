@@ -192,10 +192,8 @@ def _model_folder(model: str | Path | None) -> Path:
 
 
 def _context_tokens(spec: ModelSpec, asked: int) -> int:
-    if spec.learned_position_offset is not None and asked > spec.max_context_tokens:
-        raise UsageError(
-            f"context size {asked} is beyond the {spec.max_context_tokens} positions this model has learned."
-        )
+    if spec.context_is_fixed and asked > spec.max_context_tokens:
+        raise UsageError(f"context size {asked} is beyond the {spec.max_context_tokens} positions this model has.")
     return asked or spec.max_context_tokens
 
 

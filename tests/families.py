@@ -49,6 +49,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "phi3-longrope": (
+        "Phi3",
+        LLAMA
+        | {
+            "max_position_embeddings": 640,
+            "original_max_position_embeddings": 160,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.5, 2.0],
+                "long_factor": [2.0, 3.0, 4.0, 8.0],
+                "original_max_position_embeddings": 160,
+            },
+        },
+    ),
     "opt": ("OPT", SIZES | {"ffn_dim": 76, "word_embed_proj_dim": 48}),
 }
 

@@ -1,71 +1,19 @@
 """Reads Hugging Face configurations: the only place that knows their field names, defaults and habits."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import ModelError, shown
+from hetero_ee.models.fields import Fields
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
-MAX_SIZE = 2**24  # no published width, vocabulary or context comes near; keeps size arithmetic honest
 MAX_LAYERS = 1000
-MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
-
-
-class Fields:
-    """A configuration's fields, read with a type, a range and an error that names the field."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The raw value; a missing field and a null are both the default."""
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def has(self, name: str) -> bool:
-        return name in self._values
-
-    def integer(self, name: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self._where}: field {name} is missing.")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a whole number from 1 to {largest}.")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self._where}: field {name} is missing.")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected true or false.")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self.get(name, default)
-        if not isinstance(value, str):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a string.")
-        return value
-
-    def section(self, name: str) -> "Fields":
-        value = self.get(name, {})
-        if not isinstance(value, Mapping):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected an object.")
-        return Fields(value, f"{self._where}: {name}")
-
-    def fail(self, sentence: str) -> ModelError:
-        return ModelError(f"{self._where}: {sentence}")
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -129,6 +77,9 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
         raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
     context_tokens = fields.integer("max_position_embeddings", changes.pop("context_tokens", 2048))
     activation, threshold = _activation(fields, "hidden_act", "silu")
+    rope = _rope(fields, head_dim, context_tokens)
+    if rope.scaling.kind == "longrope":  # the short factors cover no more
+        context_tokens = min(context_tokens, rope.scaling.original_context_tokens)
     attention_bias = fields.flag("attention_bias", False)
     switches: dict[str, Any] = {
         "family": "llama",
@@ -138,6 +89,7 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
         "qk_norm": False,
         "sliding_windows": (None,) * n_layers,
         "tied_head": fields.flag("tie_word_embeddings", False),
+        "context_is_fixed": rope.scaling.kind == "longrope",
     }
     return ModelSpec(
         architecture=architecture,
@@ -156,7 +108,7 @@ def _llama(fields: Fields, architecture: str = "LlamaForCausalLM", **changes: An
         activation=activation,
         activation_threshold=threshold,
         gated=True,
-        rope=_rope(fields, head_dim, context_tokens),
+        rope=rope,
         learned_position_offset=None,
         **(switches | changes),
     )
@@ -292,6 +244,7 @@ def _opt(fields: Fields) -> ModelSpec:
         learned_position_offset=2,
         sliding_windows=(None,) * n_layers,
         tied_head=fields.flag("tie_word_embeddings", True),
+        context_is_fixed=True,
     )
 
 
@@ -309,7 +262,7 @@ def _activation(fields: Fields, field: str, default: str) -> tuple[str, float]:
     }
     if name not in known:
         raise fields.fail(f"{field} is {shown(name)}, which is not supported; supported are {', '.join(known)}.")
-    return known[name], fields.number("hidden_act_param", 0.0) if name == "fatrelu" else 0.0
+    return known[name], fields.number("hidden_act_param") if name == "fatrelu" else 0.0
 
 
 def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
@@ -325,11 +278,16 @@ def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
             f"partial_rotary_factor {partial:g} of head_dim {head_dim} turns {n_features} features, "
             "expected an even number of them."
         )
+    parameters.refuse_others(_ROPE_FIELDS)
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are default, linear, llama3.")
+    kind = "longrope" if kind == "su" else kind  # its first name
+    kinds = ("default", "linear", "llama3", "longrope")
+    if kind not in kinds:
+        raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(kinds)}.")
     if kind == "default":
         return RopeSpec(theta, n_features)
+    if kind == "longrope":
+        return RopeSpec(theta, n_features, _longrope(fields, parameters, context_tokens, n_features // 2))
     factor = parameters.number("factor")
     low, high = parameters.number("low_freq_factor", 1.0), parameters.number("high_freq_factor", 4.0)
     if factor < 1 or high <= low:
@@ -341,6 +299,40 @@ def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
     return RopeSpec(theta, n_features, RopeScaling(kind, factor, low, high, original_tokens))
 
 
+def _longrope(fields: Fields, parameters: Fields, context_tokens: int, n_pairs: int) -> RopeScaling:
+    """Phi-3's long contexts (arXiv 2402.13753). The default magnitude is the paper's, from the ratio of contexts."""
+    default_tokens = parameters.integer("original_max_position_embeddings", 4096)
+    original_tokens = fields.integer("original_max_position_embeddings", default_tokens)
+    factors = parameters.get("short_factor", [])
+    if not isinstance(factors, list | tuple) or len(factors) != n_pairs or not all(_is_factor(f) for f in factors):
+        raise fields.fail(f"short_factor is {shown(factors)}, expected {n_pairs} numbers above 0.")
+    ratio = parameters.number("factor", context_tokens / original_tokens)
+    magnitude = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original_tokens))
+    return RopeScaling(
+        kind="longrope",
+        original_context_tokens=original_tokens,
+        short_factors=tuple(float(factor) for factor in factors),
+        magnitude=parameters.number("attention_factor", magnitude),
+    )
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+_ROPE_FIELDS = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "short_factor",
+    "long_factor",
+    "attention_factor",
+}
 _READERS: dict[str, Callable[[Fields], ModelSpec]] = {
     "LlamaForCausalLM": _llama,
     "SparseLlamaForCausalLM": _sparse_llama,

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 class RopeScaling:
     """How frequencies are stretched for contexts longer than the one trained on first.
 
-    kind: "default" (none), "linear" (every frequency / factor) or "llama3" (only the slow ones).
+    kind: "default" (none), "linear" (every frequency / factor), "llama3" (only the slow ones) or "longrope" (each
+    frequency / its short factor, arXiv 2402.13753; the long ones begin beyond the original context, which is not
+    supported). magnitude: what cosine and sine are multiplied by.
     """
 
     kind: str = "default"
@@ -19,6 +21,8 @@ class RopeScaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context_tokens: int = 8192
+    short_factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class RopeSpec:
             return [frequency / self.scaling.factor for frequency in plain]
         if self.scaling.kind == "llama3":
             return [_llama3_frequency(frequency, self.scaling) for frequency in plain]
+        if self.scaling.kind == "longrope":
+            return [frequency / factor for frequency, factor in zip(plain, self.scaling.short_factors, strict=True)]
         return plain
 
 

@@ -44,6 +44,7 @@ class ModelSpec:
     learned_position_offset: int | None
     sliding_windows: tuple[int | None, ...]
     tied_head: bool
+    context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
 
     @classmethod
     def from_hf(cls, config: "Mapping[str, Any] | Path | str | Any") -> "ModelSpec":

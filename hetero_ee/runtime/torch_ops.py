@@ -44,7 +44,8 @@ class TorchOps:
     def rope(self, x: Tensor, positions: tuple[int, ...], rope: RopeSpec) -> Tensor:
         """Turns pairs (i, i + n/2) of the first n features of every head: (m, heads, head_dim) -> the same."""
         angles = torch.tensor(positions, dtype=torch.float32)[:, None] * torch.tensor(rope.inverse_frequencies())
-        cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+        magnitude = rope.scaling.magnitude
+        cosine, sine = angles.cos()[:, None] * magnitude, angles.sin()[:, None] * magnitude
         half = rope.n_features // 2
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)

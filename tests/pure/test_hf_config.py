@@ -222,7 +222,7 @@ MALFORMED: list[tuple[dict[str, Any], str, list[Any]]] = [
     ),
 ]
 MALFORMED_ROPE: list[tuple[str, list[Any]]] = [
-    ("rope_type", ["yarn", "dynamic", "longrope", 5, ["linear"]]),
+    ("rope_type", ["yarn", "dynamic", 5, ["linear"]]),
     ("rope_theta", [*NO_NUMBERS, 0, 1e-300]),
     ("factor", [*NO_NUMBERS, 0, 0.5, None]),
     ("low_freq_factor", [*NO_NUMBERS, 4, 5]),
@@ -248,6 +248,21 @@ def test_malformed_rope_fields_are_refused_by_name(field: str, values: list[Any]
             for value in values:
                 changed = LINEAR | {"rope_type": kind, field: value}
                 assert field in refusal(LLAMA | {section: changed})
+
+
+def test_longrope_needs_a_factor_for_every_pair() -> None:
+    good = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    spec = ModelSpec.from_hf(
+        LLAMA | {"rope_parameters": good | {"original_max_position_embeddings": 20}, "head_dim": 32}
+    )
+    assert spec.max_context_tokens == 20 and spec.context_is_fixed
+    for wrong in ([1.0] * 15, [1.0] * 15 + [0], [1.0] * 15 + [float("nan")], [1.0] * 15 + ["1"], 3, None):
+        assert "short_factor" in refusal(LLAMA | {"rope_parameters": good | {"short_factor": wrong}, "head_dim": 32})
+
+
+def test_rope_fields_that_nobody_reads_are_refused() -> None:
+    nested = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}
+    assert "full_attention" in refusal(LLAMA | {"rope_parameters": nested})
 
 
 @pytest.mark.parametrize("prefix", ["Llama", "OPT"])

@@ -1,0 +1,67 @@
+"""Fields of a configuration file, read with a type, a range and an error that names the field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_ee.errors import ModelError, shown
+
+MAX_SIZE = 2**24  # no published width, vocabulary or context comes near; keeps size arithmetic honest
+MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
+
+
+class Fields:
+    """The fields of one object; `where` begins every error. Raises ModelError."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The raw value; a missing field and a null are both the default."""
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def integer(self, name: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self._where}: field {name} is missing.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a whole number from 1 to {largest}.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self._where}: field {name} is missing.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected true or false.")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str):
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a string.")
+        return value
+
+    def section(self, name: str) -> "Fields":
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected an object.")
+        return Fields(value, f"{self._where}: {name}")
+
+    def refuse_others(self, known: set[str]) -> None:
+        """Raises ModelError for a field that is set and unknown: ignoring it could change every result."""
+        for name, value in self._values.items():
+            if name not in known and value is not None:
+                raise self.fail(f"field {shown(name)} is not supported; supported are {', '.join(sorted(known))}.")
+
+    def fail(self, sentence: str) -> ModelError:
+        return ModelError(f"{self._where}: {sentence}")
