@@ -69,7 +69,7 @@ class Engine:
         sampling = _default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(threads)
-        weights = _load_weights(folder, spec, quantizer, threads, progress)
+        weights, made_by = _load_weights(folder, spec, quantizer, threads, progress)
         executor = Executor(spec, weights, TorchOps(), _context_tokens(spec, context_tokens))
         return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling)
 
@@ -99,12 +99,14 @@ class Engine:
     ) -> GenerationResult | list[GenerationResult]:
         """The whole text for one prompt, or a list of them for several, which are generated together.
 
-        `changes` are SamplingParams fields to change, as in generate("...", temperature=0.8). Raises UsageError.
+        `changes` are SamplingParams fields to change, as in generate("...", temperature=0.8). Greedy, each text is the
+        one its prompt gives alone; sampled, each prompt has noise of its own, by its index. Raises UsageError.
         """
         params = self._params(sampling, changes)
-        prompts = [self._prompt_ids(text) for text in ([prompt] if isinstance(prompt, str) else prompt)]
-        if not prompts:
-            raise UsageError("the list of prompts is empty; give at least one.")
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(texts, Sequence) or not texts:
+            raise UsageError(f"a prompt is a string, or several in a list; got {shown(prompt)}.")
+        prompts = [self._prompt_ids(text) for text in texts]
         tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
         for token in self._generate(prompts, params):
             tokens[token.sequence].append(token)
@@ -133,7 +135,11 @@ class Engine:
         return generate(executor, prompts, params, ending, self._tokenizer.decode, time.perf_counter)
 
     def _params(self, sampling: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
-        return (sampling or self.default_sampling).changed(**changes)
+        if sampling is None:
+            sampling = self.default_sampling
+        elif not isinstance(sampling, SamplingParams):
+            sampling = SamplingParams.from_hf(sampling)
+        return sampling.changed(**changes)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
@@ -182,13 +188,20 @@ def _model_folder(model: str | Path | None) -> Path:
     if model is None:
         return demo_model_folder()
     folder = Path(model).expanduser()
-    if not folder.exists():
+    if not _exists(folder):
         raise ModelError(
-            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint or a store."
+            f"there is no folder {shown(str(folder))}; --model takes a folder with a Hugging Face checkpoint or a store."
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
     return folder
+
+
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError:  # a name too long for any folder
+        return False
 
 
 def _context_tokens(spec: ModelSpec, asked: int) -> int:
@@ -199,16 +212,25 @@ def _context_tokens(spec: ModelSpec, asked: int) -> int:
 
 def _load_weights(
     folder: Path, spec: ModelSpec, quantizer: str, threads: int, progress: Progress | None
-) -> ModelWeights:
+) -> tuple[ModelWeights, str]:
+    """The weights and the name of the quantizer that made them."""
     if is_store(folder):
-        weights = open_store(folder, spec)
-    elif quantizer == UNQUANTIZED:
-        return load_dense(Checkpoint(folder, spec))
-    else:
-        quantization = Quantization(matrices=quantizer)
-        target = cached_store(folder, quantization, cache_folder())
-        weights = open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
-    return expanded(weights) if weights.n_weights * 4 <= EXPAND_SHARE * available_memory_bytes() else weights
+        return open_store(folder, spec), read_manifest(folder).quantizer
+    if quantizer == UNQUANTIZED:
+        return load_dense(Checkpoint(folder, spec)), quantizer
+    quantization = Quantization(matrices=quantizer)
+    target = cached_store(folder, quantization, cache_folder())
+
+    def opened() -> ModelWeights:
+        return open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
+
+    try:
+        return opened(), quantizer
+    except StoreError:
+        if not is_store(target):
+            raise
+    shutil.rmtree(target)  # a damaged store of our own making: what it was made from is still there
+    return opened(), quantizer
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

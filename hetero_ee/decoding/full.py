@@ -11,6 +11,7 @@ from hetero_ee.decoding.text import Decode, TextStream
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 
+UNCACHED = -1  # no sequence of the KV cache has this number
 PREFILL_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -33,7 +34,7 @@ class _Text:
     token_ids: list[int]
     n_prompt_tokens: int
     stream: TextStream
-    cached_as: int = -1
+    cached_as: int = UNCACHED
     finished: bool = False
 
 
@@ -57,7 +58,11 @@ def generate(
         logits_of = {text.sequence: _prefill(executor, text) for text in texts}
         while logits_of:
             for sequence, logits in logits_of.items():
-                yield _step(texts[sequence], logits, params, ending, clock() - start_s)
+                token = _step(texts[sequence], logits, params, ending, clock() - start_s)
+                if token.finish_reason is not None:  # its memory is free for others at once
+                    executor.cache.close(texts[sequence].cached_as)
+                    texts[sequence].cached_as = UNCACHED
+                yield token
             active = [text for text in texts if not text.finished]
             logits_of = _decode_step(executor, active) if active else {}
     finally:

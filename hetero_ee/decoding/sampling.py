@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import UsageError, shown
+from hetero_ee.errors import HeteroError, UsageError, shown
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
@@ -28,7 +28,8 @@ class SamplingParams:
     top_k: candidates kept, 0 for all. top_p: smallest set of candidates with this probability, 1 for all.
     min_p: least probability relative to the best candidate's, 0 for all.
     repeat_penalty: logits of tokens already in prompt or text are divided by it where positive, else multiplied
-    (arXiv 1909.05858 section 4.1). seed: 0 to 2^64 - 1.
+    (arXiv 1909.05858 section 4.1).
+    seed: 0 to 2^64 - 1. Of prompts generated together each has noise of its own, by its index in the list.
     stop: strings that end the text and are not part of it. stop_token_ids: tokens that end it, beside the model's own.
     ignore_eos: the model's end tokens don't end the text.
     """
@@ -65,7 +66,13 @@ class SamplingParams:
 
     @classmethod
     def from_hf(cls, generation_config: Any) -> Self:
-        """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults, beams are ignored."""
+        """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
+
+        transformers keeps 50 candidates where top_k is unset, we keep all. Beams are not offered, end tokens are the
+        engine's to read. Raises UsageError.
+        """
+        if not isinstance(generation_config, Mapping) and not hasattr(generation_config, "to_dict"):
+            raise UsageError(f"expected a GenerationConfig or a dict, got {type(generation_config).__name__}.")
         values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
         sampled = False if values.get("do_sample") is None else values["do_sample"]
         _require_flag("do_sample", sampled)
@@ -76,6 +83,8 @@ class SamplingParams:
         for theirs, ours in names.items():
             if values.get(theirs) is not None:
                 chosen[ours] = values[theirs]
+        if isinstance(top_k := chosen.get("top_k"), float | int) and (top_k == int(top_k) or top_k < 0):
+            chosen["top_k"] = max(0, int(top_k))  # files in the wild say 20.0, and -1 for all
         return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 
     def changed(self, **changes: Any) -> Self:
@@ -88,7 +97,12 @@ class SamplingParams:
 
 
 def choose_token(logits: Tensor, history: Sequence[int], params: SamplingParams, sequence: int, position: int) -> int:
-    """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie."""
+    """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie.
+
+    Raises HeteroError for logits that are not finite: whatever came out would be noise.
+    """
+    if not torch.isfinite(logits).all():
+        raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
     scores = _penalized(logits, history, params.repeat_penalty)
     if params.temperature == 0:
         return int(scores.argmax())

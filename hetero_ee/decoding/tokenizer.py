@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import ModelError, UsageError
+from hetero_ee.weights.store import copied_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_TOKENIZER_BYTES = 100 * 2**20
@@ -25,7 +26,7 @@ class Tokenizer:
         present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
         if not present:
             raise ModelError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
-        for file in present:
+        for file in copied_files(folder):
             if file.stat().st_size > MAX_TOKENIZER_BYTES:
                 raise ModelError(
                     f"{file} has {file.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}."
@@ -34,9 +35,6 @@ class Tokenizer:
             backend = _load_backend(folder)
         except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
             raise ModelError(f"the tokenizer in {folder} can't be read ({_first_line(error)}).") from error
-        n_tokens = 1 + max(len(backend) - 1, *backend.added_tokens_decoder, -1)
-        if n_tokens > vocab_size:
-            raise ModelError(f"the tokenizer in {folder} has {n_tokens} tokens, the model only {vocab_size}.")
         return cls(backend, vocab_size)
 
     def encode(self, text: str) -> list[int]:
@@ -63,12 +61,16 @@ class Tokenizer:
 def _load_backend(folder: Path) -> Any:
     import transformers
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and (folder / "tokenizer.json").is_file()
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-    return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hetero_ee.runtime.rows import Rows
 
-PAGE_TOKENS = 256  # a sequence's room grows by this much, so that short ones stay small
+PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
 
 
 @dataclass(slots=True)
