@@ -29,13 +29,7 @@ def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
 
 
 f32x16, F32X16 = _vector_type("f32x16", F32, 16)
-U8X64, I32X16, I32X8, I16X32, I16X16 = (
-    ir.VectorType(I8, 64),
-    ir.VectorType(I32, 16),
-    ir.VectorType(I32, 8),
-    ir.VectorType(I16, 32),
-    ir.VectorType(I16, 16),
-)
+I32X16 = ir.VectorType(I32, 16)
 
 
 def target_has(context: Any, feature: str) -> bool:
@@ -68,75 +62,47 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
-def halves(builder: Any, value: Any) -> list[Any]:
-    """The lower and the upper half of a vector, for 256-bit instructions."""
-    count = value.type.count // 2
-    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))) for first in (0, count)]
-    return [builder.shuffle_vector(value, value, part) for part in lanes]
+def parts_of(builder: Any, value: Any, n_parts: int) -> list[Any]:
+    """A vector cut into n_parts of equal length; free where the machine's registers have that length."""
+    count = value.type.count // n_parts
+    starts = range(0, value.type.count, count)
+    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))) for first in starts]
+    return [value] if n_parts == 1 else [builder.shuffle_vector(value, value, part) for part in lanes]
 
 
-def joined(builder: Any, low: Any, high: Any) -> Any:
-    count = low.type.count
-    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * count), list(range(2 * count))))
-
-
-def dot4(context: Any, builder: Any, total: Any, unsigned: Any, signed: Any, small: bool) -> Any:
-    """total[i] += sum over c < 4 of unsigned[4i+c] * signed[4i+c]; i32x16, u8x64, i8x64.
-
-    small: unsigned is at most 15, so that pairs of products can't saturate in 16 bits (AVX2).
-    """
-    if target_has(context, "avx512vnni"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, unsigned, signed])
-    if target_has(context, "avxvnni") or target_has(context, "avx2"):
-        parts = zip(*(halves(builder, value) for value in (total, unsigned, signed)), strict=True)
-        return joined(builder, *(_dot4_256(context, builder, *part, small) for part in parts))
-    wide = ir.VectorType(I32, 64)
-    product = builder.mul(builder.zext(unsigned, wide), builder.sext(signed, wide))
-    for column in range(4):
-        lanes = ir.Constant(I32X16, [4 * lane + column for lane in range(16)])
-        total = builder.add(total, builder.shuffle_vector(product, product, lanes))
-    return total
-
-
-def _dot4_256(context: Any, builder: Any, total: Any, unsigned: Any, signed: Any, small: bool) -> Any:
-    if target_has(context, "avxvnni"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.256", I32X8, [total, unsigned, signed])
-    ones = constant(I16X16, 1)
-    if small:
-        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", I16X16, [unsigned, signed])
-        return builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", I32X8, [pairs, ones]))
-    low = builder.and_(unsigned, constant(unsigned.type, 127))  # u = (u & 127) + (u & 128): neither saturates
-    high = builder.lshr(unsigned, constant(unsigned.type, 7))
-    for part, weight in ((low, 1), (high, 128)):
-        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", I16X16, [part, signed])
-        total = builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", I32X8, [pairs, constant(I16X16, weight)]))
-    return total
+def joined(builder: Any, parts: list[Any]) -> Any:
+    """The inverse of parts_of, for one or two parts."""
+    if len(parts) == 1:
+        return parts[0]
+    count = 2 * parts[0].type.count
+    return builder.shuffle_vector(parts[0], parts[1], ir.Constant(ir.VectorType(I32, count), list(range(count))))
 
 
 def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
-    """table[index] for 64 byte indices below 16; table: 16 bytes repeated four times."""
-    if target_has(context, "avx512bw"):
-        return call(builder, "llvm.x86.avx512.pshuf.b.512", U8X64, [table, indices])
-    if target_has(context, "avx2"):
-        parts = zip(halves(builder, table), halves(builder, indices), strict=True)
-        return joined(builder, *(call(builder, "llvm.x86.avx2.pshuf.b", ir.VectorType(I8, 32), list(part)) for part in parts))
-    result = constant(U8X64, 0)
+    """table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
+    if indices.type.count == 64 and target_has(context, "avx512bw"):
+        return call(builder, "llvm.x86.avx512.pshuf.b.512", indices.type, [table, indices])
+    if indices.type.count == 32 and target_has(context, "avx2"):
+        return call(builder, "llvm.x86.avx2.pshuf.b", indices.type, [table, indices])
+    result = constant(indices.type, 0)
     for entry in range(16):  # no portable byte shuffle with run-time indices: sixteen selects
-        value = splat(builder, U8X64, builder.extract_element(table, ir.Constant(I32, entry)))
-        result = builder.select(builder.icmp_unsigned("==", indices, constant(U8X64, entry)), value, result)
+        value = splat(builder, indices.type, builder.extract_element(table, ir.Constant(I32, entry)))
+        result = builder.select(builder.icmp_unsigned("==", indices, constant(indices.type, entry)), value, result)
     return result
 
 
 def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
-    """The low and the high nibbles of 64 bytes, as bytes."""
-    mask = constant(U8X64, 15)
-    shifted = builder.lshr(builder.bitcast(line, I16X32), constant(I16X32, 4))  # x86 shifts words, not bytes
-    return builder.and_(line, mask), builder.and_(builder.bitcast(shifted, U8X64), mask)
+    """The low and the high nibbles of a vector of bytes, as bytes."""
+    mask = constant(line.type, 15)
+    words = ir.VectorType(I16, line.type.count // 2)
+    shifted = builder.lshr(builder.bitcast(line, words), constant(words, 4))  # x86 shifts words, not bytes
+    return builder.and_(line, mask), builder.and_(builder.bitcast(shifted, line.type), mask)
 
 
-def broadcast4(builder: Any, address: Any, offset: int) -> Any:
-    """The 4 bytes at address + offset, repeated over 64 lanes."""
-    return builder.bitcast(splat(builder, I32X16, load(builder, address, I32, offset)), U8X64)
+def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
+    """The 4 bytes at address + offset, repeated over `lanes` bytes."""
+    words = splat(builder, ir.VectorType(I32, lanes // 4), load(builder, address, I32, offset))
+    return builder.bitcast(words, ir.VectorType(I8, lanes))
 
 
 def load_half16(context: Any, builder: Any, address: Any) -> Any:
@@ -169,17 +135,17 @@ def zeros(typing: Any, rows: Any) -> Any:
 
 
 @intrinsic
-def store_rows(typing: Any, values: Any, address: Any, stride: Any) -> Any:
-    """Stores vector t of the tuple at address + t * stride bytes."""
+def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any) -> Any:
+    """Stores vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = arguments[1]
+        place, scale = arguments[2], splat(builder, F32X16, arguments[1])
         for value in cgutils.unpack_tuple(builder, arguments[0], values.count):
-            builder.store(value, builder.inttoptr(place, F32X16.as_pointer())).align = 4
-            place = builder.add(place, arguments[2])
+            builder.store(builder.fmul(value, scale), builder.inttoptr(place, F32X16.as_pointer())).align = 4
+            place = builder.add(place, arguments[3])
         return context.get_dummy_value()
 
-    return types.void(values, types.intp, types.intp), codegen
+    return types.void(values, types.float32, types.intp, types.intp), codegen
 
 
 @intrinsic
@@ -194,3 +160,24 @@ def prefetch(typing: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+@intrinsic
+def word(typing: Any, address: Any, index: Any) -> Any:
+    """The int64 at address + 8 * index: how a chunk function reads its arguments."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
+        return load(builder, place, I64)
+
+    return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    """The fp32 whose bits are the low half of an int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.trunc(arguments[0], I32), F32)
+
+    return types.float32(types.int64), codegen
