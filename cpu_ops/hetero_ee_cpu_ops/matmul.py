@@ -107,8 +107,15 @@ class TileMatrix:
         """A filled argument array for one product."""
         filled = self._arguments.copy()
         offsets = x.offsets_8 if self.kind == LINEAR else x.offsets_128
-        filled[CODES : OUTPUT + 1] = [x.codes_address, x.scales_address, offsets, output.ctypes.data]
+        filled[CODES : OUTPUT + 1] = x.codes_address, x.scales_address, offsets, output.ctypes.data
         filled[N_ROWS], filled[BLOCKS_A_CHUNK] = x.n_rows, blocks_a_chunk
+        return filled
+
+    def plain_arguments(self, x: Any, output: Any, blocks_a_chunk: int) -> Any:
+        """The same for x (m, G * 32) in fp32."""
+        filled = self._arguments.copy()
+        filled[[CODES, OUTPUT]] = x.ctypes.data, output.ctypes.data
+        filled[N_ROWS], filled[BLOCKS_A_CHUNK] = x.shape[0], blocks_a_chunk
         return filled
 
 
