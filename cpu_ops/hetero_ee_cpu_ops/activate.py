@@ -3,7 +3,7 @@
 silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
 gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
-Relative error: silu 1e-6 everywhere, gelu and gelu_tanh 1e-6 (|v| + 1)^2 / 2. erfc: W. Press et al., Numerical Recipes
+Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press et al., Numerical Recipes
 6.2 (1.2e-7 relative). Layout: rows contiguous. NaN stays NaN, except in fatrelu, where it becomes 0 as in torch.
 
 Each output is computed from its own inputs alone. Time a thread, SwiGLU: 2.1 ns per 16 outputs (Zen 5, Nov 2026).
@@ -86,7 +86,7 @@ def _fatrelu(typing: Any, v: Any, threshold: Any) -> Any:
     return f32x16(f32x16, f32x16), codegen
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _applied(kind: int, v: Any, threshold: Any) -> Any:
     if kind == 0:
         return silu(v)
@@ -99,7 +99,7 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
     return _fatrelu(v, threshold)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
     """n outputs; up is 0 where there is no such factor."""
     limit = spread(np.float32(threshold))
@@ -117,7 +117,7 @@ def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> No
         store_lanes(y, out + 4 * i, n - i, F32)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _chunk_at(x: int, out: int, n_outputs: int, gated: int, kind: int, threshold: float, index: int) -> None:
     """The index-th chunk, counted row after row."""
     n_pieces = (n_outputs + CHUNK - 1) // CHUNK

@@ -17,35 +17,24 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, KEYS, POSITION
-from hetero_ee_cpu_ops.simd import F32X16, I64, f32x16, load, splat, store_rows, zeros
-from hetero_ee_cpu_ops.simd import F32 as LLVM_F32
+from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, DTYPES, KEYS, POSITION
+from hetero_ee_cpu_ops.simd import zeros
 from hetero_ee_cpu_ops.simd_float import (
-    ELEMENTS,
     add,
     element_bytes,
     exponential,
     first_lane,
-    fold,
-    fused,
     keep_lanes,
     lane_maximum,
-    lane_mask,
     lane_sum,
     load16,
     load_lanes,
-    loader,
-    masked_load,
     maximum,
     multiply,
     multiply_add,
-    pointer,
     read_float,
     read_integer,
     scratch,
@@ -54,98 +43,26 @@ from hetero_ee_cpu_ops.simd_float import (
     store_lanes,
     subtract,
     write_float,
+    write_integer,
+)
+from hetero_ee_cpu_ops.simd_tuples import (
+    add_products,
+    add_products_lanes,
+    add_weighted,
+    load_scaled,
+    store_sums,
+    store_vectors,
 )
 from hetero_ee_cpu_ops.team import Team
 
-F32, MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
+F32, HALF, BYTE, MINUS_INFINITY = np.float32(0), np.uint16(0), np.int8(0), np.float32(-np.inf)  # F32 .. BYTE: stored as
 BLOCK = 64  # positions between two rescalings: 4 registers of scores; a block's keys (fp32, d 128) fit an L1 cache
 MAX_GROUP = 128  # query heads of one key head; their running maxima and sums lie on the stack
-SHARED_FROM = 200_000  # positions x query features: about 10 us of one thread; below, the caller computes alone
+SHARED_FROM = 100_000  # positions x query features: about 14 us of one thread; below, the caller computes alone
 N_ARGUMENTS = 10
 
 
-@intrinsic
-def add_products(typing: Any, totals: Any, query: Any, keys: Any, stride: Any, element: Any) -> Any:
-    """totals[t] += 16 features of the query (fp32 at `query`) x those of key t (at keys + t * stride elements)."""
-    if element not in ELEMENTS:
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, convert = loader(element, context, builder)
-        features, place, results = load(builder, arguments[1], F32X16), arguments[2], []
-        step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
-        for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            results.append(fused(context, builder, convert(load(builder, place, kind)), features, total))
-            place = builder.add(place, step)
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return totals(totals, types.intp, types.intp, types.intp, element), codegen
-
-
-@intrinsic
-def add_products_lanes(typing: Any, totals: Any, query: Any, keys: Any, stride: Any, count: Any, element: Any) -> Any:
-    """The same for the last `count` features of a head."""
-    if element not in ELEMENTS:
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, convert = loader(element, context, builder)
-        mask = lane_mask(builder, ir.Constant(I64, 0), arguments[4])
-        features, place, results = masked_load(builder, arguments[1], F32X16, mask), arguments[2], []
-        step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
-        for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            key = convert(masked_load(builder, place, kind, mask))
-            results.append(fused(context, builder, key, features, total))
-            place = builder.add(place, step)
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return totals(totals, types.intp, types.intp, types.intp, types.intp, element), codegen
-
-
-@intrinsic
-def store_sums(typing: Any, totals: Any, address: Any) -> Any:
-    """The sum of each vector's lanes, side by side from `address` on; summed as by lane_sum, however many they are."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors = list(cgutils.unpack_tuple(builder, arguments[0], totals.count))
-        sums = fold(builder, vectors, builder.fadd)
-        builder.store(sums, pointer(builder, arguments[1], sums.type)).align = 4
-        return context.get_dummy_value()
-
-    return types.void(totals, types.intp), codegen
-
-
-@intrinsic
-def load_scaled(typing: Any, rows: Any, address: Any, factor: Any) -> Any:
-    """For each element of the tuple `rows`, the next 16 fp32 values at `address`, times factor."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        factor_ = splat(builder, F32X16, arguments[2])
-        values = [builder.fmul(load(builder, arguments[1], F32X16, 64 * i), factor_) for i in range(rows.count)]
-        return context.make_tuple(builder, signature.return_type, values)
-
-    return types.UniTuple(f32x16, rows.count)(rows, types.intp, types.float32), codegen
-
-
-@intrinsic
-def add_weighted(typing: Any, totals: Any, weight: Any, values: Any, element: Any) -> Any:
-    """totals[t] += the fp32 at `weight` x values 16t..16t+15 at `values`."""
-    if element not in ELEMENTS:
-        return None
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, convert = loader(element, context, builder)
-        weight_ = splat(builder, F32X16, load(builder, arguments[1], LLVM_F32))
-        results = []
-        for number, total in enumerate(cgutils.unpack_tuple(builder, arguments[0], totals.count)):
-            value = convert(load(builder, arguments[2], kind, 2 * number * element.bitwidth))
-            results.append(fused(context, builder, value, weight_, total))
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return totals(totals, types.intp, types.intp, element), codegen
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, element: Any) -> None:
     """Products of one query with len(rows) keys in a row."""
     totals = zeros(rows)
@@ -159,7 +76,7 @@ def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, elem
     store_sums(totals, scores)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
     """Turns scores of lanes first..end-1 of a block into weights; returns what earlier blocks' sums are to be scaled by.
 
@@ -191,17 +108,19 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
     return correction
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _weigh(rows: Any, weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any) -> None:
+@njit(cache=True)
+def _weigh(
+    rows: Any, weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any
+) -> None:
     """16 len(rows) features: out = out * correction + sum over n positions of weight x value."""
     totals = load_scaled(rows, out, correction)
     for position in range(n):
         at = values + position * head_dim * element_bytes(element)
         totals = add_weighted(totals, weights + 4 * position, at, element)
-    store_rows(totals, out, 64)
+    store_vectors(totals, out)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _weigh_lanes(
     weights: int, values: int, n: int, head_dim: int, count: int, correction: Any, out: int, element: Any
 ) -> None:
@@ -213,13 +132,13 @@ def _weigh_lanes(
     store_lanes(total, out, count, F32)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _weighted_values(
-    weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any
-) -> None:
+@njit(cache=True)
+def _weighted_values(weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any) -> None:
     i = 0
     while i + 64 <= head_dim:
-        _weigh((0, 0, 0, 0), weights, values + i * element_bytes(element), n, head_dim, correction, out + 4 * i, element)
+        _weigh(
+            (0, 0, 0, 0), weights, values + i * element_bytes(element), n, head_dim, correction, out + 4 * i, element
+        )
         i += 64
     while i + 16 <= head_dim:
         _weigh((0,), weights, values + i * element_bytes(element), n, head_dim, correction, out + 4 * i, element)
@@ -229,10 +148,20 @@ def _weighted_values(
         _weigh_lanes(weights, at, n, head_dim, head_dim - i, correction, out + 4 * i, element)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _block(
-    query: int, keys: int, values: int, key_scales: int, value_scales: int, first: int, end: int, head_dim: int,
-    factor: Any, state: int, out: int, element: Any,
+    query: int,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    first: int,
+    end: int,
+    head_dim: int,
+    factor: Any,
+    state: int,
+    out: int,
+    element: Any,
 ) -> None:
     """One query against positions first..end-1, counted from the block's start; keys .. value_scales: of that start."""
     scores = scratch(256)
@@ -248,7 +177,7 @@ def _block(
     _weighted_values(scores + 4 * first, values + first * row, end - first, head_dim, correction, out, element)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _finish(out: int, total: Any, head_dim: int) -> None:
     inverse = spread(np.float32(1.0 / total))
     for i in range(0, head_dim, 16):
@@ -256,12 +185,14 @@ def _finish(out: int, total: Any, head_dim: int) -> None:
         store_lanes(multiply(load_lanes(out + 4 * i, 0, count, F32), inverse), out + 4 * i, count, F32)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _item(arguments: int, index: int, element: Any) -> None:
     """One row and key head, with all its query heads."""
     queries, places, out = read_integer(arguments), read_integer(arguments + 16), read_integer(arguments + 24)
     n_kv_heads, group, head_dim = (
-        read_integer(arguments + 32), read_integer(arguments + 40), read_integer(arguments + 48),
+        read_integer(arguments + 32),
+        read_integer(arguments + 40),
+        read_integer(arguments + 48),
     )
     window, factor = read_integer(arguments + 64), read_float(arguments + 72)
     row, head = index // n_kv_heads, index % n_kv_heads
@@ -269,7 +200,10 @@ def _item(arguments: int, index: int, element: Any) -> None:
     capacity, position = read_integer(place + 8 * CAPACITY), read_integer(place + 8 * POSITION)
     line = (read_integer(arguments + 56) * n_kv_heads + head) * capacity  # of position 0 of this layer and head
     row_bytes = head_dim * element_bytes(element)
-    keys, values = read_integer(place + 8 * KEYS) + line * row_bytes, read_integer(place + 8 * KEYS + 8) + line * row_bytes
+    keys, values = (
+        read_integer(place + 8 * KEYS) + line * row_bytes,
+        read_integer(place + 8 * KEYS + 8) + line * row_bytes,
+    )
     key_scales, value_scales = read_integer(place + 8 * KEYS + 16), read_integer(place + 8 * KEYS + 24)
     query = queries + row * read_integer(arguments + 8) + 4 * head * group * head_dim
     target = out + 4 * (row * n_kv_heads + head) * group * head_dim
@@ -292,3 +226,147 @@ def _item(arguments: int, index: int, element: Any) -> None:
             )  # fmt: skip
     for number in range(group):
         _finish(target + 4 * number * head_dim, read_float(states + 8 * number + 4), head_dim)
+
+
+@njit(cache=True)
+def _enter(
+    arguments: Any,
+    queries: Any,
+    places: Any,
+    out: Any,
+    first: int,
+    layer: int,
+    n_kv_heads: int,
+    head_dim: int,
+    window: int,
+    alone: bool,
+    element: Any,
+) -> int:
+    """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
+    m, n_features = out.shape
+    group = n_features // (n_kv_heads * head_dim)
+    if places.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
+        return -1
+    if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
+        return -1
+    n_positions = 0
+    for row in range(m):
+        position = places[row, POSITION]
+        n_positions += min(position + 1, window) if window else position + 1
+    alone = alone or n_positions * n_features < SHARED_FROM
+    if not alone and arguments.size == 0:
+        return m * n_kv_heads
+    address = scratch(80) if alone else arguments.ctypes.data
+    write_integer(queries.ctypes.data + 4 * first, address)
+    write_integer(4 * queries.shape[1], address + 8)
+    write_integer(places.ctypes.data, address + 16)
+    write_integer(out.ctypes.data, address + 24)
+    write_integer(n_kv_heads, address + 32)
+    write_integer(group, address + 40)
+    write_integer(head_dim, address + 48)
+    write_integer(layer, address + 56)
+    write_integer(window, address + 64)
+    write_float(np.float32(1.0 / sqrt(head_dim)), address + 72)
+    if not alone:
+        return m * n_kv_heads
+    for index in range(m * n_kv_heads):
+        _item(address, index, element)
+    return 0
+
+
+SIGNATURE = types.int64(
+    array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2), array_out(types.float32, 2),
+    *[types.int64] * 5, types.boolean,
+)  # fmt: skip
+
+
+@entry(SIGNATURE)
+def _enter_fp32(
+    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
+    window: int, alone: bool,
+) -> int:  # fmt: skip
+    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, F32)
+
+
+@entry(SIGNATURE)
+def _enter_fp16(
+    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
+    window: int, alone: bool,
+) -> int:  # fmt: skip
+    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, HALF)
+
+
+@entry(SIGNATURE)
+def _enter_int8(
+    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
+    window: int, alone: bool,
+) -> int:  # fmt: skip
+    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, BYTE)
+
+
+def _chunk_fp32(arguments: int, index: int) -> None:
+    _item(arguments, index, F32)
+
+
+def _chunk_fp16(arguments: int, index: int) -> None:
+    _item(arguments, index, HALF)
+
+
+def _chunk_int8(arguments: int, index: int) -> None:
+    _item(arguments, index, BYTE)
+
+
+FUNCTIONS = {
+    "fp32": (_enter_fp32, Chunk(_chunk_fp32)),
+    "fp16": (_enter_fp16, Chunk(_chunk_fp16)),
+    "int8": (_enter_int8, Chunk(_chunk_int8)),
+}
+
+
+class Attention:
+    """One model's attention. kind: how the cache is stored, one of places.DTYPES. Safe to share between threads.
+
+    Raises ValueError for head counts that don't divide, more than 128 query heads a key head, or an unknown kind.
+    """
+
+    def __init__(
+        self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, kind: str, team: Team | None = None
+    ) -> None:
+        if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
+            raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
+        if kind not in DTYPES:
+            raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
+        self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.kind = (
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            kind,
+        )
+        self._team, self._alone = team, team is None
+        self._enter, self._chunk = FUNCTIONS[kind]
+
+    def attend(
+        self, queries: Any, places: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
+    ) -> Any:
+        """queries: fp32 (m, features), the heads from feature `first` on; places: place_rows' table of the m rows;
+        window: positions seen, the row's own included, None for all; out: fp32 (m, n_heads x head_dim). Returns out.
+
+        Each row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
+        """
+        if out is None:
+            out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
+        if not 0 <= layer < self.n_layers or (window is not None and window < 1):
+            raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
+        call = (queries, places, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._alone)
+        status = self._enter(NO_ARGUMENTS, *call)
+        if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
+            raise ValueError(
+                f"queries {queries.shape} from feature {first}, places {places.shape} and out {out.shape} don't fit "
+                f"{self.n_heads} heads of {self.head_dim}."
+            )
+        if status > 0 and self._team is not None:
+            arguments = np.empty(N_ARGUMENTS, np.int64)
+            self._enter(arguments, *call)
+            self._team.run(self._chunk.address, arguments, status)
+        return out

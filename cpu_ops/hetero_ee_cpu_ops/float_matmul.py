@@ -14,7 +14,6 @@ from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.matmul import (
     BLOCKS_A_CHUNK,
-    CODES,
     FACTOR,
     N_BLOCKS,
     N_GROUPS,
@@ -25,6 +24,7 @@ from hetero_ee_cpu_ops.matmul import (
     TILES,
     TileMatrix,
 )
+from hetero_ee_cpu_ops.quantize import INPUT, whole_groups
 from hetero_ee_cpu_ops.simd import (
     F32,
     F32X16,
@@ -91,7 +91,7 @@ def _exact_block(kind: Any, block: int, row: int, arguments: int) -> None:
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
     tile = word(arguments, TILES) + block * n_groups * tile_bytes
     scales = word(arguments, SCALES) + block * n_groups * 32
-    x, table = word(arguments, CODES) + row * n_groups * 128, word(arguments, TABLE)
+    x, table = word(arguments, INPUT) + row * n_groups * 128, word(arguments, TABLE)
     totals = zeros((0,))
     for group in range(n_groups):
         total = add_exact_group(kind, totals[0], tile + group * tile_bytes, scales + group * 32, table, x + group * 128)
@@ -121,12 +121,11 @@ class FloatMatmul:
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
         """y (m, N padded to 16), fp32; x fp32 (m, K), K at most 32 G. Raises ValueError for other shapes or types."""
-        if x.ndim != 2 or x.dtype != np.float32 or -(-x.shape[1] // 32) != weight.n_groups:
-            raise ValueError(f"x is {x.dtype} {x.shape}, expected float32 (m, K) with K in {weight.n_groups} groups of 32.")
-        padded = np.zeros((x.shape[0], weight.n_groups * 32), np.float32)
-        padded[:, : x.shape[1]] = x
+        x = whole_groups(x, weight.n_groups)
         output = np.empty((x.shape[0], weight.n_blocks * 16), np.float32)
-        arguments = weight.plain_arguments(padded, output, BLOCKS_IN_A_CHUNK)
+        arguments = weight.fresh_arguments()
+        arguments[INPUT], arguments[OUTPUT] = x.ctypes.data, output.ctypes.data
+        arguments[N_ROWS], arguments[BLOCKS_A_CHUNK] = x.shape[0], BLOCKS_IN_A_CHUNK
         if weight.kind not in self._functions:
             self._functions[weight.kind] = _chunk_function(weight.kind)
         self._team.run(self._functions[weight.kind].address, arguments, -(-weight.n_blocks // BLOCKS_IN_A_CHUNK))

@@ -36,7 +36,7 @@ class Entry:
     def __call__(self, *arguments: Any) -> int:
         """Raises ValueError where an array's dtype, dimensions or layout differ from the signature's."""
         try:
-            return self._compiled(*arguments)  # type: ignore[no-any-return]
+            return self._compiled(*arguments)
         except TypeError:
             if self._compiled is None:
                 self._compiled = njit([self._signature], cache=True)(self._function)
@@ -58,7 +58,7 @@ class Chunk:
     def address(self) -> int:
         if self._compiled is None:
             self._compiled = cfunc(types.void(types.intp, types.intp), cache=True)(self._function)
-        return self._compiled.address  # type: ignore[no-any-return]
+        return self._compiled.address
 
 
 def entry(signature: Any) -> Callable[[Callable[..., int]], Entry]:

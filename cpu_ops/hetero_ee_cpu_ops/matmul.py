@@ -13,17 +13,30 @@ from typing import Any
 import numpy as np
 from numba import cfunc, njit, types
 
-from hetero_ee_cpu_ops.quantize import Activations
+from hetero_ee_cpu_ops.quantize import (
+    BYTES_A_GROUP,
+    CODE_SCALES,
+    CODES,
+    GROUP,
+    INPUT,
+    N_COLUMNS,
+    OFFSETS_8,
+    OFFSETS_128,
+    ROW_BLOCK,
+    quantize_row_block,
+    whole_groups,
+)
 from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, zeros
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.team import Team, lead
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group
 
 PREFETCH_BYTES = 4096  # tiles are asked for this far ahead: one thread reads 36 GB/s with it, 24 without (Zen 5)
 CHUNK_BYTES = 2**17  # weights in a chunk: about 5 us of work, so that a late worker costs little
-MIN_SHARED_BYTES = 2**16  # below this, waking others costs more than it saves
-WIDTHS = (8, 4, 2, 1)
-# Places in the argument array of a chunk function.
-TILES, SCALES, TABLE, CODES, CODE_SCALES, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR = range(12)
+MIN_SHARED_BYTES = 2**16  # weights times rows; below, waking others costs more than it saves
+MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
+# Places in the argument array of a chunk function; quantize.py has those behind.
+TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES = range(11)
+N_ARGUMENTS = 18
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -99,48 +112,70 @@ class TileMatrix:
         self._kept = (tiles, scales)
         self.n_bytes = tiles.nbytes + scales.nbytes
         factor = int(np.float32(2.0**exponent).view(np.int32))
-        self._arguments = np.zeros(12, np.int64)
+        self._arguments = np.zeros(N_ARGUMENTS, np.int64)
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
         self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
+        self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
+        self._arguments[OFFSETS] = 8 if self.kind == LINEAR else 128  # which offsets; their address at the call
 
-    def arguments(self, x: Activations, output: Any, blocks_a_chunk: int) -> Any:
-        """A filled argument array for one product."""
-        filled = self._arguments.copy()
-        offsets = x.offsets_8 if self.kind == LINEAR else x.offsets_128
-        filled[CODES : OUTPUT + 1] = x.codes_address, x.scales_address, offsets, output.ctypes.data
-        filled[N_ROWS], filled[BLOCKS_A_CHUNK] = x.n_rows, blocks_a_chunk
-        return filled
+    def fresh_arguments(self) -> Any:
+        """A chunk function's arguments with this matrix's part filled; the rest is the caller's."""
+        return self._arguments.copy()
 
-    def plain_arguments(self, x: Any, output: Any, blocks_a_chunk: int) -> Any:
-        """The same for x (m, G * 32) in fp32."""
-        filled = self._arguments.copy()
-        filled[[CODES, OUTPUT]] = x.ctypes.data, output.ctypes.data
-        filled[N_ROWS], filled[BLOCKS_A_CHUNK] = x.shape[0], blocks_a_chunk
-        return filled
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _multiply(x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int) -> None:
+    """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
+    n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
+    n_places = n_rows * n_groups
+    arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
+    arguments[N_ROWS] = n_rows
+    arguments[CODES] = workspace.ctypes.data
+    arguments[CODE_SCALES] = arguments[CODES] + n_places * GROUP
+    arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_places * 4
+    arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_places * 4
+    arguments[OFFSETS] = arguments[OFFSETS_8 if arguments[OFFSETS] == 8 else OFFSETS_128]
+    n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
+    lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
+    n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
+    blocks = max(1, CHUNK_BYTES // (block_bytes * max(1, n_rows // ROW_BLOCK)))
+    if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:
+        blocks = n_blocks
+    arguments[BLOCKS_A_CHUNK] = blocks
+    lead(shared, function, arguments.ctypes.data, (n_blocks + blocks - 1) // blocks)
 
 
 class Matmul:
-    """The operation with its compiled functions, one for each kind of tile, made at first use."""
+    """The operation with its compiled functions, made at first use. May be called from several threads."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._functions: dict[Any, Any] = {}
 
-    def __call__(self, x: Activations, weight: TileMatrix) -> Any:
-        """y (m, N padded to 16), fp32. Raises ValueError where the groups don't match."""
-        if x.n_groups != weight.n_groups:
-            raise ValueError(f"activations have {x.n_groups} groups of 32, the weight {weight.n_groups}.")
-        output = np.empty((x.n_rows, weight.n_blocks * 16), np.float32)
-        block_bytes = weight.n_bytes // weight.n_blocks
-        blocks_a_chunk = max(1, CHUNK_BYTES // (block_bytes * max(1, x.n_rows // 8)))
-        if weight.n_bytes * x.n_rows < MIN_SHARED_BYTES:
-            blocks_a_chunk = weight.n_blocks
-        n_chunks = -(-weight.n_blocks // blocks_a_chunk)
-        self._team.run(self._function(weight.kind), weight.arguments(x, output, blocks_a_chunk), n_chunks)
-        return output
+    def __call__(self, x: Any, weight: TileMatrix) -> Any:
+        """x fp32 (m, K), contiguous -> y fp32 (m, N padded to 16). Raises ValueError where x doesn't fit."""
+        x = whole_groups(x, weight.n_groups)
+        out = np.empty((x.shape[0], weight.n_blocks * 16), np.float32)
+        workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
+        functions = self._functions.get(weight.kind) or self._compile(weight.kind)
+        shared = self._team.enter()
+        try:
+            _multiply(x, workspace, out, weight.fresh_arguments(), *functions, shared)
+        finally:
+            self._team.leave(shared)
+        return out
 
-    def _function(self, kind: Any) -> int:
-        if kind not in self._functions:
-            self._functions[kind] = _chunk_function(kind)
-        address: int = self._functions[kind].address
-        return address
+    def _compile(self, kind: Any) -> tuple[int, int]:
+        """Addresses of the chunk functions for one kind of tile and for quantizing."""
+        kept = (_chunk_function(kind), _quantize_function())
+        self._functions[kind] = addresses = (kept[0].address, kept[1].address)
+        self._functions[("kept", kind)] = kept  # their code lives as long as they do
+        return addresses
+
+
+def _quantize_function() -> Any:
+    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    def chunk(arguments: int, index: int) -> None:
+        quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
+
+    return chunk

@@ -26,9 +26,7 @@ MAX_POSITIONS = 2**24
 
 
 @entry(
-    types.int64(
-        array_out(types.float32, 2), array_in(types.int64, 1), array_in(types.float32, 3), *[types.int64] * 3
-    )
+    types.int64(array_out(types.float32, 2), array_in(types.int64, 1), array_in(types.float32, 3), *[types.int64] * 3)
 )
 def _turn(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim: int) -> int:
     """1 where a shape is wrong, 2 where a position is not in the table: then nothing has been written."""

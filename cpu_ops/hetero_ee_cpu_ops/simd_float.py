@@ -5,7 +5,6 @@ target has it and written as such. Sources: exp by Cody and Waite's reduction an
 F. Giesen's integer method (public domain), for targets that lack the conversion instruction.
 """
 
-from math import factorial
 from typing import Any
 
 from llvmlite import ir
@@ -113,7 +112,9 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
     width = 16
     while width > 1:
         width //= 2
-        pairs = [(values[i], values[i + 1]) for i in range(0, len(values), 2)] if len(values) > 1 else [(values[0], None)]
+        pairs = (
+            [(values[i], values[i + 1]) for i in range(0, len(values), 2)] if len(values) > 1 else [(values[0], None)]
+        )
         folded = []
         for first, second in pairs:
             lanes = first.type.count

@@ -22,7 +22,7 @@ COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
 MASK = MAX_CHUNKS
 # Places in the shared array, each on a cache line of its own (8 words of 8 bytes).
-TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
+TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192  # bytes
 SPINS = 20_000  # about 1 ms of `pause`: longer than the Python between two operations, short for a battery
 
 
@@ -51,8 +51,12 @@ def _work(shared: int) -> None:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
-    """Publishes an operation, works on it, and returns when every chunk is done."""
+def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
+    """Publishes an operation, works on it, and returns when every chunk is done; shared 0 computes alone."""
+    if shared == 0 or n_chunks == 1:
+        for index in range(n_chunks):
+            call_chunk(function, arguments, index)
+        return
     ticket = load_acquire(shared + TICKET)
     store_release(shared + FUNCTION, function)
     store_release(shared + ARGUMENTS, arguments)
@@ -63,12 +67,6 @@ def _lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
         _claim_and_run(shared)
     while load_acquire(shared + DONE) < n_chunks:
         pause()
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _alone(function: int, arguments: int, n_chunks: int) -> None:
-    for index in range(n_chunks):
-        call_chunk(function, arguments, index)
 
 
 class Team:
@@ -93,14 +91,22 @@ class Team:
         meanwhile. A call while another is running computes alone.
         """
         address = arguments.ctypes.data
-        if n_chunks == 1 or self.n_threads == 1 or not self._lock.acquire(blocking=False):
-            _alone(function, address, n_chunks)
-            return
+        shared = self.enter() if n_chunks > 1 else 0
         try:
-            if not self._threads or self._asleep:
-                self._rouse()
-            _lead(self._shared, function, address, n_chunks)
+            lead(shared, function, address, n_chunks)
         finally:
+            self.leave(shared)
+
+    def enter(self) -> int:
+        """The address compiled code hands to `lead`, or 0 where it must compute alone; pair with leave()."""
+        if self.n_threads == 1 or not self._lock.acquire(blocking=False):
+            return 0
+        if not self._threads or self._asleep:
+            self._rouse()
+        return self._shared
+
+    def leave(self, shared: int) -> None:
+        if shared:
             self._lock.release()
 
     def close(self) -> None:

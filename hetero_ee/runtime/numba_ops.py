@@ -53,9 +53,7 @@ class NumbaOps(TorchOps):
         """x W^T + bias: (m, K) -> (m, N)."""
         if not isinstance(weight, TileWeight):
             return super().linear(x, weight, bias)
-        from hetero_ee_cpu_ops.quantize import Activations
-
-        product = torch.from_numpy(self._matmul(Activations(_contiguous(x)), self._matrix(weight)))[:, : weight.n_rows]
+        product = torch.from_numpy(self._matmul(_contiguous(x), self._matrix(weight)))[:, : weight.n_rows]
         return product if bias is None else product + bias
 
     def close(self) -> None:
