@@ -78,7 +78,7 @@ def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, elem
 
 @njit(cache=True)
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """Turns scores of lanes first..end-1 of a block into weights; returns what earlier blocks' sums are to be scaled by.
+    """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
 
     state: running maximum and sum. Scales: addresses for the block's first lane, or 0. Lanes outside are not used.
     """

@@ -22,10 +22,10 @@ SCALES, IDS, OUT = array_in(types.uint16, 3), array_in(types.int64, 1), array_ou
 
 @njit(cache=True)
 def _bad_ids(ids: Any, n_rows: int) -> bool:
+    bad = False
     for token in ids:
-        if token < 0 or token >= n_rows:
-            return True
-    return False
+        bad = bad or token < 0 or token >= n_rows
+    return bad
 
 
 @njit(cache=True)

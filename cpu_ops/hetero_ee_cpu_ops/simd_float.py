@@ -94,7 +94,7 @@ def integers(value: int) -> Any:
 
 
 def fused(context: Any, builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c; without the instruction as two roundings, since the library call would cost a hundred times as much."""
+    """a * b + c; without the instruction as two roundings, since the library call costs a hundred times as much."""
     if target_has(context, "fma") or target_has(context, "avx512f") or "aarch64" in builder.module.triple:
         return call(builder, "llvm.fma.v16f32", F32X16, [a, b, c])
     return builder.fadd(builder.fmul(a, b), c)
@@ -118,7 +118,7 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
         folded = []
         for first, second in pairs:
             lanes = first.type.count
-            starts = [start for start in range(0, lanes if second is None else 2 * lanes, 2 * width)]
+            starts = range(0, lanes if second is None else 2 * lanes, 2 * width)
             low = [start + lane for start in starts for lane in range(width)]
             parts = []
             for shift in (0, width):

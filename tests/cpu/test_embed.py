@@ -77,7 +77,7 @@ def test_wrong_arguments_are_refused(int4):
 
 @pytest.mark.parametrize("bug", ["nibble", "neighbour's scale", "row", "exponent", "codebook"])
 def test_bits_catch(bug):
-    rng, matrix = weight(2, int4=True)
+    _, matrix = weight(2, int4=True)
     ids = np.arange(matrix.n_rows)
     expected = matrix.rows(torch.from_numpy(ids)).numpy()
     changes = {
