@@ -1,0 +1,182 @@
+"""The FFN's activation, fp32: out = act(gate) * up where gated, x = [gate | up] (m, 2F); else out = act(x), x (m, F).
+
+silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
+gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
+gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
+Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press et
+al., Numerical Recipes 6.2 (1.2e-7 relative). Layout: rows contiguous. NaN stays NaN, except in fatrelu, where it becomes
+0 as in torch.
+
+Each output is computed from its own inputs alone. Time a thread, SwiGLU: 2.1 ns per 16 outputs (Zen 5, Nov 2026).
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
+from hetero_ee_cpu_ops.simd import f32x16
+from hetero_ee_cpu_ops.simd_float import (
+    Lanes,
+    load16,
+    load_lanes,
+    multiply,
+    read_float,
+    read_integer,
+    spread,
+    store16,
+    store_lanes,
+    write_float,
+)
+from hetero_ee_cpu_ops.team import Team
+
+F32 = np.float32(0)  # says what a load finds
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4}
+CHUNK = 8192  # outputs a thread claims at a time: about 1 us of work, ten times a claim's cost
+SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: rousing the team costs about 1 us
+# Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
+ERFC = (
+    -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
+    0.17087277,
+)  # fmt: skip
+
+
+def _silu(v: Lanes) -> Lanes:
+    return v / ((v * -1.0).exp() + 1.0)
+
+
+def _gelu(v: Lanes) -> Lanes:
+    z = v.magnitude() * 0.7071067811865476
+    base = (z * 0.5) + 1.0
+    t = v.constant(1.0) / base
+    series = v.constant(ERFC[-1])
+    for coefficient in ERFC[-2::-1]:
+        series = series.times_plus(t, coefficient)
+    tail = t * (z * z * -1.0 + series).exp() * 0.5  # Phi(-|v|)
+    return v * v.where("<", 0.0, tail, v.constant(1.0) - tail)
+
+
+def _gelu_tanh(v: Lanes) -> Lanes:
+    u = v * (v * v * 0.044715 + 1.0) * -1.5957691216057308
+    return v / (u.exp() + 1.0)
+
+
+def _operation(name: str, formula: Any) -> Any:
+    def function(typing: Any, v: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return formula(Lanes(context, builder, arguments[0])).value
+
+        return f32x16(f32x16), codegen
+
+    function.__name__ = name
+    return intrinsic(function)
+
+
+silu, gelu, gelu_tanh = _operation("silu", _silu), _operation("gelu", _gelu), _operation("gelu_tanh", _gelu_tanh)
+relu = _operation("relu", lambda v: v.where("<", 0.0, 0.0, v))
+
+
+@intrinsic
+def _fatrelu(typing: Any, v: Any, threshold: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, limit = (Lanes(context, builder, argument) for argument in arguments)
+        return value.where(">=", limit, value, 0.0).value
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@njit(cache=True)
+def _applied(kind: int, v: Any, threshold: Any) -> Any:
+    if kind == 0:
+        return silu(v)
+    if kind == 1:
+        return gelu(v)
+    if kind == 2:
+        return gelu_tanh(v)
+    if kind == 3:
+        return relu(v)
+    return _fatrelu(v, threshold)
+
+
+@njit(cache=True)
+def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
+    """n outputs; up is 0 where there is no such factor."""
+    limit = spread(np.float32(threshold))
+    i = 0
+    while i + 16 <= n:
+        y = _applied(kind, load16(x + 4 * i, F32), limit)
+        if up:
+            y = multiply(y, load16(up + 4 * i, F32))
+        store16(y, out + 4 * i)
+        i += 16
+    if i < n:
+        y = _applied(kind, load_lanes(x + 4 * i, 0, n - i, F32), limit)
+        if up:
+            y = multiply(y, load_lanes(up + 4 * i, 0, n - i, F32))
+        store_lanes(y, out + 4 * i, n - i, F32)
+
+
+@njit(cache=True)
+def _chunk_at(x: int, out: int, n_outputs: int, gated: int, kind: int, threshold: float, index: int) -> None:
+    """The index-th chunk, counted row after row."""
+    n_pieces = (n_outputs + CHUNK - 1) // CHUNK
+    row, first = index // n_pieces, index % n_pieces * CHUNK
+    source = x + 4 * (row * n_outputs * (1 + gated) + first)
+    up = source + 4 * n_outputs if gated else 0
+    _piece(source, up, out + 4 * (row * n_outputs + first), min(CHUNK, n_outputs - first), kind, threshold)
+
+
+def _chunk(arguments: int, index: int) -> None:
+    x, out, n_outputs = read_integer(arguments), read_integer(arguments + 8), read_integer(arguments + 16)
+    gated, kind, threshold = read_integer(arguments + 24), read_integer(arguments + 32), read_float(arguments + 40)
+    _chunk_at(x, out, n_outputs, gated, kind, threshold, index)
+
+
+CHUNK_FUNCTION = Chunk(_chunk)
+
+
+@entry(
+    types.int64(
+        array_out(types.int64, 1), array_in(types.float32, 2), types.int64, types.int64, types.float32, types.boolean,
+        array_out(types.float32, 2),
+    )
+)  # fmt: skip
+def _enter(arguments: Any, x: Any, kind: int, gated: int, threshold: float, alone: bool, out: Any) -> int:
+    """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
+    m, n_outputs = out.shape
+    if x.shape[0] != m or x.shape[1] != n_outputs * (1 + gated):
+        return -1
+    n_chunks = m * ((n_outputs + CHUNK - 1) // CHUNK)
+    if alone or m * n_outputs < SHARED_FROM:
+        for index in range(n_chunks):
+            _chunk_at(x.ctypes.data, out.ctypes.data, n_outputs, gated, kind, threshold, index)
+        return 0
+    if arguments.size:
+        arguments[0], arguments[1], arguments[2] = x.ctypes.data, out.ctypes.data, n_outputs
+        arguments[3], arguments[4] = gated, kind
+        write_float(np.float32(threshold), arguments.ctypes.data + 40)
+    return n_chunks
+
+
+def activate(
+    x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0, team: Team | None = None
+) -> Any:
+    """x: fp32 (m, 2F) where gated, else (m, F); out: fp32 (m, F), allocated where None. kind: of KINDS. Returns out.
+
+    Raises ValueError for other shapes, dtypes or layouts, and for an unknown kind.
+    """
+    number = KINDS.get(kind)
+    if number is None:
+        raise ValueError(f"no activation called {kind}; there are {', '.join(KINDS)}.")
+    if out is None:
+        out = np.empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), np.float32)
+    status = _enter(NO_ARGUMENTS, x, number, gated, threshold, team is None, out)
+    if status < 0:
+        raise ValueError(f"x {x.shape} doesn't fit out {out.shape}, {'gated' if gated else 'not gated'}.")
+    if status > 0 and team is not None:
+        arguments = np.empty(6, np.int64)
+        n_chunks = _enter(arguments, x, number, gated, threshold, False, out)
+        team.run(CHUNK_FUNCTION.address, arguments, n_chunks)
+    return out

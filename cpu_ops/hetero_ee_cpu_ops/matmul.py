@@ -1,0 +1,181 @@
+"""y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 codes with a scale per row and 32 columns.
+
+Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
+Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or the
+chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a tile is
+unpacked, never the order of a sum.
+Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
+Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit, types
+
+from hetero_ee_cpu_ops.quantize import (
+    BYTES_A_GROUP,
+    CODE_SCALES,
+    CODES,
+    GROUP,
+    INPUT,
+    N_COLUMNS,
+    OFFSETS_8,
+    OFFSETS_128,
+    ROW_BLOCK,
+    quantize_row_block,
+    whole_groups,
+)
+from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, zeros
+from hetero_ee_cpu_ops.team import Team, lead
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group
+
+PREFETCH_BYTES = 4096  # tiles are asked for this far ahead: one thread reads 36 GB/s with it, 24 without (Zen 5)
+CHUNK_BYTES = 2**17  # weights in a chunk: about 5 us of work, so that a late worker costs little
+MIN_SHARED_BYTES = 2**16  # weights times rows; below, waking others costs more than it saves
+MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
+# Places in the argument array of a chunk function; quantize.py has those behind.
+TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES = range(11)
+N_ARGUMENTS = 18
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
+    """16 outputs for each of len(rows) rows of x from `row` on."""
+    n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
+    tile = word(arguments, TILES) + block * n_groups * tile_bytes
+    scales = word(arguments, SCALES) + block * n_groups * 32
+    top = row & -8
+    r = min(8, word(arguments, N_ROWS) - top)  # rows side by side in this row's block of activations
+    place = top * n_groups + row - top
+    codes = word(arguments, CODES) + place * 32
+    scale, offset = word(arguments, CODE_SCALES) + place * 4, word(arguments, OFFSETS) + place * 4
+    table = word(arguments, TABLE)
+    totals = zeros(rows)
+    for _ in range(n_groups):
+        for line in range(tile_bytes // 64):
+            prefetch(tile + PREFETCH_BYTES + 64 * line)
+        totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
+        tile += tile_bytes
+        scales += 32
+        codes += r * 32
+        scale += r * 4
+        offset += r * 4
+    n = word(arguments, N_BLOCKS) * 64
+    store_rows(totals, float_of_bits(word(arguments, FACTOR)), word(arguments, OUTPUT) + row * n + block * 64, n)
+
+
+def _chunk_function(kind: Any) -> Any:
+    """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
+
+    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    def chunk(arguments: int, index: int) -> None:
+        first = index * word(arguments, BLOCKS_A_CHUNK)
+        end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))
+        n_rows = word(arguments, N_ROWS)
+        for block in range(first, end):
+            row = 0
+            while n_rows - row >= 8:
+                _row_block(kind, (0, 0, 0, 0, 0, 0, 0, 0), block, row, arguments)
+                row += 8
+            if n_rows - row >= 4:
+                _row_block(kind, (0, 0, 0, 0), block, row, arguments)
+                row += 4
+            if n_rows - row >= 2:
+                _row_block(kind, (0, 0), block, row, arguments)
+                row += 2
+            if n_rows - row >= 1:
+                _row_block(kind, (0,), block, row, arguments)
+
+    return chunk
+
+
+class TileMatrix:
+    """A matrix in tiles, its addresses ready for the kernels. Keeps the arrays alive; changes nothing.
+
+    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16);
+    codebook: 16 integers of -128..127. Raises ValueError for other shapes, types or non-contiguous arrays.
+    """
+
+    def __init__(self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None) -> None:
+        expected = (256, np.uint8) if codebook is not None else (512, np.int8)
+        if tiles.ndim != 3 or (tiles.shape[2], tiles.dtype) != (expected[0], np.dtype(expected[1])):
+            raise ValueError(f"tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]}).")
+        if scales.shape != (*tiles.shape[:2], 16) or scales.dtype != np.float16:
+            raise ValueError(f"scales are {scales.dtype} {scales.shape}, expected float16 {(*tiles.shape[:2], 16)}.")
+        if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
+            raise ValueError("tiles and scales must be contiguous.")
+        self.n_blocks, self.n_groups = tiles.shape[:2]
+        self.kind = BYTES if codebook is None else LINEAR if codebook == tuple(range(-8, 8)) else CODEBOOK
+        signed = np.tile(np.array(codebook or (0,) * 16, np.int8), 4)
+        self._table = np.concatenate([signed.view(np.uint8) ^ 128, signed.view(np.uint8)])
+        self._kept = (tiles, scales)
+        self.n_bytes = tiles.nbytes + scales.nbytes
+        factor = int(np.float32(2.0**exponent).view(np.int32))
+        self._arguments = np.zeros(N_ARGUMENTS, np.int64)
+        self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
+        self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
+        self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
+        self._arguments[OFFSETS] = 8 if self.kind == LINEAR else 128  # which offsets; their address at the call
+
+    def fresh_arguments(self) -> Any:
+        """A chunk function's arguments with this matrix's part filled; the rest is the caller's."""
+        return self._arguments.copy()
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _multiply(x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int) -> None:
+    """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
+    n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
+    n_places = n_rows * n_groups
+    arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
+    arguments[N_ROWS] = n_rows
+    arguments[CODES] = workspace.ctypes.data
+    arguments[CODE_SCALES] = arguments[CODES] + n_places * GROUP
+    arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_places * 4
+    arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_places * 4
+    arguments[OFFSETS] = arguments[OFFSETS_8 if arguments[OFFSETS] == 8 else OFFSETS_128]
+    n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
+    lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
+    n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
+    blocks = max(1, CHUNK_BYTES // (block_bytes * max(1, n_rows // ROW_BLOCK)))
+    if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:
+        blocks = n_blocks
+    arguments[BLOCKS_A_CHUNK] = blocks
+    lead(shared, function, arguments.ctypes.data, (n_blocks + blocks - 1) // blocks)
+
+
+class Matmul:
+    """The operation with its compiled functions, made at first use. May be called from several threads."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._functions: dict[Any, Any] = {}
+
+    def __call__(self, x: Any, weight: TileMatrix) -> Any:
+        """x fp32 (m, K), contiguous -> y fp32 (m, N padded to 16). Raises ValueError where x doesn't fit."""
+        x = whole_groups(x, weight.n_groups)
+        out = np.empty((x.shape[0], weight.n_blocks * 16), np.float32)
+        workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
+        functions = self._functions.get(weight.kind) or self._compile(weight.kind)
+        shared = self._team.enter()
+        try:
+            _multiply(x, workspace, out, weight.fresh_arguments(), *functions, shared)
+        finally:
+            self._team.leave(shared)
+        return out
+
+    def _compile(self, kind: Any) -> tuple[int, int]:
+        """Addresses of the chunk functions for one kind of tile and for quantizing."""
+        kept = (_chunk_function(kind), _quantize_function())
+        self._functions[kind] = addresses = (kept[0].address, kept[1].address)
+        self._functions[("kept", kind)] = kept  # their code lives as long as they do
+        return addresses
+
+
+def _quantize_function() -> Any:
+    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    def chunk(arguments: int, index: int) -> None:
+        quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
+
+    return chunk

@@ -1,0 +1,92 @@
+"""Activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
+
+A row's codes depend on that row alone; a group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf, and
+so every output of the row NaN. With them go -8 sum(q) and -128 sum(q), which matmuls add because their instructions want
+unsigned weights. Source: derived; the grouping is that of the weights' scales.
+
+Layout: rows in blocks of 8 (the last may be shorter, r rows), and within a block group after group, the group's r rows
+side by side: codes (G, r, 32), scales and offsets (G, r). So a matmul of 8 rows reads one stream; whole rows one after
+the other, a power of two apart, would meet in one set of the L1 cache.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from hetero_ee_cpu_ops.simd import F32, F32X16, I8, I32, I32X16, call, constant, load, splat, word
+
+GROUP = 32
+ROW_BLOCK = 8  # the widest step of the matmul
+SMALLEST = 1e-30  # below it 127 / max|x| is no number; such a group counts as zeros
+BYTES_A_GROUP = 44  # of workspace: 32 codes, a scale, two offsets
+# Places in the argument array, after the matmul's own.
+INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128 = range(12, 18)
+
+
+@intrinsic
+def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any) -> Any:
+    """32 fp32 at x -> 32 int8 at codes, and the fp32 scale and the two int32 offsets at their addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x_, codes_, scale_, offset_8_, offset_128_ = arguments
+        halves = [load(builder, x_, F32X16, offset) for offset in (0, 64)]
+        sizes = [call(builder, "llvm.fabs.v16f32", F32X16, [half]) for half in halves]
+        largest = call(builder, "llvm.maximum.v16f32", F32X16, sizes)  # `maximum` keeps a NaN
+        largest = call(builder, "llvm.vector.reduce.fmaximum.v16f32", F32, [largest])
+        tiny = builder.fcmp_ordered("<", largest, ir.Constant(F32, SMALLEST))
+        zero = ir.Constant(F32, 0.0)
+        inverse = builder.select(tiny, zero, builder.fdiv(ir.Constant(F32, 127.0), largest))
+        total = constant(I32X16, 0)
+        for index, half in enumerate(halves):
+            rounded = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(half, splat(builder, F32X16, inverse))])
+            whole = call(builder, "llvm.fptosi.sat.v16i32.v16f32", I32X16, [rounded])
+            total = builder.add(total, whole)
+            _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_, 16 * index)
+        summed = call(builder, "llvm.vector.reduce.add.v16i32", I32, [total])
+        _store(builder, builder.select(tiny, zero, builder.fdiv(largest, ir.Constant(F32, 127.0))), scale_)
+        _store(builder, builder.mul(summed, ir.Constant(I32, -8)), offset_8_)
+        _store(builder, builder.mul(summed, ir.Constant(I32, -128)), offset_128_)
+        return context.get_dummy_value()
+
+    return types.void(*([types.intp] * 5)), codegen
+
+
+def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
+    place = builder.add(address, ir.Constant(address.type, offset))
+    builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 1
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
+    """Rows 8 * index .. of x, whose columns are whole groups."""
+    top = index * ROW_BLOCK
+    r = min(ROW_BLOCK, n_rows - top)
+    for row in range(r):
+        x = word(arguments, INPUT) + (top + row) * word(arguments, N_COLUMNS) * 4
+        place = top * n_groups + row
+        for _ in range(n_groups):
+            quantize_group(
+                x,
+                word(arguments, CODES) + place * GROUP,
+                word(arguments, CODE_SCALES) + place * 4,
+                word(arguments, OFFSETS_8) + place * 4,
+                word(arguments, OFFSETS_128) + place * 4,
+            )
+            x += GROUP * 4
+            place += r
+
+
+def whole_groups(x: Any, n_groups: int) -> Any:
+    """x (m, K), fp32 and contiguous, with zeros up to a whole number of groups. Raises ValueError for anything else."""
+    if x.ndim != 2 or x.dtype != np.float32 or not x.flags.c_contiguous or -(-x.shape[1] // GROUP) != n_groups:
+        raise ValueError(
+            f"activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K) with K in {n_groups} groups of 32."
+        )
+    if x.shape[1] % GROUP == 0:
+        return x
+    padded = np.zeros((x.shape[0], n_groups * GROUP), np.float32)
+    padded[:, : x.shape[1]] = x
+    return padded

@@ -1,0 +1,68 @@
+"""Reads memory and does nothing else: the ceiling that every kernel which streams weights is measured against.
+
+sum[lane] over all 64-byte lines of a buffer, two lines at a time; the sums are stored so that nothing can be left out.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from hetero_ee_cpu_ops.simd import I64, load, prefetch, word
+from hetero_ee_cpu_ops.team import Team
+
+CHUNK_BYTES = 2**18
+PREFETCH_BYTES = 4096
+I64X8 = ir.VectorType(I64, 8)
+BUFFER, N_BYTES, SINK = range(3)
+
+
+@intrinsic
+def add_lines(typing: Any, address: Any, sink: Any) -> Any:
+    """Adds 256 bytes at `address` to the eight int64 at `sink`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[1], I64X8.as_pointer())
+        lines = [load(builder, arguments[0], I64X8, 64 * line) for line in range(4)]
+        total = builder.add(builder.add(lines[0], lines[1]), builder.add(lines[2], lines[3]))
+        old = builder.load(pointer)
+        old.align = 8
+        builder.store(builder.add(old, total), pointer).align = 8
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen
+
+
+def _chunk_function() -> Any:
+    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    def chunk(arguments: int, index: int) -> None:
+        address = word(arguments, BUFFER) + index * CHUNK_BYTES
+        end = min(address + CHUNK_BYTES, word(arguments, BUFFER) + word(arguments, N_BYTES))
+        sink = word(arguments, SINK) + index * 64
+        while address < end:
+            for line in range(4):
+                prefetch(address + PREFETCH_BYTES + 64 * line)
+            add_lines(address, sink)
+            address += 256
+
+    return chunk
+
+
+class Read:
+    """Reads a whole buffer once, shared over the team."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._function = _chunk_function()
+
+    def __call__(self, buffer: Any) -> int:
+        """The sum of the buffer's int64 words, modulo 2^64. Raises ValueError unless its size is a multiple of 256."""
+        if buffer.nbytes % 256 or not buffer.flags.c_contiguous:
+            raise ValueError(f"the buffer has {buffer.nbytes} bytes, expected a contiguous multiple of 256.")
+        n_chunks = -(-buffer.nbytes // CHUNK_BYTES)
+        sums = np.zeros(n_chunks * 8, np.int64)
+        arguments = np.array([buffer.ctypes.data, buffer.nbytes, sums.ctypes.data], np.int64)
+        self._team.run(self._function.address, arguments, n_chunks)
+        return int(sums.sum())

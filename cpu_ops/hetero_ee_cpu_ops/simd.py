@@ -1,0 +1,183 @@
+"""SIMD values inside ordinary Numba code: vector types that live in registers, and the few instructions the kernels need.
+
+A Numba type whose machine type is an LLVM vector flows through a plain @njit loop. Generic operations are lowered by LLVM
+to whatever the target has; the byte dot product, which LLVM does not find by itself, is chosen here by the features of the
+JIT *target* (not of the host: an instruction the target lacks aborts the process).
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+I8, I16, I32, I64, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+
+
+def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
+    """A Numba type called `name` and its LLVM vector."""
+    numba_type = type(name, (types.Type,), {})(name=name)
+    llvm_type = ir.VectorType(element, lanes)
+
+    @register_model(type(numba_type))
+    class _Model(models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, front_end_type: Any) -> None:
+            super().__init__(manager, front_end_type, llvm_type)
+
+    return numba_type, llvm_type
+
+
+f32x16, F32X16 = _vector_type("f32x16", F32, 16)
+I32X16 = ir.VectorType(I32, 16)
+
+
+def target_has(context: Any, feature: str) -> bool:
+    """Whether the JIT target (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, else this machine) has a feature."""
+    return "+" + feature in context.codegen()._tm_features.split(",")
+
+
+def splat(builder: Any, vector: Any, value: Any) -> Any:
+    """`value` in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+def constant(vector: Any, value: Any) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def load(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
+    """An unaligned load of `kind` from an integer address plus a constant."""
+    moved = builder.add(address, ir.Constant(I64, offset)) if offset else address
+    value = builder.load(builder.inttoptr(moved, kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Calls an LLVM intrinsic by name."""
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def parts_of(builder: Any, value: Any, n_parts: int) -> list[Any]:
+    """A vector cut into n_parts of equal length; free where the machine's registers have that length."""
+    count = value.type.count // n_parts
+    starts = range(0, value.type.count, count)
+    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))) for first in starts]
+    return [value] if n_parts == 1 else [builder.shuffle_vector(value, value, part) for part in lanes]
+
+
+def joined(builder: Any, parts: list[Any]) -> Any:
+    """The inverse of parts_of, for one or two parts."""
+    if len(parts) == 1:
+        return parts[0]
+    count = 2 * parts[0].type.count
+    return builder.shuffle_vector(parts[0], parts[1], ir.Constant(ir.VectorType(I32, count), list(range(count))))
+
+
+def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
+    """table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
+    if indices.type.count == 64 and target_has(context, "avx512bw"):
+        return call(builder, "llvm.x86.avx512.pshuf.b.512", indices.type, [table, indices])
+    if indices.type.count == 32 and target_has(context, "avx2"):
+        return call(builder, "llvm.x86.avx2.pshuf.b", indices.type, [table, indices])
+    result = constant(indices.type, 0)
+    for entry in range(16):  # no portable byte shuffle with run-time indices: sixteen selects
+        value = splat(builder, indices.type, builder.extract_element(table, ir.Constant(I32, entry)))
+        result = builder.select(builder.icmp_unsigned("==", indices, constant(indices.type, entry)), value, result)
+    return result
+
+
+def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
+    """The low and the high nibbles of a vector of bytes, as bytes."""
+    mask = constant(line.type, 15)
+    words = ir.VectorType(I16, line.type.count // 2)
+    shifted = builder.lshr(builder.bitcast(line, words), constant(words, 4))  # x86 shifts words, not bytes
+    return builder.and_(line, mask), builder.and_(builder.bitcast(shifted, line.type), mask)
+
+
+def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
+    """The 4 bytes at address + offset, repeated over `lanes` bytes."""
+    words = splat(builder, ir.VectorType(I32, lanes // 4), load(builder, address, I32, offset))
+    return builder.bitcast(words, ir.VectorType(I8, lanes))
+
+
+def load_half16(context: Any, builder: Any, address: Any) -> Any:
+    """16 fp16 values as f32x16."""
+    if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
+        return builder.fpext(load(builder, address, ir.VectorType(F16, 16)), F32X16)
+    return _half_by_integers(builder, load(builder, address, ir.VectorType(I16, 16)))
+
+
+def _half_by_integers(builder: Any, bits16: Any) -> Any:
+    """fp16 to fp32 without the conversion call that generic targets lack. Subnormals and infinities included.
+
+    Shifted into fp32's fields, the value is 2^-112 of itself; one multiplication rescales, and subnormals come right.
+    """
+    bits = builder.zext(bits16, I32X16)
+    magnitude = builder.shl(builder.and_(bits, constant(I32X16, 0x7FFF)), constant(I32X16, 13))
+    sign = builder.shl(builder.and_(bits, constant(I32X16, 0x8000)), constant(I32X16, 16))
+    scaled = builder.fmul(builder.bitcast(magnitude, F32X16), constant(F32X16, 2.0**112))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, I32X16), sign), F32X16)
+
+
+@intrinsic
+def zeros(typing: Any, rows: Any) -> Any:
+    """One f32x16 of zeros for each element of the tuple `rows`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_tuple(builder, signature.return_type, [constant(F32X16, 0.0)] * rows.count)
+
+    return types.UniTuple(f32x16, rows.count)(rows), codegen
+
+
+@intrinsic
+def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any) -> Any:
+    """Stores vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, scale = arguments[2], splat(builder, F32X16, arguments[1])
+        for value in cgutils.unpack_tuple(builder, arguments[0], values.count):
+            builder.store(builder.fmul(value, scale), builder.inttoptr(place, F32X16.as_pointer())).align = 4
+            place = builder.add(place, arguments[3])
+        return context.get_dummy_value()
+
+    return types.void(values, types.float32, types.intp, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Asks for the cache line at `address`, to be read once soon. Any address is safe."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], I8.as_pointer())
+        flags = [ir.Constant(I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        builder.call(cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0"), [pointer, *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
+def word(typing: Any, address: Any, index: Any) -> Any:
+    """The int64 at address + 8 * index: how a chunk function reads its arguments."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
+        return load(builder, place, I64)
+
+    return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    """The fp32 whose bits are the low half of an int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.trunc(arguments[0], I32), F32)
+
+    return types.float32(types.int64), codegen

@@ -1,0 +1,144 @@
+"""A small team of threads that share an operation's chunks.
+
+Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put aside
+delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when one core is busy.)
+Workers spin for a moment after their last chunk, since a decoder's operations follow each other within microseconds, and
+then sleep until they are woken; the caller never waits for them to wake.
+
+The ticket is one 64-bit word, epoch | number of chunks | next chunk: a claim succeeds only for the operation it was read
+from, and the operation's arguments stay untouched until all of its claimed chunks are done.
+"""
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from hetero_ee_cpu_ops.atomics import add, call_chunk, load_acquire, pause, replace, store_release
+
+COUNT_BITS = 20
+MAX_CHUNKS = 2**COUNT_BITS - 1
+MASK = MAX_CHUNKS
+# Places in the shared array, each on a cache line of its own (8 words of 8 bytes).
+TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192  # bytes
+SPINS = 20_000  # about 1 ms of `pause`: longer than the Python between two operations, short for a battery
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _claim_and_run(shared: int) -> bool:
+    """Runs one chunk if there is one."""
+    ticket = load_acquire(shared + TICKET)
+    index = ticket & MASK
+    if index >= (ticket >> COUNT_BITS) & MASK or not replace(shared + TICKET, ticket, ticket + 1):
+        return False
+    call_chunk(load_acquire(shared + FUNCTION), load_acquire(shared + ARGUMENTS), index)
+    add(shared + DONE, 1)
+    return True
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _work(shared: int) -> None:
+    """A worker's life between two sleeps."""
+    spins = 0
+    while spins < SPINS and load_acquire(shared + STOP) == 0:
+        if _claim_and_run(shared):
+            spins = 0
+        else:
+            pause()
+            spins += 1
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
+    """Publishes an operation, works on it, and returns when every chunk is done; shared 0 computes alone."""
+    if shared == 0 or n_chunks == 1:
+        for index in range(n_chunks):
+            call_chunk(function, arguments, index)
+        return
+    ticket = load_acquire(shared + TICKET)
+    store_release(shared + FUNCTION, function)
+    store_release(shared + ARGUMENTS, arguments)
+    store_release(shared + DONE, 0)
+    epoch = (ticket >> (2 * COUNT_BITS)) + 1
+    store_release(shared + TICKET, (epoch & MASK) << (2 * COUNT_BITS) | n_chunks << COUNT_BITS)
+    while load_acquire(shared + TICKET) & MASK < n_chunks:
+        _claim_and_run(shared)
+    while load_acquire(shared + DONE) < n_chunks:
+        pause()
+
+
+class Team:
+    """n_threads threads, the caller included. `run` may be called from several threads; close() ends the workers."""
+
+    def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self._memory = np.zeros(64, np.int64)
+        self._shared = (self._memory.ctypes.data + 63) & ~63  # a cache line's edge
+        self._lock = threading.Lock()
+        self._wake = threading.Semaphore(0)
+        self._asleep = 0
+        self._asleep_lock = threading.Lock()
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
+
+    def run(self, function: int, arguments: Any, n_chunks: int) -> None:
+        """Calls function(address of arguments, i) for every i < n_chunks; returns when all are done.
+
+        function: address of a compiled void(intp, intp) that may run in any thread. arguments: int64 array, untouched
+        meanwhile. A call while another is running computes alone.
+        """
+        address = arguments.ctypes.data
+        shared = self.enter() if n_chunks > 1 else 0
+        try:
+            lead(shared, function, address, n_chunks)
+        finally:
+            self.leave(shared)
+
+    def enter(self) -> int:
+        """The address compiled code hands to `lead`, or 0 where it must compute alone; pair with leave()."""
+        if self.n_threads == 1 or not self._lock.acquire(blocking=False):
+            return 0
+        if not self._threads or self._asleep:
+            self._rouse()
+        return self._shared
+
+    def leave(self, shared: int) -> None:
+        if shared:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Ends the workers; the team still works, with the caller alone."""
+        with self._lock:
+            self._stopping = True
+            self._memory[(self._shared - self._memory.ctypes.data + STOP) // 8] = 1
+            for _ in self._threads:
+                self._wake.release()
+            for thread in self._threads:
+                thread.join()
+            self._threads, self.n_threads = [], 1
+
+    def _rouse(self) -> None:
+        """Starts the workers at the first use, wakes the sleeping ones later."""
+        if os.getpid() != self._process:  # a forked child has no workers; it computes alone
+            self.n_threads = 1
+            return
+        if not self._threads:
+            for number in range(1, self.n_threads):
+                thread = threading.Thread(target=self._live, name=f"hetero-ee-{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            return
+        with self._asleep_lock:
+            sleeping, self._asleep = self._asleep, 0
+        for _ in range(sleeping):
+            self._wake.release()
+
+    def _live(self) -> None:
+        while not self._stopping:
+            _work(self._shared)
+            with self._asleep_lock:
+                self._asleep += 1
+            self._wake.acquire()

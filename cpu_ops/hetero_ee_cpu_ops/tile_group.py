@@ -1,0 +1,145 @@
+"""One group of one row block, for several rows of activations: the innermost step of the tile matmuls, as machine code.
+
+For 16 rows n of W, 32 columns k, and every row t:  total[t, n] += s[n] a[t] (sum over k of entry[n, k] q[t, k])
+with q the int8 codes of the activation and a their scale. The integer sum is exact, so every instruction set gives the
+same bits. Three kinds of tile, told apart by the length of a tuple, because a length is part of a type:
+
+LINEAR    int4, entry = code - 8.       CODEBOOK  int4, entry = table[code].      BYTES     int8, entry = the byte.
+
+VNNI multiplies unsigned by signed bytes: entries are moved up by z (8, or 128) and -z sum(q) is where the sum begins.
+AVX2's multiply of that kind saturates in 16 bits: codes below 16 are safe for eight products in a row, full bytes go
+through |entry| times q with the sign of entry, which is safe for one.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from hetero_ee_cpu_ops.simd import (
+    F32,
+    F32X16,
+    I8,
+    I16,
+    I32,
+    broadcast4,
+    call,
+    constant,
+    joined,
+    load,
+    load_half16,
+    lookup16,
+    nibbles,
+    parts_of,
+    splat,
+    target_has,
+)
+
+LINEAR, CODEBOOK, BYTES = (0,), (0, 0), (0, 0, 0)
+
+
+class _Emitter:
+    """Emits the step for one target and one kind of tile. A part is what one register holds: 16 rows, or 8."""
+
+    def __init__(self, context: Any, builder: Any, kind: int) -> None:
+        self.context, self.builder, self.kind = context, builder, kind
+        self.has_vnni = target_has(context, "avx512vnni")
+        self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
+        self.has_avx2 = target_has(context, "avx2") and not self.has_vnni and not self.has_vnni_256
+        self.n_parts = 2 if self.has_vnni_256 or self.has_avx2 else 1
+        self.lanes = 64 // self.n_parts
+        self.signed = self.has_avx2 and kind != len(LINEAR)  # entries stay signed, no offset
+
+    def operands(self, tile: Any, table: Any, part: int) -> list[tuple[Any, int]]:
+        """The part's weights as bytes, four columns each, with the first column's index."""
+        bytes_type = ir.VectorType(I8, self.lanes)
+        offset = 64 // self.n_parts * part
+        if self.kind == len(BYTES):
+            flip = constant(bytes_type, 0 if self.signed else -128)
+            lines = [load(self.builder, tile, bytes_type, 64 * line + offset) for line in range(8)]
+            return [(self.builder.xor(line, flip), 4 * index) for index, line in enumerate(lines)]
+        entries = load(self.builder, table, bytes_type, 64 if self.signed else 0) if self.kind == len(CODEBOOK) else None
+        found = []
+        for line in range(4):
+            codes = nibbles(self.builder, load(self.builder, tile, bytes_type, 64 * line + offset))
+            for half, code in enumerate(codes):
+                weight = code if entries is None else lookup16(self.context, self.builder, entries, code)
+                found.append((weight, 4 * line + 16 * half))
+        return found
+
+    def group_sum(self, operands: list[tuple[Any, int]], x: Any, offset: Any, row: int) -> Any:
+        """The exact sum over the group for one row of activations, int32 by weight row."""
+        builder, sums_type = self.builder, ir.VectorType(I32, self.lanes // 4)
+        start = constant(sums_type, 0) if self.signed else splat(builder, sums_type, load(builder, offset, I32, 4 * row))
+        if self.has_avx2 and not self.signed:
+            return builder.add(start, self._narrow_sum(operands, x, 32 * row))
+        for weight, column in operands:
+            start = self._dot4(start, weight, broadcast4(builder, x, 32 * row + column, self.lanes))
+        return start
+
+    def _dot4(self, total: Any, weight: Any, x: Any) -> Any:
+        builder = self.builder
+        if self.has_vnni:
+            return call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, weight, x])
+        if self.has_vnni_256:
+            return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, weight, x])
+        if self.has_avx2:
+            size = call(builder, "llvm.abs.v32i8", weight.type, [weight, ir.Constant(ir.IntType(1), 0)])
+            signed_x = call(builder, "llvm.x86.avx2.psign.b", x.type, [x, weight])
+            pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [size, signed_x])
+            return builder.add(total, self._widened(pairs))
+        wide = ir.VectorType(I32, self.lanes)
+        product = builder.mul(builder.zext(weight, wide), builder.sext(x, wide))
+        for column in range(4):
+            lanes = ir.Constant(ir.VectorType(I32, self.lanes // 4), list(range(column, self.lanes, 4)))
+            total = builder.add(total, builder.shuffle_vector(product, product, lanes))
+        return total
+
+    def _narrow_sum(self, operands: list[tuple[Any, int]], x: Any, first: int) -> Any:
+        """Eight products of codes below 16 fit in 16 bits: 8 x 2 x 15 x 127 = 30,480."""
+        builder, pairs_type = self.builder, ir.VectorType(I16, 16)
+        total = constant(pairs_type, 0)
+        for weight, column in operands:
+            arguments = [weight, broadcast4(builder, x, first + column, self.lanes)]
+            total = builder.add(total, call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs_type, arguments))
+        return self._widened(total)
+
+    def _widened(self, pairs: Any) -> Any:
+        ones = constant(pairs.type, 1)
+        return call(self.builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [pairs, ones])
+
+
+@intrinsic
+def add_group(
+    typing: Any, kind: Any, totals: Any, tile: Any, scales: Any, table: Any, x: Any, scale: Any, offset: Any
+) -> Any:
+    """totals[t] (f32x16) plus the group's share for every row t.
+
+    tile, scales: addresses of the tile and its 16 fp16 scales; table: address of 64 bytes of entries + 128, then 64 bytes
+    of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its int32 -z sum(q), with
+    the other rows' right behind.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
+        emitter = _Emitter(context, builder, kind.count)
+        n_parts = emitter.n_parts
+        rows = cgutils.unpack_tuple(builder, totals_, totals.count)
+        split_rows = [parts_of(builder, row, n_parts) for row in rows]
+        weights = parts_of(builder, load_half16(context, builder, scales_), n_parts)
+        results: list[list[Any]] = [[] for _ in rows]
+        for part in range(n_parts):
+            operands = emitter.operands(tile_, table_, part)
+            for row, total in enumerate(split_rows):
+                sums = emitter.group_sum(operands, x_, offset_, row)
+                vector = total[part].type
+                factor = builder.fmul(weights[part], splat(builder, vector, load(builder, scale_, F32, 4 * row)))
+                fma = f"llvm.fma.v{vector.count}f32"
+                results[row].append(call(builder, fma, vector, [builder.sitofp(sums, vector), factor, total[part]]))
+        merged = [joined(builder, parts) for parts in results]
+        return context.make_tuple(builder, signature.return_type, merged)
+
+    address = types.intp
+    return totals(kind, totals, *([address] * 6)), codegen

@@ -1,0 +1,190 @@
+"""The CPU kernels against the memory's speed. Prints tables; the last line is one JSON document.
+
+    python tests/bench/bench_cpu_ops.py [--json] [--quick]
+
+read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time of m
+rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All threads at
+the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled for AVX2 only.
+overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
+Every figure is the median of its repeats; run it on a quiet machine.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hetero_ee_profiles.process import physical_core_count
+
+SHAPE = (11008, 4096)
+CYCLE_BYTES = 600_000_000
+ROWS = (1, 2, 4, 8, 16)
+KINDS = {"linear": tuple(range(-8, 8)), "codebook": (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)}
+AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+lzcnt,+cx16"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry; JSON is always the last line")
+    parser.add_argument("--quick", action="store_true", help="one pass over the weights instead of five")
+    parser.add_argument("--threads", type=int, default=physical_core_count())
+    parser.add_argument("--kernels-only", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        use_kernel_cache(Path(cache))
+        passes = 1 if arguments.quick else 5
+        document = measure(arguments.threads, passes)
+        document["one_thread"] = measure(1, passes)
+        if not arguments.kernels_only:
+            document["overhead_us_per_layer"] = overhead_us_per_layer(Path(cache))
+            document["avx2"] = in_child_for_avx2(arguments)
+    print_tables(document)
+    print(json.dumps(document))
+
+
+def use_kernel_cache(cache: Path) -> None:
+    """Kernels compile into a folder of this run."""
+    import numba
+
+    numba.config.CACHE_DIR = str(cache / "kernels")
+
+
+def measure(threads: int, passes: int) -> dict[str, Any]:
+    from hetero_ee_cpu_ops.matmul import Matmul
+    from hetero_ee_cpu_ops.team import Team
+
+    team = Team(threads)
+    figures: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(team, passes)}
+    matmul = Matmul(team)
+    for name, codebook in KINDS.items():
+        times = matmul_times(matmul, codebook, passes)
+        n_bytes = SHAPE[0] * SHAPE[1] * 4.5 / 8
+        row = {
+            "gemv_gbps": n_bytes / times[1] / 1e9,
+            "kappa": {str(m): times[m] / times[1] for m in ROWS[1:]},
+            "gops_16": 2 * SHAPE[0] * SHAPE[1] * 16 / times[16] / 1e9,
+        }
+        figures |= row if name == "codebook" else {name: row}  # the codebook is what stores hold by default
+    team.close()
+    return figures
+
+
+def read_gbps(team: Any, passes: int) -> float:
+    from hetero_ee_cpu_ops.read import Read
+
+    read, buffer = Read(team), np.ones(CYCLE_BYTES // 2048 * 256, np.int64)
+    read(buffer)
+    return float(buffer.nbytes / median_s(lambda: read(buffer), 2 + passes) / 1e9)
+
+
+def matmul_times(matmul: Any, codebook: tuple[int, ...], passes: int) -> dict[int, float]:
+    """Median seconds of one product for each number of rows; rows take turns, so that drift hits all alike."""
+    from hetero_ee_cpu_ops.matmul import TileMatrix
+
+    random = np.random.default_rng(0)
+    grid = (SHAPE[0] // 16, SHAPE[1] // 32)
+    n_matrices = -(-CYCLE_BYTES // (SHAPE[0] * SHAPE[1] * 9 // 16))
+    matrices = [
+        TileMatrix(
+            random.integers(0, 256, (*grid, 256), np.uint8),
+            (random.random((*grid, 16)) * 0.01).astype(np.float16),
+            0,
+            codebook,
+        )
+        for _ in range(n_matrices)
+    ]
+    inputs = {m: random.standard_normal((m, SHAPE[1]), np.float32) for m in ROWS}
+    for x in inputs.values():
+        matmul(x, matrices[0])
+    times: dict[int, list[float]] = {m: [] for m in ROWS}
+    for _ in range(passes):
+        for m, x in inputs.items():
+            for matrix in matrices:
+                start = time.perf_counter()
+                matmul(x, matrix)
+                times[m].append(time.perf_counter() - start)
+    return {m: statistics.median(values) for m, values in times.items()}
+
+
+def median_s(action: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def overhead_us_per_layer(cache: Path) -> float:
+    """Time of a decode step that is not reading weights: 64 layers of width 64, one row, context 16."""
+    import torch
+
+    from hetero_ee.models.blocks import all_tensors, decoder_blocks
+    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.runtime.executor import Executor
+    from hetero_ee.runtime.numba_ops import NumbaOps
+    from hetero_ee.runtime.rows import Rows
+    from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+    from hetero_ee.weights.quantizers import RoundToNearest
+
+    n_layers = 64
+    spec = ModelSpec.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": 2,
+        }
+    )
+    weights = ModelWeights({}, {})
+    for tensor in all_tensors(decoder_blocks(spec)):
+        values = torch.randn(tensor.shape) * 0.1
+        if is_quantized(tensor.role):
+            weights.matrices[tensor.name] = RoundToNearest().quantize(values)
+        else:
+            weights.vectors[tensor.name] = values
+    executor = Executor(spec, weights, NumbaOps(1, cache), 64)
+    executor.cache.open(0)
+    executor.hidden(Rows.of_sequence(0, 0, list(range(16))))
+
+    def step() -> None:
+        executor.hidden(Rows.of_sequence(0, 16, [1]))
+        executor.cache.truncate(0, 16)
+
+    step()
+    return median_s(step, 200) / n_layers * 1e6
+
+
+def in_child_for_avx2(arguments: argparse.Namespace) -> dict[str, Any]:
+    environment = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
+    flags = ["--kernels-only", "--threads", str(arguments.threads), *(["--quick"] if arguments.quick else [])]
+    done = subprocess.run([sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True)
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def print_tables(document: dict[str, Any]) -> None:
+    print("| code | threads | tiles | read GB/s | m = 1 GB/s | kappa 2 | 4 | 8 | 16 | GOPS at 16 |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for code, figures in (("native", document), ("AVX2", document.get("avx2"))):
+        for part in (figures, figures["one_thread"]) if figures else ():
+            for name, row in (("codebook", part), ("linear", part["linear"])):
+                kappa = " | ".join(f"{row['kappa'][str(m)]:.2f}" for m in ROWS[1:])
+                speeds = f"{part['read_gbps']:.1f} | {row['gemv_gbps']:.1f}"
+                print(f"| {code} | {part['threads']} | {name} | {speeds} | {kappa} | {row['gops_16']:.0f} |")
+    if "overhead_us_per_layer" in document:
+        print(f"decode step without weights: {document['overhead_us_per_layer']:.0f} us a layer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Attention and cache writes against float64: 3e-6 of the largest value seen, on the cache's own (rounded) contents.
+
+Every random case mixes sequences, positions and capacities; rows are recomputed alone, in a cache of another capacity
+whose unused places hold NaN, and over threads, and must keep their bits.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.places import DTYPES, SequenceCache, place_rows
+from tests.cpu_support import Guarded, assert_close, assert_same_bits, teams
+
+TOLERANCE = 3e-6
+N_LAYERS, LAYER = 3, 1
+
+
+def empty_cache(kind, n_kv_heads, capacity, head_dim):
+    """Room full of NaN (int8: of -128 with NaN scales), so that a place read by mistake shows."""
+    shape = (N_LAYERS, n_kv_heads, capacity, head_dim)
+    fill = {"fp32": np.nan, "fp16": 0x7E00, "int8": -128}[kind]
+    parts = [np.full(shape, fill, DTYPES[kind]) for _ in range(2)]
+    scales = [np.full(shape[:3], np.nan, np.float32) for _ in range(2)] if kind == "int8" else [None, None]
+    return SequenceCache(*parts, *scales)
+
+
+def stored(cache, part, layer=LAYER):
+    """What lies in the cache, as float64 (n_kv_heads, capacity, head_dim)."""
+    raw, scales = getattr(cache, part)[layer], getattr(cache, part[:-1] + "_scales")
+    if scales is not None:
+        return raw * scales[layer].astype(np.float64)[:, :, None]
+    return (raw.view(np.float16) if raw.dtype == np.uint16 else raw).astype(np.float64)
+
+
+@dataclass
+class Case:
+    kind: str
+    n_kv_heads: int
+    group: int
+    head_dim: int
+    window: int | None
+    texts: list[Any]  # of each sequence: keys and values fp32 (length, 2 x n_kv_heads x head_dim)
+    rows: list[tuple[int, int]]  # sequence, position
+    queries: Any
+
+    def caches(self, spare):
+        made = []
+        writer = KvWrite(N_LAYERS, self.n_kv_heads, self.head_dim, self.kind)
+        for text in self.texts:
+            cache = empty_cache(self.kind, self.n_kv_heads, len(text) + spare, self.head_dim)
+            table = place_rows([cache] * len(text), range(len(text)), self.shape, self.kind)
+            writer.write(text, table, LAYER, 0, self.n_kv_heads * self.head_dim)
+            made.append(cache)
+        return made
+
+    @property
+    def shape(self):
+        return N_LAYERS, self.n_kv_heads, self.head_dim
+
+    def attend(self, caches, rows=None, team=None, window="own"):
+        chosen = range(len(self.rows)) if rows is None else rows
+        places = [self.rows[row] for row in chosen]
+        table = place_rows([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
+        n_heads = self.group * self.n_kv_heads
+        attention = Attention(N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, team)
+        out = Guarded((len(places), n_heads * self.head_dim), np.float32)
+        queries = self.queries[list(chosen)]
+        attention.attend(queries, table, LAYER, self.window if window == "own" else window, out.array, first=3)
+        out.check()
+        return out.array
+
+    def reference(self, caches, bug=""):
+        outputs = []
+        for row, (sequence, position) in enumerate(self.rows):
+            window = self.window and self.window + (bug == "window")
+            first = max(0, position + 1 - window) if window else 0
+            end = position + (bug != "own position")
+            k, v = (stored(caches[sequence], part)[:, first:end] for part in ("keys", "values"))
+            q = self.queries[row, 3:].astype(np.float64)[: self.group * self.n_kv_heads * self.head_dim]
+            q = q.reshape(self.n_kv_heads, self.group, self.head_dim)
+            if bug == "groups":
+                q = q.reshape(self.group, self.n_kv_heads, self.head_dim).swapaxes(0, 1)
+            if bug == "tail":
+                q = np.concatenate([q[..., :-1], 0 * q[..., -1:]], -1)
+            scores = np.einsum("kgd,knd->kgn", q, k) / np.sqrt(self.head_dim - (bug == "factor"))
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            if bug == "block":
+                weights[..., 63:64] = 0
+            weights /= weights.sum(-1, keepdims=True)
+            if bug == "order":
+                v = v[:, ::-1]
+            outputs.append(np.einsum("kgn,knd->kgd", weights, v).ravel())
+        return np.array(outputs)
+
+    @property
+    def largest(self):
+        return max(float(np.abs(text).max()) for text in self.texts)
+
+
+def random_case(seed, kind=None):
+    rng = np.random.default_rng(seed)
+    kind = kind or list(DTYPES)[seed % 3]
+    n_kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 8]))
+    head_dim = int(rng.choice([8, 12, 20, 64, 80, 128]))
+    lengths = rng.integers(1, 200, int(rng.integers(1, 5)))
+    texts = [rng.normal(size=(n, 2 * n_kv_heads * head_dim)).astype(np.float32) for n in lengths]
+    rows = []
+    for _ in range(int(rng.integers(1, 18))):
+        sequence = int(rng.integers(len(texts)))
+        rows.append((sequence, int(rng.integers(lengths[sequence]))))
+    queries = rng.normal(size=(len(rows), 3 + n_kv_heads * group * head_dim + 5)).astype(np.float32) * 3
+    window = [None, 1, 7, 64, 500][int(rng.integers(5))]
+    return Case(kind, n_kv_heads, group, head_dim, window, texts, rows, queries)
+
+
+def test_accurate_in_random_cases():
+    for seed in range(150):
+        case = random_case(seed)
+        caches = case.caches(spare=seed % 7)
+        error = np.abs(case.attend(caches) - case.reference(caches)).max()
+        assert error <= TOLERANCE * case.largest, (seed, error)
+
+
+def test_bits_depend_on_the_row_alone():
+    with teams() as all_teams:
+        for seed in range(150):
+            case = random_case(1000 + seed)
+            caches, other = case.caches(spare=0), case.caches(spare=1 + seed % 300)
+            whole = case.attend(caches)
+            assert_same_bits(case.attend(other), whole)
+            assert_same_bits(case.attend(other, team=all_teams[seed % 3]), whole)
+            for row in range(len(case.rows)):
+                assert_same_bits(case.attend(other, [row])[0], whole[row])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_threads_change_nothing(kind):
+    """Enough work to be shared."""
+    rng = np.random.default_rng(1)
+    texts = [rng.normal(size=(300 + 40 * i, 4 * 64)).astype(np.float32) for i in range(3)]
+    rows = [(i % 3, 250 + 3 * i) for i in range(17)]
+    case = Case(kind, 2, 4, 64, None, texts, rows, rng.normal(size=(17, 3 + 512)).astype(np.float32))
+    caches = case.caches(spare=4)
+    whole = case.attend(caches)
+    with teams() as all_teams:
+        for team in all_teams:
+            for window in (None, 200):
+                assert_same_bits(case.attend(caches, team=team, window=window), case.attend(caches, window=window))
+            assert_same_bits(case.attend(caches, [5], team=team)[0], whole[5])
+
+
+def test_a_window_longer_than_the_text_changes_nothing():
+    for seed in range(30):
+        case = replace(random_case(seed), window=None)
+        caches = case.caches(spare=2)
+        assert_same_bits(case.attend(caches, window=200), case.attend(caches))
+
+
+def test_what_a_row_does_not_see_does_not_matter():
+    """Later positions and those before the window may hold anything, NaN included."""
+    for seed in range(40):
+        case = random_case(seed, "fp32")
+        sequence, position = case.rows[0]
+        caches = case.caches(spare=2)
+        before = case.attend(caches, [0])
+        first = max(0, position + 1 - case.window) if case.window else 0
+        for part in (caches[sequence].keys, caches[sequence].values):
+            part[:, :, :first] = np.nan
+            part[:, :, position + 1 :] = np.inf
+        assert_same_bits(case.attend(caches, [0]), before)
+
+
+def test_matches_the_torch_reference():
+    rng = np.random.default_rng(0)
+    for n_heads, n_kv_heads, head_dim, window in ((8, 2, 64, None), (6, 6, 20, 7), (9, 3, 128, None), (8, 1, 12, 1)):
+        n = 90
+        k, v = rng.normal(size=(2, n, n_kv_heads, head_dim)).astype(np.float32)
+        queries = rng.normal(size=(n, n_heads * head_dim)).astype(np.float32)
+        cache, rows = KvCache(1, n_kv_heads, head_dim, 100), Rows.of_sequence(0, 0, [0] * n)
+        cache.open(0)
+        cache.admit(rows)
+        cache.write(0, rows, torch.from_numpy(k), torch.from_numpy(v))
+        shaped = torch.from_numpy(queries).view(n, n_heads, head_dim)
+        expected = TorchOps().attention(shaped, cache, 0, rows, window).reshape(n, -1)
+        held = cache._sequences[0]
+        table = place_rows(
+            [SequenceCache(held.keys.numpy(), held.values.numpy())] * n, range(n), (1, n_kv_heads, head_dim), "fp32"
+        )
+        found = Attention(1, n_heads, n_kv_heads, head_dim, "fp32").attend(queries, table, 0, window)
+        assert_close(found, expected.double().numpy(), 3e-6)
+
+
+def test_sharp_and_flat_scores():
+    """Scores of 200 and more, and all alike, over many blocks."""
+    for seed, size in ((0, 60.0), (1, 0.0)):
+        case = replace(random_case(seed, "fp32"), window=None)
+        case.queries = np.full_like(case.queries, 1) * np.float32(size) * np.sign(case.queries)
+        caches = case.caches(spare=0)
+        assert np.abs(case.attend(caches) - case.reference(caches)).max() <= 1e-4 * case.largest
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 12, 20, 64, 128])
+def test_writes_what_the_kind_can_hold(kind, head_dim):
+    rng = np.random.default_rng(head_dim)
+    for n_kv_heads in (1, 3):
+        width = n_kv_heads * head_dim
+        x = (rng.normal(size=(5, 4 + 2 * width)) * 10.0 ** rng.integers(-6, 4, (5, 1))).astype(np.float32)
+        x[3] = 0
+        caches = [empty_cache(kind, n_kv_heads, 9, head_dim) for _ in range(2)]
+        untouched = empty_cache(kind, n_kv_heads, 9, head_dim)
+        places = [(0, 2), (1, 8), (0, 3), (1, 0), (0, 0)]
+        shape = (N_LAYERS, n_kv_heads, head_dim)
+        table = place_rows([caches[s] for s, _ in places], [p for _, p in places], shape, kind)
+        KvWrite(N_LAYERS, n_kv_heads, head_dim, kind).write(x, table, LAYER, 4, 4 + width)
+        for row, (sequence, position) in enumerate(places):
+            for part, first in (("keys", 4), ("values", 4 + width)):
+                given = x[row, first : first + width].reshape(n_kv_heads, head_dim)
+                raw = getattr(caches[sequence], part)
+                got = raw[LAYER, :, position]
+                if kind == "int8":
+                    scales = getattr(caches[sequence], part[:-1] + "_scales")
+                    peak = np.abs(given).max(1)
+                    assert_same_bits(scales[LAYER, :, position].copy(), peak / np.float32(127))
+                    scale = scales[LAYER, :, position].astype(np.float64)[:, None]
+                    assert (np.abs(got * scale - given) <= 0.50001 * scale).all()
+                    scales[LAYER, :, position] = np.nan
+                else:
+                    expected = given if kind == "fp32" else given.astype(np.float16).view(np.uint16)
+                    assert_same_bits(got.copy(), expected.copy())
+                raw[LAYER, :, position] = getattr(untouched, part)[LAYER, :, position]
+        for cache in caches:  # everything else is as it was
+            for name in ("keys", "values", "key_scales", "value_scales"):
+                if getattr(cache, name) is not None:
+                    assert_same_bits(getattr(cache, name), getattr(untouched, name))
+
+
+def test_fp16_rounds_to_nearest_even_and_overflows():
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    between = (halves[:-1] + halves[1:]) / 2
+    x = np.concatenate([halves, between, np.nextafter(between, np.float32(np.inf)), [65519.0, 65520.0, 1e30, np.inf]])
+    x = np.resize(np.concatenate([x, -x]), (1, 2 * -(-x.size // 8) * 8)).astype(np.float32)
+    half = x.shape[1] // 2
+    cache = SequenceCache(*np.zeros((2, 1, 1, 1, half), np.uint16))
+    KvWrite(1, 1, half, "fp16").write(x, place_rows([cache], [0], (1, 1, half), "fp16"), 0, 0, half)
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16).view(np.uint16)[0]
+    assert_same_bits(np.concatenate([cache.keys.ravel(), cache.values.ravel()]), expected)
+
+
+def test_wrong_arguments_are_refused():
+    cache, shape = empty_cache("fp32", 2, 10, 8), (N_LAYERS, 2, 8)
+    table = place_rows([cache], [4], shape, "fp32")
+    attention, writer, q = (
+        Attention(N_LAYERS, 4, 2, 8, "fp32"),
+        KvWrite(N_LAYERS, 2, 8, "fp32"),
+        np.zeros((1, 32), np.float32),
+    )
+    for bad in (
+        lambda: Attention(1, 5, 2, 8, "fp32"),
+        lambda: Attention(1, 4, 2, 8, "bf16"),
+        lambda: Attention(1, 129, 1, 8, "fp32"),
+        lambda: KvWrite(1, 2, 8, "bf16"),
+        lambda: attention.attend(q, table, 3, None),
+        lambda: attention.attend(q, table, 0, 0),
+        lambda: attention.attend(q, table, 0, None, first=1),
+        lambda: attention.attend(q, table, 0, None, np.zeros((1, 16), np.float32)),
+        lambda: attention.attend(q.astype(np.float64), table, 0, None),
+        lambda: attention.attend(np.zeros((2, 32), np.float32), table, 0, None),
+        lambda: writer.write(q, table, 3, 0, 16),
+        lambda: writer.write(q, table, 0, 0, 17),
+        lambda: writer.write(q, table[:, :5].copy(), 0, 0, 16),
+        lambda: place_rows([cache], [10], shape, "fp32"),
+        lambda: place_rows([cache], [-1], shape, "fp32"),
+        lambda: place_rows([cache], [0, 1], shape, "fp32"),
+        lambda: place_rows([cache], [0], shape, "fp16"),
+        lambda: place_rows([cache], [0], (N_LAYERS, 1, 8), "fp32"),
+        lambda: place_rows([SequenceCache(cache.keys, cache.values[:, :, :9])], [0], shape, "fp32"),
+        lambda: place_rows([SequenceCache(cache.keys, cache.values[:, :, ::-1])], [0], shape, "fp32"),
+        lambda: place_rows([replace(empty_cache("int8", 2, 10, 8), key_scales=None)], [0], shape, "int8"),
+    ):
+        with pytest.raises(ValueError):
+            bad()
+    assert np.isnan(cache.keys).all()
+
+
+@pytest.mark.parametrize("bug", ["window", "own position", "groups", "tail", "factor", "block", "order"])
+def test_the_tolerance_catches(bug):
+    rng = np.random.default_rng(3)
+    text = rng.normal(size=(150, 2 * 2 * 20)).astype(np.float32)
+    window = 70 if bug == "window" else None
+    case = Case("fp32", 2, 3, 20, window, [text], [(0, 149), (0, 90)], rng.normal(size=(2, 3 + 120)).astype(np.float32))
+    caches = case.caches(spare=1)
+    found = case.attend(caches)
+    assert np.abs(found - case.reference(caches)).max() <= TOLERANCE * case.largest
+    assert not np.abs(found - case.reference(caches, bug)).max() <= TOLERANCE * case.largest
+
+
+@pytest.mark.parametrize("part", ["key_scales", "value_scales"])
+def test_a_neighbour_s_scale_is_caught(part):
+    case = replace(random_case(2, "int8"), window=None)
+    caches = case.caches(spare=0)
+    found, largest = case.attend(caches), case.largest
+    for cache in caches:
+        getattr(cache, part)[:] = np.roll(getattr(cache, part), 1, 2)
+    assert not np.abs(found - case.reference(caches)).max() <= TOLERANCE * largest

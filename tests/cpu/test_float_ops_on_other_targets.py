@@ -1,0 +1,50 @@
+"""The float operations compiled for other instruction sets, run in child processes: their tests, or the core of them.
+
+The JIT target is chosen when Numba is imported, hence the children. NUMBA_CPU_FEATURES must name what the target has:
+an empty list hides even what the CPU's name implies.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+FILES = [f"test_{name}.py" for name in ("norm", "rope", "attention", "activate", "embed", "argmax")]
+CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches"
+TARGETS = {
+    "avx2": ("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
+    "haswell without features": ("haswell", ""),
+    "generic": ("generic", ""),
+}
+
+
+def run_child(target, *options):
+    name, features = TARGETS[target]
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *(str(FOLDER / file) for file in FILES),
+    ]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=FOLDER.parents[1])
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    assert " passed" in child.stdout
+
+
+@pytest.mark.parametrize("target", ["avx2", "generic"])
+def test_core(target):
+    run_child(target, "-k", CORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_everything(target):
+    run_child(target)

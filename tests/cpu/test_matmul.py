@@ -1,0 +1,225 @@
+"""The tile matmul against float64 on the very activations it quantized, and the rule that a row's bits are its own.
+
+The bound on quantized activations (1e-9) is the one that catches defects: 24 seeded ones below must each exceed it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hetero_ee_cpu_ops.float_matmul import FloatMatmul
+from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.team import Team
+
+from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.weight import TileWeight
+
+KINDS = ("rtn", "codebook", "int8")
+QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND, EXACT_BOUND = 1e-9, 1e-4, 2e-4, 1e-9
+SHAPES = ((16, 32), (17, 33), (250, 500), (48, 1056), (1, 32), (131, 96))
+
+
+@dataclass
+class Case:
+    """One product: weight, activations x (m, K)."""
+
+    weight: TileWeight
+    x: Any
+
+    @classmethod
+    def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0) -> "Case":
+        torch.manual_seed(seed)
+        weight = quantizer_named(kind).quantize(torch.randn(shape) * 0.02)
+        return cls(weight, np.random.default_rng(seed).standard_normal((m, shape[1]), np.float32))
+
+    def matrix(self) -> TileMatrix:
+        w = self.weight
+        return TileMatrix(w.tiles.numpy(), w.scales.numpy(), w.exponent, w.codebook)
+
+    def reference(self, x: Any) -> Any:
+        return x.astype(np.float64) @ self.weight.dequantize().double().numpy().T
+
+    def run(self, operation: Any) -> Any:
+        return operation(self.x, self.matrix())[:, : self.weight.n_rows]
+
+
+def quantized(x: Any) -> Any:
+    """The values that int8 per row and group of 32 stands for, in float64; written apart from the kernel."""
+    padded = np.zeros((len(x), -(-x.shape[1] // 32) * 32), np.float32)
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    codes = np.rint(groups * np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest)))
+    return (codes * (largest / np.float32(127)).astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def nmse(found: Any, expected: Any) -> float:
+    return float(((found - expected) ** 2).sum() / (expected**2).sum())
+
+
+@pytest.fixture(scope="module")
+def matmul() -> Matmul:
+    return Matmul(Team(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_equal_float64_on_the_quantized_activations(matmul: Matmul, kind: str, shape: tuple[int, int]) -> None:
+    for m in range(1, 18):
+        case = Case.random(kind, shape, m, seed=m)
+        assert nmse(case.run(matmul), case.reference(quantized(case.x))) <= QUANTIZED_BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantizing_activations_costs_what_is_allowed(matmul: Matmul, kind: str) -> None:
+    case = Case.random(kind, (256, 1024), 16)
+    assert nmse(case.run(matmul), case.reference(case.x)) <= GAUSSIAN_BOUND
+    case.x[:, ::100] *= 20  # outlier features, as large models have them
+    assert nmse(case.run(matmul), case.reference(case.x)) <= OUTLIER_BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_activations_equal_float64(kind: str, shape: tuple[int, int]) -> None:
+    case = Case.random(kind, shape, 3)
+    assert nmse(case.run(FloatMatmul(Team(1))), case.reference(case.x)) <= EXACT_BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_do_not_depend_on_batch_or_threads(kind: str) -> None:
+    """Sizes on both sides of every width and of the size from which work is shared."""
+    random = np.random.default_rng(1)
+    operations = [Matmul(Team(threads)) for threads in (1, 2, 3)]
+    exact = [FloatMatmul(Team(threads)) for threads in (1, 3)]
+    for shape in ((40, 64), (1040, 320)):
+        case = Case.random(kind, shape, 40)
+        alone = np.concatenate([operations[0](row[None], case.matrix()) for row in case.x])
+        exactly = exact[0](case.x[:4], case.matrix())
+        assert np.array_equal(exactly[2:3], exact[1](case.x[2:3], case.matrix()))
+        for _ in range(60):
+            chosen = random.permutation(40)[: random.integers(1, 41)]
+            product = operations[random.integers(3)](np.ascontiguousarray(case.x[chosen]), case.matrix())
+            assert np.array_equal(product, alone[chosen])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_zeros_and_nans(matmul: Matmul, kind: str) -> None:
+    case = Case.random(kind, (32, 96), 3)
+    case.x[0] = 0
+    case.x[1, 32:64] = 0
+    case.x[2, 5] = np.nan
+    product = case.run(matmul)
+    assert not product[0].any()
+    assert nmse(product[1], case.reference(quantized(case.x[1:2]))[0]) <= QUANTIZED_BOUND
+    assert np.isnan(product[2]).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e15])
+def test_very_small_and_very_large_activations(matmul: Matmul, scale: float) -> None:
+    case = Case.random("codebook", (32, 64), 2)
+    case.x *= np.float32(scale)
+    assert nmse(case.run(matmul) / scale, case.reference(quantized(case.x)) / scale) <= QUANTIZED_BOUND
+
+
+def test_wrong_operands_are_refused(matmul: Matmul) -> None:
+    case = Case.random("rtn", (16, 64), 1)
+    tiles, scales = case.weight.tiles.numpy(), case.weight.scales.numpy()
+    for wrong in (case.x.astype(np.float64), case.x[:, :32], np.zeros((2, 128), np.float32)[:, ::2], case.x[0]):
+        with pytest.raises(ValueError, match="activations are"):
+            matmul(wrong, case.matrix())
+    for arguments in (
+        (tiles[:, :, :100], scales, 0, case.weight.codebook),
+        (tiles, scales.astype(np.float32), 0, case.weight.codebook),
+        (tiles, scales[:, :1], 0, case.weight.codebook),
+        (tiles, scales, 0, None),
+        (np.asfortranarray(tiles), scales, 0, case.weight.codebook),
+    ):
+        with pytest.raises(ValueError, match=r"tiles|scales"):
+            TileMatrix(*arguments)
+
+
+# Defects as they happen in such kernels, each imitated on the real kernel's operands or result.
+
+
+def _tiles(case: Case, change: Callable[[Any], Any]) -> Case:
+    w = case.weight
+    changed = torch.from_numpy(np.ascontiguousarray(change(w.tiles.numpy().copy())))
+    return Case(TileWeight(changed, w.scales, w.exponent, w.codebook, w.n_rows, w.n_columns), case.x)
+
+
+def _scales(case: Case, change: Callable[[Any], Any]) -> Case:
+    w = case.weight
+    changed = torch.from_numpy(np.ascontiguousarray(change(w.scales.numpy().copy())))
+    return Case(TileWeight(w.tiles, changed, w.exponent, w.codebook, w.n_rows, w.n_columns), case.x)
+
+
+def _other(case: Case, exponent: int = 0, entry: int = 0, shift: int = 0) -> Case:
+    w = case.weight
+    assert w.codebook is not None
+    codebook = tuple(v + shift + (entry if i == 11 else 0) for i, v in enumerate(w.codebook))
+    return Case(TileWeight(w.tiles, w.scales, w.exponent + exponent, codebook, w.n_rows, w.n_columns), case.x)
+
+
+def _lines(tiles: Any) -> Any:
+    return tiles.reshape(*tiles.shape[:2], 4, 16, 4)
+
+
+def _x(case: Case, change: Callable[[Any], Any]) -> Case:
+    return Case(case.weight, np.ascontiguousarray(change(case.x.copy()).astype(np.float32)))
+
+
+def _zeroed(array: Any, index: Any) -> Any:
+    array[index] = 0
+    return array
+
+
+def _flipped(array: Any, index: Any) -> Any:
+    array[index] *= -1
+    return array
+
+
+OPERAND_DEFECTS: dict[str, Callable[[Case], Case]] = {
+    "nibbles swapped": lambda c: _tiles(c, lambda t: (t >> 4) | (t << 4)),
+    "lines in reverse": lambda c: _tiles(c, lambda t: _lines(t)[:, :, ::-1].reshape(t.shape)),
+    "two lines swapped": lambda c: _tiles(c, lambda t: _lines(t)[:, :, [1, 0, 2, 3]].reshape(t.shape)),
+    "rows of a tile off by one": lambda c: _tiles(c, lambda t: np.roll(_lines(t), 1, 3).reshape(t.shape)),
+    "bytes of a word in reverse": lambda c: _tiles(c, lambda t: _lines(t)[..., ::-1].reshape(t.shape)),
+    "high nibble without its mask": lambda c: _tiles(c, lambda t: t | ((t & 8) << 1)),
+    "next group's tile": lambda c: _tiles(c, lambda t: np.roll(t, 1, 1)),
+    "next block's tile": lambda c: _tiles(c, lambda t: np.roll(t, 1, 0)),
+    "a neighbour row's scale": lambda c: _scales(c, lambda s: np.roll(s, 1, 2)),
+    "the next group's scale": lambda c: _scales(c, lambda s: np.roll(s, 1, 1)),
+    "the sign of a scale lost": lambda c: _scales(c, np.abs),
+    "one scale for the whole tile": lambda c: _scales(c, lambda s: np.broadcast_to(s[..., :1], s.shape)),
+    "exponent off by one": lambda c: _other(c, exponent=1),
+    "one codebook entry off by one": lambda c: _other(c, entry=1),
+    "offset forgotten": lambda c: _other(c, shift=8),
+    "offset off by one": lambda c: _other(c, shift=1),
+    "last group left out": lambda c: _x(c, lambda x: _zeroed(x, np.s_[:, -32:])),
+    "last column left out": lambda c: _x(c, lambda x: _zeroed(x, np.s_[:, -1])),
+    "first column left out": lambda c: _x(c, lambda x: _zeroed(x, np.s_[:, 0])),
+    "a sign lost in one column": lambda c: _x(c, lambda x: _flipped(x, np.s_[:, 7])),
+    "activations cut instead of rounded": lambda c: _x(c, lambda x: np.trunc(x * 64) / 64),
+    "rows of activations swapped": lambda c: _x(c, lambda x: x[::-1]),
+}
+RESULT_DEFECTS: dict[str, Callable[[Any], Any]] = {
+    "last block not written": lambda y: _zeroed(y, np.s_[:, -8:]),
+    "outputs off by one": lambda y: np.roll(y, 1, 1),
+    "a row written twice": lambda y: y[[0, 0, *range(2, len(y))]],
+    "sums kept in 16 bits of mantissa": lambda y: y.view(np.int32).__and__(-65536).view(np.float32),
+}
+
+
+@pytest.mark.parametrize("name", [*OPERAND_DEFECTS, *RESULT_DEFECTS])
+def test_seeded_defects_are_caught(matmul: Matmul, name: str) -> None:
+    case = Case.random("codebook", (72, 160), 5)
+    expected = case.reference(quantized(case.x))
+    assert nmse(case.run(matmul), expected) <= QUANTIZED_BOUND
+    if name in OPERAND_DEFECTS:
+        found = OPERAND_DEFECTS[name](case).run(matmul)
+    else:
+        found = RESULT_DEFECTS[name](case.run(matmul).copy())
+    assert nmse(found, expected) > QUANTIZED_BOUND

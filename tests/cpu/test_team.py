@@ -1,0 +1,91 @@
+"""The team of threads: every chunk once, whoever calls and however the workers sleep."""
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hetero_ee_cpu_ops.atomics import add
+from hetero_ee_cpu_ops.simd import word
+from hetero_ee_cpu_ops.team import SPINS, Team
+from numba import cfunc, types
+
+
+@pytest.fixture(scope="module")
+def count() -> Any:
+    """A chunk function that adds one to its own place of an array, after a little work."""
+
+    @cfunc(types.void(types.intp, types.intp))
+    def chunk(arguments: int, index: int) -> None:
+        total = 0.0
+        for step in range(200):
+            total += step * 0.5
+        add(word(arguments, 0) + 8 * index, 1 if total > 0 else 2)
+
+    return chunk
+
+
+def arguments_for(counts: Any) -> Any:
+    return np.array([counts.ctypes.data], np.int64)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_chunk_runs_once(count: Any, threads: int) -> None:
+    team, counts = Team(threads), np.zeros(1000, np.int64)
+    for n_chunks in (1, 2, 7, 1000):
+        for _ in range(20):
+            team.run(count.address, arguments_for(counts), n_chunks)
+    team.close()
+    assert list(counts[[0, 1, 2, 6, 7, 999]]) == [80, 60, 40, 40, 20, 20]
+
+
+def test_sleeping_workers_do_not_hold_up_a_caller(count: Any) -> None:
+    team, counts = Team(3), np.zeros(100, np.int64)
+    for _ in range(5):
+        team.run(count.address, arguments_for(counts), 100)
+        time.sleep(0.02)  # longer than they spin
+    assert SPINS > 0 and (counts == 5).all()
+    team.close()
+
+
+def test_several_python_threads_may_call(count: Any) -> None:
+    team, results = Team(2), [np.zeros(50, np.int64) for _ in range(4)]
+
+    def calls(counts: Any) -> None:
+        for _ in range(200):
+            team.run(count.address, arguments_for(counts), 50)
+
+    threads = [threading.Thread(target=calls, args=(counts,)) for counts in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    team.close()
+    assert all((counts == 200).all() for counts in results)
+
+
+def test_a_closed_team_still_computes(count: Any) -> None:
+    before = threading.active_count()
+    team, counts = Team(2), np.zeros(10, np.int64)
+    team.run(count.address, arguments_for(counts), 10)
+    assert threading.active_count() == before + 1
+    team.close()
+    team.close()
+    assert threading.active_count() == before
+    team.run(count.address, arguments_for(counts), 10)
+    assert (counts == 2).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_alone(count: Any) -> None:
+    """Threads don't survive a fork; completion is counted in chunks, so the child is merely slower."""
+    team, counts = Team(2), np.zeros(10, np.int64)
+    team.run(count.address, arguments_for(counts), 10)
+    child = os.fork()
+    if child == 0:
+        team.run(count.address, arguments_for(counts), 10)
+        os._exit(0 if (counts == 2).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    team.close()

@@ -1,0 +1,53 @@
+"""What the tests of CPU operations share: guarded outputs, teams of threads, exact comparison."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hetero_ee_cpu_ops.team import Team
+
+GUARD_BYTES, GUARD = 64, 0xA5
+
+
+class Guarded:
+    """An output array with bytes before and after it that nobody may write."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._bytes = np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8)
+        self.array = self._bytes[GUARD_BYTES : GUARD_BYTES + size].view(dtype).reshape(shape)
+
+    def check(self) -> None:
+        assert (self._bytes[:GUARD_BYTES] == GUARD).all(), "bytes before the output were written"
+        assert (self._bytes[self._bytes.size - GUARD_BYTES :] == GUARD).all(), "bytes after the output were written"
+
+
+def guarded_copy(values: Any) -> Guarded:
+    """A guarded array that starts with these values, for operations in place."""
+    guarded = Guarded(values.shape, values.dtype)
+    guarded.array[...] = values
+    return guarded
+
+
+def assert_same_bits(first: Any, second: Any) -> None:
+    assert first.dtype == second.dtype and first.shape == second.shape
+    assert np.ascontiguousarray(first).tobytes() == np.ascontiguousarray(second).tobytes()
+
+
+def assert_close(found: Any, expected: Any, tolerance: float) -> None:
+    """Largest error over the largest expected magnitude."""
+    error = np.abs(found.astype(np.float64) - expected).max(initial=0.0)
+    assert error <= tolerance * max(np.abs(expected).max(initial=0.0), 1e-30), error
+
+
+@contextmanager
+def teams() -> Iterator[list[Team]]:
+    """Teams of one, two and three threads."""
+    made = [Team(count) for count in (1, 2, 3)]
+    try:
+        yield made
+    finally:
+        for team in made:
+            team.close()
