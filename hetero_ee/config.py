@@ -1,10 +1,12 @@
 """Settings of the engine that come from outside the call: folders and the one environment prefix."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
 
+Progress = Callable[[str, int, int], None]  # (stage, done, in all), called while something takes its time
 ENVIRONMENT_PREFIX = "HETERO_EE_"
 
 

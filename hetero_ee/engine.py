@@ -1,5 +1,6 @@
 """Engine: opens a model and generates text. It wires the rooms of the house together and does no maths itself."""
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,40 +9,45 @@ from typing import Any, Self, overload
 
 import torch
 
-from hetero_ee.config import cache_folder, demo_model_folder
+from hetero_ee.config import Progress, cache_folder, demo_model_folder
 from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import FinishReason, GeneratedToken, GenerationResult
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.errors import HeteroError, ModelError, StoreError, UsageError, shown
 from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.numba_ops import NumbaOps
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import Progress, Quantization, cached_store, convert
-from hetero_ee.weights.model_weights import ModelWeights, expanded, load_dense
+from hetero_ee.weights.conversion import Quantization, cached_store, convert
+from hetero_ee.weights.manifest import read_manifest
+from hetero_ee.weights.model_weights import ModelWeights, load_dense
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 from hetero_ee.weights.store import is_store, open_store
-from hetero_ee_profiles.process import available_memory_bytes, physical_core_count
+from hetero_ee_profiles.process import physical_core_count
 
 UNQUANTIZED = "none"
-# Until the CPU kernels read tiles themselves, a model whose fp32 copy takes at most this share of the available memory
-# is expanded once at load; a larger one matrix by matrix at every use, which is slow but needs no more than its store.
-EXPAND_SHARE = 0.5
 
 
 class Engine:
     """A loaded model. Not for several threads at once. Use as a context manager, or call close()."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, eos_token_ids: frozenset[int], sampling: SamplingParams
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        sampling: SamplingParams,
+        quantizer: str,
     ) -> None:
         self._executor: Executor | None = executor
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self.default_sampling = sampling
         self.spec = executor.spec
+        self.quantizer = quantizer
 
     @classmethod
     def from_pretrained(
@@ -57,8 +63,8 @@ class Engine:
 
         quantizer: "codebook", "search" or "rtn" (int4; converted once, then kept in the cache folder), or "none" (fp32,
         straight from the checkpoint; a store is opened as it is). context_tokens: longest prompt and text together,
-        0 for the model's own. threads: 0 for all physical cores; set for the whole process.
-        progress: called during a conversion with (tensor name, weights done, weights in all).
+        0 for the model's own. threads: 0 for all physical cores. torch is set to one thread for the whole process.
+        progress: called with (stage, done, in all) during a conversion and before the kernels' first compilation.
         Raises ModelError, CheckpointError, StoreError or UsageError.
         """
         _check_options(quantizer, context_tokens, threads)
@@ -68,10 +74,12 @@ class Engine:
         hf_generation = _generation_config(folder)
         sampling = _default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         weights, made_by = _load_weights(folder, spec, quantizer, threads, progress)
-        executor = Executor(spec, weights, TorchOps(), _context_tokens(spec, context_tokens))
-        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling)
+        ops = TorchOps() if made_by == UNQUANTIZED else NumbaOps(threads, cache_folder())
+        ops.prepare(weights, progress)
+        executor = Executor(spec, weights, ops, _context_tokens(spec, context_tokens))
+        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, made_by)
 
     @property
     def context_tokens(self) -> int:
@@ -118,7 +126,9 @@ class Engine:
         return len(self._tokenizer.encode(text))
 
     def close(self) -> None:
-        """Frees the weights. Closing twice does nothing."""
+        """Frees the weights and ends the threads. Closing twice does nothing."""
+        if self._executor is not None:
+            self._executor.ops.close()
         self._executor = None
 
     def __enter__(self) -> Self:
@@ -190,7 +200,8 @@ def _model_folder(model: str | Path | None) -> Path:
     folder = Path(model).expanduser()
     if not _exists(folder):
         raise ModelError(
-            f"there is no folder {shown(str(folder))}; --model takes a folder with a Hugging Face checkpoint or a store."
+            f"there is no folder {shown(str(folder))}; "
+            "--model takes a folder with a Hugging Face checkpoint or a store."
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")

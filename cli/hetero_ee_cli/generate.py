@@ -73,11 +73,11 @@ def generate(
     with ending_at_once():
         from hetero_ee.decoding.sampling import SamplingParams
         from hetero_ee.engine import Engine
-    from hetero_ee_cli.progress import conversion_progress
+    from hetero_ee_cli.progress import stage_progress
 
     SamplingParams(**changes)  # refuses impossible values now, not after a conversion
     with (
-        conversion_progress() as progress,
+        stage_progress() as progress,
         Engine.from_pretrained(
             model, quantizer=quantizer, context_tokens=ctx_size, threads=threads, progress=progress
         ) as engine,

@@ -4,7 +4,7 @@ silu(v) = v / (1 + e^-v)                                        relu(v) = max(v,
 gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
 Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press et
-al., Numerical Recipes 6.2 (1.2e-7 relative). Layout: rows contiguous. NaN stays NaN, except in fatrelu, where it becomes
+al., Numerical Recipes 6.2 (1.2e-7 relative). Rows are contiguous. NaN stays NaN, except in fatrelu, where it becomes
 0 as in torch.
 
 Each output is computed from its own inputs alone. Time a thread, SwiGLU: 2.1 ns per 16 outputs (Zen 5, Nov 2026).

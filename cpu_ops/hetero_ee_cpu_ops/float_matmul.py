@@ -85,7 +85,7 @@ def _signed_lines(context: Any, builder: Any, kind: int, tile: Any, table: Any) 
     return sorted(found, key=lambda item: item[1])
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _exact_block(kind: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs of one row of x."""
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
@@ -101,7 +101,7 @@ def _exact_block(kind: Any, block: int, row: int, arguments: int) -> None:
 
 
 def _chunk_function(kind: Any) -> Any:
-    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
         first = index * word(arguments, BLOCKS_A_CHUNK)
         end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))

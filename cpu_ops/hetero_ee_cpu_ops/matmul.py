@@ -1,9 +1,9 @@
-"""y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x as int8 codes with a scale per row and 32 columns.
+"""y[m, N] = 2^e x[m, K] W^T, W in int4 or int8 tiles (docs/FORMAT.md), x quantized to int8 on the fly (quantize.py).
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
-Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or the
-chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a tile is
-unpacked, never the order of a sum.
+Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or
+the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a
+tile is unpacked, never the order of a sum.
 Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
 """
@@ -39,7 +39,7 @@ TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUN
 N_ARGUMENTS = 18
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on."""
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
@@ -68,7 +68,7 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
 def _chunk_function(kind: Any) -> Any:
     """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
 
-    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
         first = index * word(arguments, BLOCKS_A_CHUNK)
         end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))
@@ -100,7 +100,9 @@ class TileMatrix:
     def __init__(self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None) -> None:
         expected = (256, np.uint8) if codebook is not None else (512, np.int8)
         if tiles.ndim != 3 or (tiles.shape[2], tiles.dtype) != (expected[0], np.dtype(expected[1])):
-            raise ValueError(f"tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]}).")
+            raise ValueError(
+                f"tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]})."
+            )
         if scales.shape != (*tiles.shape[:2], 16) or scales.dtype != np.float16:
             raise ValueError(f"scales are {scales.dtype} {scales.shape}, expected float16 {(*tiles.shape[:2], 16)}.")
         if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
@@ -123,7 +125,7 @@ class TileMatrix:
         return self._arguments.copy()
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _multiply(x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int) -> None:
     """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
     n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
@@ -157,7 +159,7 @@ class Matmul:
         x = whole_groups(x, weight.n_groups)
         out = np.empty((x.shape[0], weight.n_blocks * 16), np.float32)
         workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
-        functions = self._functions.get(weight.kind) or self._compile(weight.kind)
+        functions = self._functions.get(weight.kind) or self.compile(weight.kind)
         shared = self._team.enter()
         try:
             _multiply(x, workspace, out, weight.fresh_arguments(), *functions, shared)
@@ -165,7 +167,7 @@ class Matmul:
             self._team.leave(shared)
         return out
 
-    def _compile(self, kind: Any) -> tuple[int, int]:
+    def compile(self, kind: Any) -> tuple[int, int]:
         """Addresses of the chunk functions for one kind of tile and for quantizing."""
         kept = (_chunk_function(kind), _quantize_function())
         self._functions[kind] = addresses = (kept[0].address, kept[1].address)
@@ -174,7 +176,7 @@ class Matmul:
 
 
 def _quantize_function() -> Any:
-    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
         quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
 

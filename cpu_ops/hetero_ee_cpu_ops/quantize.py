@@ -1,8 +1,8 @@
 """Activations to int8: for each row and group of 32 columns, a = max|x| / 127, q = round(x / a), ties to even.
 
-A row's codes depend on that row alone; a group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf, and
-so every output of the row NaN. With them go -8 sum(q) and -128 sum(q), which matmuls add because their instructions want
-unsigned weights. Source: derived; the grouping is that of the weights' scales.
+A row's codes depend on that row alone; a group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
+and so every output of the row NaN. With them go -8 sum(q) and -128 sum(q), which matmuls add because their instructions
+want unsigned weights. Source: derived; the grouping is that of the weights' scales.
 
 Layout: rows in blocks of 8 (the last may be shorter, r rows), and within a block group after group, the group's r rows
 side by side: codes (G, r, 32), scales and offsets (G, r). So a matmul of 8 rows reads one stream; whole rows one after
@@ -59,7 +59,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
     builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
     """Rows 8 * index .. of x, whose columns are whole groups."""
     top = index * ROW_BLOCK
@@ -83,7 +83,7 @@ def whole_groups(x: Any, n_groups: int) -> Any:
     """x (m, K), fp32 and contiguous, with zeros up to a whole number of groups. Raises ValueError for anything else."""
     if x.ndim != 2 or x.dtype != np.float32 or not x.flags.c_contiguous or -(-x.shape[1] // GROUP) != n_groups:
         raise ValueError(
-            f"activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K) with K in {n_groups} groups of 32."
+            f"activations are {x.dtype} {x.shape}, expected contiguous float32 (m, K), K in {n_groups} groups of 32."
         )
     if x.shape[1] % GROUP == 0:
         return x

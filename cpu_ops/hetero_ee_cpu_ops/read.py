@@ -36,7 +36,7 @@ def add_lines(typing: Any, address: Any, sink: Any) -> Any:
 
 
 def _chunk_function() -> Any:
-    @cfunc(types.void(types.intp, types.intp), cache=True)  # type: ignore[untyped-decorator]
+    @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
         address = word(arguments, BUFFER) + index * CHUNK_BYTES
         end = min(address + CHUNK_BYTES, word(arguments, BUFFER) + word(arguments, N_BYTES))

@@ -1,8 +1,8 @@
-"""SIMD values inside ordinary Numba code: vector types that live in registers, and the few instructions the kernels need.
+"""SIMD values inside ordinary Numba code: vector types that live in registers, and the instructions the kernels need.
 
-A Numba type whose machine type is an LLVM vector flows through a plain @njit loop. Generic operations are lowered by LLVM
-to whatever the target has; the byte dot product, which LLVM does not find by itself, is chosen here by the features of the
-JIT *target* (not of the host: an instruction the target lacks aborts the process).
+A Numba type whose machine type is an LLVM vector flows through a plain @njit loop. LLVM lowers generic operations to
+whatever the target has; the few that it does not find by itself are chosen by the features of the JIT *target* (not of
+the host: an instruction the target lacks aborts the process).
 """
 
 from typing import Any
@@ -12,7 +12,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-I8, I16, I32, I64, F16, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+I8, I16, I32, I64, F16, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.HalfType(),
+    ir.FloatType(),
+)
 
 
 def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
@@ -21,7 +28,7 @@ def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
     llvm_type = ir.VectorType(element, lanes)
 
     @register_model(type(numba_type))
-    class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    class _Model(models.PrimitiveModel):
         def __init__(self, manager: Any, front_end_type: Any) -> None:
             super().__init__(manager, front_end_type, llvm_type)
 

@@ -1,12 +1,12 @@
 """A small team of threads that share an operation's chunks.
 
-Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put aside
-delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when one core is busy.)
-Workers spin for a moment after their last chunk, since a decoder's operations follow each other within microseconds, and
-then sleep until they are woken; the caller never waits for them to wake.
+Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put
+aside delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when a core is busy.)
+Workers spin for a moment after their last chunk, since a decoder's operations follow each other within microseconds,
+and then sleep until they are woken; the caller never waits for them to wake.
 
-The ticket is one 64-bit word, epoch | number of chunks | next chunk: a claim succeeds only for the operation it was read
-from, and the operation's arguments stay untouched until all of its claimed chunks are done.
+The ticket is one 64-bit word, epoch | number of chunks | next chunk: a claim succeeds only for the operation it was
+read from, and the operation's arguments stay untouched until all of its claimed chunks are done.
 """
 
 import os
@@ -26,7 +26,7 @@ TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192  # bytes
 SPINS = 20_000  # about 1 ms of `pause`: longer than the Python between two operations, short for a battery
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _claim_and_run(shared: int) -> bool:
     """Runs one chunk if there is one."""
     ticket = load_acquire(shared + TICKET)
@@ -38,7 +38,7 @@ def _claim_and_run(shared: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _work(shared: int) -> None:
     """A worker's life between two sleeps."""
     spins = 0
@@ -50,7 +50,7 @@ def _work(shared: int) -> None:
             spins += 1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
     """Publishes an operation, works on it, and returns when every chunk is done; shared 0 computes alone."""
     if shared == 0 or n_chunks == 1:

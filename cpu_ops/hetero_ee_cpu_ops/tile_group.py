@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd import (
     F32,
-    F32X16,
     I8,
     I16,
     I32,
@@ -60,7 +59,9 @@ class _Emitter:
             flip = constant(bytes_type, 0 if self.signed else -128)
             lines = [load(self.builder, tile, bytes_type, 64 * line + offset) for line in range(8)]
             return [(self.builder.xor(line, flip), 4 * index) for index, line in enumerate(lines)]
-        entries = load(self.builder, table, bytes_type, 64 if self.signed else 0) if self.kind == len(CODEBOOK) else None
+        entries = (
+            load(self.builder, table, bytes_type, 64 if self.signed else 0) if self.kind == len(CODEBOOK) else None
+        )
         found = []
         for line in range(4):
             codes = nibbles(self.builder, load(self.builder, tile, bytes_type, 64 * line + offset))
@@ -72,7 +73,9 @@ class _Emitter:
     def group_sum(self, operands: list[tuple[Any, int]], x: Any, offset: Any, row: int) -> Any:
         """The exact sum over the group for one row of activations, int32 by weight row."""
         builder, sums_type = self.builder, ir.VectorType(I32, self.lanes // 4)
-        start = constant(sums_type, 0) if self.signed else splat(builder, sums_type, load(builder, offset, I32, 4 * row))
+        start = (
+            constant(sums_type, 0) if self.signed else splat(builder, sums_type, load(builder, offset, I32, 4 * row))
+        )
         if self.has_avx2 and not self.signed:
             return builder.add(start, self._narrow_sum(operands, x, 32 * row))
         for weight, column in operands:
@@ -117,9 +120,9 @@ def add_group(
 ) -> Any:
     """totals[t] (f32x16) plus the group's share for every row t.
 
-    tile, scales: addresses of the tile and its 16 fp16 scales; table: address of 64 bytes of entries + 128, then 64 bytes
-    of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its int32 -z sum(q), with
-    the other rows' right behind.
+    tile, scales: addresses of the tile and its 16 fp16 scales; table: address of 64 bytes of entries + 128, then 64
+    bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its int32
+    -z sum(q), with the other rows' right behind.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

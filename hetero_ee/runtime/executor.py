@@ -21,7 +21,7 @@ class Executor:
         self.spec = spec
         self.blocks = decoder_blocks(spec)
         self.cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
-        self._weights, self._ops = weights, ops
+        self._weights, self.ops = weights, ops
 
     @torch.inference_mode()
     def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
@@ -50,10 +50,10 @@ class Executor:
         for block in self.blocks:
             if block.kind is BlockKind.FINAL_NORM:
                 hidden = self._norm(block, hidden)
-        return self._ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
+        return self.ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
 
     def _embed(self, block: Block, rows: Rows) -> Tensor:
-        hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)
+        hidden = self.ops.embed(self._matrix(block, "tokens"), rows.token_ids)
         positions = self._vector(block, "positions")
         if positions is None:
             return hidden
@@ -61,7 +61,7 @@ class Executor:
         return hidden + positions[torch.tensor(rows.positions) + offset]
 
     def _attend(self, block: Block, hidden: Tensor, rows: Rows) -> Tensor:
-        spec, ops, layer = self.spec, self._ops, block.layer
+        spec, ops, layer = self.spec, self.ops, block.layer
         assert layer is not None
         qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
         queries, keys, values = (
@@ -80,15 +80,13 @@ class Executor:
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
         first = "gate_up" if self.spec.gated else "up"
         normed = self._norm(block, hidden)
-        inner = self._ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
-        active = self._ops.activate(inner, self.spec)
-        return self._ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
+        inner = self.ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
+        active = self.ops.activate(inner, self.spec)
+        return self.ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
         spec = self.spec
-        return self._ops.norm(
-            x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps
-        )
+        return self.ops.norm(x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps)
 
     def _matrix(self, block: Block, short: str) -> Weight:
         return self._weights.matrices[block.tensors[short].name]

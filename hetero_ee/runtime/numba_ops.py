@@ -9,8 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_ee.config import Progress
 from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight, Weight
+
+COMPILING = "Compiling the CPU kernels"
 
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.matmul import TileMatrix
@@ -39,7 +43,7 @@ class NumbaOps(TorchOps):
         import numba
 
         folder = kernel_cache_folder(cache)
-        self.is_first_use = not folder.exists()
+        self._is_first_use = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         numba.config.CACHE_DIR = str(folder)  # before the kernels' modules are imported: they look once
         from hetero_ee_cpu_ops.matmul import Matmul
@@ -55,6 +59,17 @@ class NumbaOps(TorchOps):
             return super().linear(x, weight, bias)
         product = torch.from_numpy(self._matmul(_contiguous(x), self._matrix(weight)))[:, : weight.n_rows]
         return product if bias is None else product + bias
+
+    def prepare(self, weights: ModelWeights, progress: Progress | None = None) -> None:
+        """Compiles the kernels these weights need, or loads them from the disk."""
+        tiles = [weight for weight in weights.matrices.values() if isinstance(weight, TileWeight)]
+        kinds = sorted({self._matrix(weight).kind for weight in tiles})
+        for n_done, kind in enumerate(kinds):
+            if progress and self._is_first_use:
+                progress(COMPILING, n_done, len(kinds))
+            self._matmul.compile(kind)
+        if progress and self._is_first_use:
+            progress(COMPILING, len(kinds), len(kinds))
 
     def close(self) -> None:
         """Ends the threads."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hetero_ee.config import Progress
 from hetero_ee.errors import StoreError
 from hetero_ee.models.blocks import TensorRole, TensorSpec
 from hetero_ee.models.hf_config import read_config_file
@@ -23,7 +24,7 @@ from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_VERSION, W
 from hetero_ee.weights.store import StoreWriter, copied_files, is_store
 
 SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
-Progress = Callable[[str, int, int], None]  # (what, weights done, weights in all)
+CONVERTING = "Converting to int4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def convert(
             _write_tensor(writer, checkpoint, tensor, quantization, workers)
             n_done += tensor.n_elements
             if progress:
-                progress(tensor.name, n_done, n_weights)
+                progress(CONVERTING, n_done, n_weights)
         return writer.finish(folder, quantization.matrices, quantization.vocabulary, _provenance(folder, checkpoint))
 
 

@@ -15,11 +15,6 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
 
 
-def available_memory_bytes() -> int:
-    """Memory that could be used now without swapping, in bytes."""
-    return int(psutil.virtual_memory().available)
-
-
 def physical_core_count() -> int:
     """Cores this process may use, counting two hardware threads of one core as one; at least 1."""
     usable = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
