@@ -11,6 +11,10 @@ feature takes the block's values in order of position.
 Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (n_layers, n_kv_heads, capacity, d)
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
 features) fp32, heads side by side from `first` on. Any d; 1 <= n_heads / n_kv_heads <= 128.
+
+One row, 32 heads of 128 over 8 key heads, fp16, one thread (Zen 5, AVX-512, Nov 2026): 7.8 us at 16 positions, 106 us
+at 512, 455 us at 2048 (18 GB/s of cache). A work item is a row and a key head, so one row of a model with one key head
+stays on one thread.
 """
 
 from math import sqrt
@@ -19,6 +23,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from hetero_ee_cpu_ops.atomics import call_chunk
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, DTYPES, KEYS, POSITION
 from hetero_ee_cpu_ops.simd import zeros
@@ -228,20 +233,31 @@ def _item(arguments: int, index: int, element: Any) -> None:
         _finish(target + 4 * number * head_dim, read_float(states + 8 * number + 4), head_dim)
 
 
-@njit(cache=True)
+def _chunk_fp32(arguments: int, index: int) -> None:
+    _item(arguments, index, F32)
+
+
+def _chunk_fp16(arguments: int, index: int) -> None:
+    _item(arguments, index, HALF)
+
+
+def _chunk_int8(arguments: int, index: int) -> None:
+    _item(arguments, index, BYTE)
+
+
+CHUNKS = {"fp32": Chunk(_chunk_fp32), "fp16": Chunk(_chunk_fp16), "int8": Chunk(_chunk_int8)}
+
+
+@entry(
+    types.int64(
+        types.int64, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
+        array_out(types.float32, 2), *[types.int64] * 5, types.boolean,
+    )
+)  # fmt: skip
 def _enter(
-    arguments: Any,
-    queries: Any,
-    places: Any,
-    out: Any,
-    first: int,
-    layer: int,
-    n_kv_heads: int,
-    head_dim: int,
-    window: int,
-    alone: bool,
-    element: Any,
-) -> int:
+    function: int, arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int,
+    head_dim: int, window: int, alone: bool,
+) -> int:  # fmt: skip
     """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
@@ -270,57 +286,8 @@ def _enter(
     if not alone:
         return m * n_kv_heads
     for index in range(m * n_kv_heads):
-        _item(address, index, element)
+        call_chunk(function, address, index)
     return 0
-
-
-SIGNATURE = types.int64(
-    array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2), array_out(types.float32, 2),
-    *[types.int64] * 5, types.boolean,
-)  # fmt: skip
-
-
-@entry(SIGNATURE)
-def _enter_fp32(
-    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
-    window: int, alone: bool,
-) -> int:  # fmt: skip
-    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, F32)
-
-
-@entry(SIGNATURE)
-def _enter_fp16(
-    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
-    window: int, alone: bool,
-) -> int:  # fmt: skip
-    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, HALF)
-
-
-@entry(SIGNATURE)
-def _enter_int8(
-    arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int, head_dim: int,
-    window: int, alone: bool,
-) -> int:  # fmt: skip
-    return _enter(arguments, queries, places, out, first, layer, n_kv_heads, head_dim, window, alone, BYTE)
-
-
-def _chunk_fp32(arguments: int, index: int) -> None:
-    _item(arguments, index, F32)
-
-
-def _chunk_fp16(arguments: int, index: int) -> None:
-    _item(arguments, index, HALF)
-
-
-def _chunk_int8(arguments: int, index: int) -> None:
-    _item(arguments, index, BYTE)
-
-
-FUNCTIONS = {
-    "fp32": (_enter_fp32, Chunk(_chunk_fp32)),
-    "fp16": (_enter_fp16, Chunk(_chunk_fp16)),
-    "int8": (_enter_int8, Chunk(_chunk_int8)),
-}
 
 
 class Attention:
@@ -344,7 +311,7 @@ class Attention:
             kind,
         )
         self._team, self._alone = team, team is None
-        self._enter, self._chunk = FUNCTIONS[kind]
+        self._chunk = CHUNKS[kind]
 
     def attend(
         self, queries: Any, places: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
@@ -359,7 +326,7 @@ class Attention:
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
         call = (queries, places, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._alone)
-        status = self._enter(NO_ARGUMENTS, *call)
+        status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(
                 f"queries {queries.shape} from feature {first}, places {places.shape} and out {out.shape} don't fit "
@@ -367,6 +334,6 @@ class Attention:
             )
         if status > 0 and self._team is not None:
             arguments = np.empty(N_ARGUMENTS, np.int64)
-            self._enter(arguments, *call)
+            _enter(self._chunk.address, arguments, *call)
             self._team.run(self._chunk.address, arguments, status)
         return out

@@ -5,6 +5,7 @@ asking NumPy takes 0.1 us for each question); shapes are checked in the compiled
 """
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,30 +36,34 @@ class Entry:
 
     def __call__(self, *arguments: Any) -> int:
         """Raises ValueError where an array's dtype, dimensions or layout differ from the signature's."""
+        compiled = self._compiled
+        if compiled is None:
+            compiled = self._compiled = njit([self._signature], cache=True)(self._function)
         try:
-            return self._compiled(*arguments)
+            return compiled(*arguments)
         except TypeError:
-            if self._compiled is None:
-                self._compiled = njit([self._signature], cache=True)(self._function)
-                return self(*arguments)
             given = ", ".join(_described(argument) for argument in arguments)
             raise ValueError(f"arguments ({given}) don't fit {self._signature}.") from None
 
 
 class Chunk:
-    """A void(address of int64 arguments, chunk index) for Team.run."""
+    """A void(address of int64 arguments, chunk index), for Team.run or atomics.call_chunk."""
 
-    __slots__ = ("_compiled", "_function")
+    __slots__ = ("_address", "_compiled", "_compiling", "_function")
 
     def __init__(self, function: Callable[[int, int], None]) -> None:
-        self._function = function
-        self._compiled: Any = None
+        self._function, self._address = function, 0
+        self._compiled: Any = None  # owns the code at the address
+        self._compiling = Lock()
 
     @property
     def address(self) -> int:
-        if self._compiled is None:
-            self._compiled = cfunc(types.void(types.intp, types.intp), cache=True)(self._function)
-        return self._compiled.address
+        if self._address == 0:
+            with self._compiling:  # the first caller's code must not be replaced while it runs
+                if self._address == 0:
+                    self._compiled = cfunc(types.void(types.intp, types.intp), cache=True)(self._function)
+                    self._address = int(self._compiled.address)
+        return self._address
 
 
 def entry(signature: Any) -> Callable[[Callable[..., int]], Entry]:

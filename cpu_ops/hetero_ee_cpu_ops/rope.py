@@ -7,7 +7,7 @@ x[i + n/2] <- x[i + n/2] cos(p f_i) + x[i] sin(p f_i)         i < n/2, p the row
 Layout: x (m, features) contiguous; heads lie side by side from feature `first` on. Queries and keys that lie side by
 side are turned by one call. Cosines and sines come from a table by position, computed once in float64 from the fp32
 angle, so that a position's bits never depend on the batch or on when the table grew. Positions 0..2^24-1 (fp32 angles
-are exact to there). 40 heads of 128, m = 1: 0.75 us in all (Zen 5, one thread, Nov 2026).
+are exact to there). 40 heads of 128, m = 1: 0.8 us in all (Zen 5, one thread, Nov 2026).
 """
 
 import threading

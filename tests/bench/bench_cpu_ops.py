@@ -2,10 +2,10 @@
 
     python tests/bench/bench_cpu_ops.py [--json] [--quick]
 
-read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time of m
-rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All threads at
-the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled for AVX2 only.
-overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
+read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time
+of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All
+threads at the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled
+for AVX2 only. overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
 Every figure is the median of its repeats; run it on a quiet machine.
 """
 
@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from hetero_ee_profiles.process import physical_core_count
 
 SHAPE = (11008, 4096)
 CYCLE_BYTES = 600_000_000
 ROWS = (1, 2, 4, 8, 16)
-KINDS = {"linear": tuple(range(-8, 8)), "codebook": (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)}
+KINDS = {
+    "linear": tuple(range(-8, 8)),
+    "codebook": (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113),
+}
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+lzcnt,+cx16"
 
 
@@ -168,7 +172,9 @@ def overhead_us_per_layer(cache: Path) -> float:
 def in_child_for_avx2(arguments: argparse.Namespace) -> dict[str, Any]:
     environment = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
     flags = ["--kernels-only", "--threads", str(arguments.threads), *(["--quick"] if arguments.quick else [])]
-    done = subprocess.run([sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True
+    )
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
 

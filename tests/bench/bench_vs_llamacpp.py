@@ -3,9 +3,10 @@
     pip install -e ".[bench]" && python tests/bench/bench_vs_llamacpp.py [--json] [--layers 8] [--repeats 9]
 
 Llama-2-7B's layer shapes, 8 layers, 32,000 tokens, every matrix at 4.5 bits a weight (theirs Q4_0, ours codebook tiles,
-head and embedding too), fp32 KV cache in ours and fp16 in theirs. A step is a whole pass: m tokens of one sequence behind
-a context of 16, logits for all of them (for the prompt's last token in prefill). Ratios are their median time over ours,
-both measured in turn in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is installed on.
+head and embedding too), fp32 KV cache in ours and fp16 in theirs. A step is a whole pass: m tokens of one sequence
+behind a context of 16, logits for all of them (for the prompt's last token in prefill). Ratios are their median time
+over ours, both measured in turn in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is
+installed on.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hetero_ee_profiles.process import physical_core_count
 
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -30,6 +30,7 @@ from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import padded_shape
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.process import physical_core_count
 
 CONTEXT = 16
 PREFILL_TOKENS = 128

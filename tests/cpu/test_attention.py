@@ -178,6 +178,19 @@ def test_what_a_row_does_not_see_does_not_matter():
         assert_same_bits(case.attend(caches, [0]), before)
 
 
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_window_moves_no_block_s_edge(kind):
+    """Positions before the window, made to weigh exactly 0, may as well be seen: the blocks are the same."""
+    rng = np.random.default_rng(4)
+    for position, window in ((149, 30), (149, 64), (149, 101), (140, 1), (63, 10)):
+        text = rng.normal(size=(150, 2 * 24)).astype(np.float32)
+        query = rng.normal(size=(1, 3 + 24)).astype(np.float32)
+        text[: position + 1 - window, :24] = -1000 * query[0, 3:]  # a score far below the others'
+        case = Case(kind, 1, 1, 24, window, [text], [(0, position)], query)
+        caches = case.caches(spare=0)
+        assert_same_bits(case.attend(caches), case.attend(caches, window=None))
+
+
 def test_matches_the_torch_reference():
     rng = np.random.default_rng(0)
     for n_heads, n_kv_heads, head_dim, window in ((8, 2, 64, None), (6, 6, 20, 7), (9, 3, 128, None), (8, 1, 12, 1)):

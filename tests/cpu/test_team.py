@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba import cfunc, types
+
 from hetero_ee_cpu_ops.atomics import add
 from hetero_ee_cpu_ops.simd import word
 from hetero_ee_cpu_ops.team import SPINS, Team
-from numba import cfunc, types
 
 
 @pytest.fixture(scope="module")
