@@ -18,14 +18,14 @@ from hetero_ee.errors import HeteroError, ModelError, StoreError, UsageError, sh
 from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.numba_ops import NumbaOps
-from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.conversion import Quantization, cached_store, convert
 from hetero_ee.weights.manifest import read_manifest
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 from hetero_ee.weights.store import is_store, open_store
+from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.process import physical_core_count
 
 UNQUANTIZED = "none"
@@ -76,9 +76,7 @@ class Engine:
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         weights, made_by = _load_weights(folder, spec, quantizer, threads, progress)
-        ops = TorchOps() if made_by == UNQUANTIZED else NumbaOps(threads, cache_folder())
-        ops.prepare(weights, progress)
-        executor = Executor(spec, weights, ops, _context_tokens(spec, context_tokens))
+        executor = _executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
         return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, made_by)
 
     @property
@@ -128,7 +126,7 @@ class Engine:
     def close(self) -> None:
         """Frees the weights and ends the threads. Closing twice does nothing."""
         if self._executor is not None:
-            self._executor.ops.close()
+            self._executor.close()
         self._executor = None
 
     def __enter__(self) -> Self:
@@ -242,6 +240,20 @@ def _load_weights(
             raise
     shutil.rmtree(target)  # a damaged store of our own making: what it was made from is still there
     return opened(), quantizer
+
+
+def _executor(
+    spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, progress: Progress | None
+) -> Executor:
+    """The CPU kernels for weights in tiles, the reference for others."""
+    if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
+        return Executor(spec, weights, max_tokens)
+    is_first_use = use_kernel_cache(cache_folder())
+    from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
+
+    executor = CpuExecutor(spec, weights, max_tokens, threads)
+    executor.prepare(progress if is_first_use else None)
+    return executor
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def main() -> None:
     n_tokens = sum(len(window) - 1 for window in windows)
     n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
     checkpoint = Checkpoint(arguments.model, spec)
-    exact = Executor(spec, load_dense(checkpoint), BatchedTorchOps(), arguments.window)
+    exact = Executor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     rows = [measure(checkpoint, quantization, exact, windows, n_text_bytes) for quantization in CANDIDATES]
     if not arguments.json:
         print_table(rows, n_tokens)
@@ -86,7 +86,7 @@ def measure(
     checkpoint: Checkpoint, quantization: Quantization, exact: Executor, windows: list[list[int]], n_text_bytes: int
 ) -> Quality:
     weights = quantized(checkpoint, quantization)
-    executor = Executor(exact.spec, expanded(weights), BatchedTorchOps(), exact.cache.max_tokens)
+    executor = Executor(exact.spec, expanded(weights), exact.cache.max_tokens, BatchedTorchOps())
     kl = same = nats = exact_nats = 0.0
     n_tokens = 0
     for window in windows:

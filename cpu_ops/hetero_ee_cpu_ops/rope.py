@@ -62,9 +62,13 @@ def _turn(x: Any, positions: Any, table: Any, first: int, n_heads: int, head_dim
 
 
 class Rope:
-    """One model's rotation. inverse_frequencies: radians per position of each pair. Safe to share between threads."""
+    """One model's rotation. inverse_frequencies: radians per position of each pair; magnitude: factor of cos and sin.
 
-    def __init__(self, inverse_frequencies: Sequence[float]) -> None:
+    Safe to share between threads.
+    """
+
+    def __init__(self, inverse_frequencies: Sequence[float], magnitude: float = 1.0) -> None:
+        self._magnitude = magnitude
         self._frequencies = np.array(inverse_frequencies, np.float32)
         self._table = np.empty((0, 2, len(inverse_frequencies)), np.float32)
         self._growing = threading.Lock()
@@ -93,4 +97,4 @@ class Rope:
             end = max(n_positions, 2 * covered, FIRST_POSITIONS)
             angles = np.arange(covered, end, dtype=np.float32)[:, None] * self._frequencies
             turns = np.stack([np.cos(angles, dtype=np.float64), np.sin(angles, dtype=np.float64)], axis=1)
-            self._table = np.concatenate([self._table, turns.astype(np.float32)])
+            self._table = np.concatenate([self._table, (turns * self._magnitude).astype(np.float32)])

@@ -15,13 +15,16 @@ from hetero_ee.weights.weight import Weight
 
 
 class Executor:
-    """Runs one model on the CPU. `cache` holds the sequences; open them there before their first rows."""
+    """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: TorchOps, max_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: TorchOps | None = None) -> None:
         self.spec = spec
         self.blocks = decoder_blocks(spec)
         self.cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
-        self._weights, self.ops = weights, ops
+        self._weights, self._ops = weights, ops or TorchOps()
+
+    def close(self) -> None:
+        """Ends what the executor keeps running: here nothing."""
 
     @torch.inference_mode()
     def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
@@ -50,10 +53,10 @@ class Executor:
         for block in self.blocks:
             if block.kind is BlockKind.FINAL_NORM:
                 hidden = self._norm(block, hidden)
-        return self.ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
+        return self._ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
 
     def _embed(self, block: Block, rows: Rows) -> Tensor:
-        hidden = self.ops.embed(self._matrix(block, "tokens"), rows.token_ids)
+        hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)
         positions = self._vector(block, "positions")
         if positions is None:
             return hidden
@@ -61,7 +64,7 @@ class Executor:
         return hidden + positions[torch.tensor(rows.positions) + offset]
 
     def _attend(self, block: Block, hidden: Tensor, rows: Rows) -> Tensor:
-        spec, ops, layer = self.spec, self.ops, block.layer
+        spec, ops, layer = self.spec, self._ops, block.layer
         assert layer is not None
         qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
         queries, keys, values = (
@@ -80,13 +83,15 @@ class Executor:
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
         first = "gate_up" if self.spec.gated else "up"
         normed = self._norm(block, hidden)
-        inner = self.ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
-        active = self.ops.activate(inner, self.spec)
-        return self.ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
+        inner = self._ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
+        active = self._ops.activate(inner, self.spec)
+        return self._ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
         spec = self.spec
-        return self.ops.norm(x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps)
+        return self._ops.norm(
+            x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps
+        )
 
     def _matrix(self, block: Block, short: str) -> Weight:
         return self._weights.matrices[block.tensors[short].name]

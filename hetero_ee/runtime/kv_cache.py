@@ -88,6 +88,11 @@ class KvCache:
         held = self._sequences[sequence]
         return held.keys[layer, :, first:end], held.values[layer, :, first:end]
 
+    def storage(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a sequence, (n_layers, n_kv_heads, capacity, head_dim); valid until the next admit."""
+        held = self._sequences[sequence]
+        return held.keys, held.values
+
     @property
     def n_bytes(self) -> int:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._sequences.values())

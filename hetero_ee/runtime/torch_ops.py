@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_ee.config import Progress
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
-from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
@@ -25,12 +23,6 @@ UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads
 
 class TorchOps:
     """x is (m, features), one row a token. Nothing is changed in place but the KV cache."""
-
-    def prepare(self, weights: ModelWeights, progress: Progress | None = None) -> None:
-        """Does beforehand what the first pass over these weights would wait for: here nothing."""
-
-    def close(self) -> None:
-        """Ends what the operations keep running: here nothing."""
 
     def embed(self, weight: Weight, token_ids: tuple[int, ...]) -> Tensor:
         """(m,) -> (m, hidden)."""

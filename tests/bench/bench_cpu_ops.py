@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee_profiles.process import physical_core_count
 
 SHAPE = (11008, 4096)
@@ -48,17 +49,10 @@ def main() -> None:
         document = measure(arguments.threads, passes)
         document["one_thread"] = measure(1, passes)
         if not arguments.kernels_only:
-            document["overhead_us_per_layer"] = overhead_us_per_layer(Path(cache))
+            document["overhead_us_per_layer"] = overhead_us_per_layer()
             document["avx2"] = in_child_for_avx2(arguments)
     print_tables(document)
     print(json.dumps(document))
-
-
-def use_kernel_cache(cache: Path) -> None:
-    """Kernels compile into a folder of this run."""
-    import numba
-
-    numba.config.CACHE_DIR = str(cache / "kernels")
 
 
 def measure(threads: int, passes: int) -> dict[str, Any]:
@@ -127,14 +121,13 @@ def median_s(action: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def overhead_us_per_layer(cache: Path) -> float:
+def overhead_us_per_layer() -> float:
     """Time of a decode step that is not reading weights: 64 layers of width 64, one row, context 16."""
     import torch
 
     from hetero_ee.models.blocks import all_tensors, decoder_blocks
     from hetero_ee.models.spec import ModelSpec
-    from hetero_ee.runtime.executor import Executor
-    from hetero_ee.runtime.numba_ops import NumbaOps
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
     from hetero_ee.runtime.rows import Rows
     from hetero_ee.weights.model_weights import ModelWeights, is_quantized
     from hetero_ee.weights.quantizers import RoundToNearest
@@ -157,7 +150,7 @@ def overhead_us_per_layer(cache: Path) -> float:
             weights.matrices[tensor.name] = RoundToNearest().quantize(values)
         else:
             weights.vectors[tensor.name] = values
-    executor = Executor(spec, weights, NumbaOps(1, cache), 64)
+    executor = CpuExecutor(spec, weights, 64, 1)
     executor.cache.open(0)
     executor.hidden(Rows.of_sequence(0, 0, list(range(16))))
 

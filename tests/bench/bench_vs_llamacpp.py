@@ -25,7 +25,7 @@ import torch
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.numba_ops import NumbaOps
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import padded_shape
@@ -48,11 +48,12 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = llama_spec(arguments.layers)
     with tempfile.TemporaryDirectory() as folder:
+        use_kernel_cache(Path(folder))
         file = Path(folder) / "random.gguf"
         write_gguf(spec, file)
         weights = random_weights(spec)
-        document = compare(spec, weights, file, arguments.threads, arguments.repeats, Path(folder))
-        document["one_thread"] = compare(spec, weights, file, 1, arguments.repeats, Path(folder))
+        document = compare(spec, weights, file, arguments.threads, arguments.repeats)
+        document["one_thread"] = compare(spec, weights, file, 1, arguments.repeats)
     print_table(document)
     print(json.dumps(document))
 
@@ -72,12 +73,12 @@ def llama_spec(n_layers: int) -> ModelSpec:
     )
 
 
-def compare(
-    spec: ModelSpec, weights: ModelWeights, file: Path, threads: int, repeats: int, cache: Path
-) -> dict[str, Any]:
+def compare(spec: ModelSpec, weights: ModelWeights, file: Path, threads: int, repeats: int) -> dict[str, Any]:
     """Median times of each step, the two engines alternating."""
-    ops = NumbaOps(threads, cache)
-    engines = {"ours": our_steps(Executor(spec, weights, ops, 512)), "theirs": their_steps(file, threads)}
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
+
+    executor = CpuExecutor(spec, weights, 512, threads)
+    engines = {"ours": our_steps(executor), "theirs": their_steps(file, threads)}
     document: dict[str, Any] = {"threads": threads}
     for name, m in STEPS.items():
         times: dict[str, list[float]] = {engine: [] for engine in engines}
@@ -89,7 +90,7 @@ def compare(
         medians = {engine: statistics.median(values) for engine, values in times.items()}
         document[f"{name}_ratio"] = medians["theirs"] / medians["ours"]
         document[f"{name}_s"] = medians
-    ops.close()
+    executor.close()
     return document
 
 

@@ -21,7 +21,7 @@ PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]  # longer than the w
 
 def executor_of(folder: Path, ops: TorchOps | None = None) -> Executor:
     spec = ModelSpec.from_hf(folder)
-    return Executor(spec, load_dense(Checkpoint(folder, spec)), ops or TorchOps(), spec.max_context_tokens)
+    return Executor(spec, load_dense(Checkpoint(folder, spec)), spec.max_context_tokens, ops)
 
 
 def greedy(executor: Executor, prompts: list[list[int]], n_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:

@@ -1,0 +1,167 @@
+"""The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one team.
+
+It computes what `Executor` computes, with each residual added inside the norm that follows it. A row's bits depend on
+that row and its sequence alone, as the reference's do.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.config import Progress
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
+from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
+from hetero_ee_cpu_ops.places import SequenceCache, place_rows
+from hetero_ee_cpu_ops.rope import Rope
+from hetero_ee_cpu_ops.team import Team
+
+COMPILING = "Compiling the CPU kernels"
+KV_KIND = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A matrix in tiles with its bias, None or fp32 (N,)."""
+
+    matrix: TileMatrix
+    n_rows: int
+    bias: Any
+
+
+class CpuExecutor(Executor):
+    """Runs one model whose matrices are all in tiles. threads: 1 or more. close() ends them."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int) -> None:
+        super().__init__(spec, weights, max_tokens)
+        self._team = Team(threads)
+        self._matmul = Matmul(self._team)
+        shape = (spec.n_layers, spec.n_kv_heads, spec.head_dim)
+        self._cache_shape = shape
+        self._kv_write = KvWrite(*shape, KV_KIND)
+        self._attention = Attention(spec.n_layers, spec.n_heads, *shape[1:], KV_KIND, self._team)
+        self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
+        self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compiles what the first token needs, or loads it from the disk, by one pass over one token."""
+        kinds = sorted({linear.matrix.kind for linear in self._linears.values()})
+        for n_done, kind in enumerate(kinds):
+            if progress:
+                progress(COMPILING, n_done, len(kinds) + 1)
+            self._matmul.compile(kind)
+        sequence = self.cache.open_new()
+        if progress:
+            progress(COMPILING, len(kinds), len(kinds) + 1)
+        self.hidden(Rows.of_sequence(sequence, 0, [0]))
+        self.cache.close(sequence)
+        if progress:
+            progress(COMPILING, len(kinds) + 1, len(kinds) + 1)
+
+    def close(self) -> None:
+        self._team.close()
+
+    def hidden(self, rows: Rows) -> Tensor:
+        """See Executor.hidden."""
+        self.cache.admit(rows)
+        positions = np.array(rows.positions, np.int64)
+        places = self._places(rows)
+        x, delta = self._embedded(rows), None
+        for block in self.blocks:
+            if block.kind is BlockKind.ATTENTION:
+                delta = self._attended(block, self._normed(block, x, delta), positions, places)
+            elif block.kind is BlockKind.FFN:
+                delta = self._fed_forward(block, self._normed(block, x, delta))
+        return torch.from_numpy(x if delta is None else x + delta)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See Executor.head."""
+        x = np.ascontiguousarray(hidden.numpy())
+        if self.blocks[-2].kind is BlockKind.FINAL_NORM:
+            x = self._normed(self.blocks[-2], x, None)
+        return torch.from_numpy(self._multiplied(x, self.blocks[-1], "tokens"))
+
+    def _places(self, rows: Rows) -> Any:
+        """Where each row's keys and values lie, for all layers."""
+        caches = {
+            sequence: SequenceCache(*(part.numpy() for part in self.cache.storage(sequence)))
+            for sequence in set(rows.sequences)
+        }
+        return place_rows([caches[s] for s in rows.sequences], rows.positions, self._cache_shape, KV_KIND)
+
+    def _embedded(self, rows: Rows) -> Any:
+        block, ids = self.blocks[0], np.array(rows.token_ids, np.int64)
+        weight = self._weights.matrices[block.tensors["tokens"].name]
+        assert isinstance(weight, TileWeight)
+        tiles, scales = weight.tiles.numpy(), weight.scales.numpy().view(np.uint16)
+        if weight.codebook is None:
+            x = embed_int8(tiles, scales, 2.0**weight.exponent, weight.shape, ids)
+        else:
+            codebook = np.array(weight.codebook, np.int8)
+            x = embed_int4(tiles, scales, 2.0**weight.exponent, codebook, weight.shape, ids)
+        if "positions" in block.tensors:
+            offset = self.spec.learned_position_offset or 0
+            x += self._vectors[block.tensors["positions"].name][np.array(rows.positions) + offset]
+        return x
+
+    def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
+        spec, layer = self.spec, block.layer
+        assert layer is not None
+        qkv = self._multiplied(normed, block, "qkv")
+        if spec.qk_norm:
+            query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
+            rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
+            rms_norm_heads(qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
+        if self._rope:
+            self._rope.turn(qkv, positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+        self._kv_write.write(qkv, places, layer, spec.query_size, spec.query_size + spec.kv_size)
+        attended = self._attention.attend(qkv, places, layer, spec.sliding_windows[layer])
+        return self._multiplied(attended, block, "output")
+
+    def _fed_forward(self, block: Block, normed: Any) -> Any:
+        spec = self.spec
+        inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
+        kind, threshold = spec.activation, spec.activation_threshold
+        active = activate(inner, kind, gated=spec.gated, threshold=threshold, team=self._team)
+        return self._multiplied(active, block, "down")
+
+    def _normed(self, block: Block, x: Any, delta: Any) -> Any:
+        """The block's norm of x; first adds delta, the block before's output, to x."""
+        scale, eps = self._vector(block, "norm"), self.spec.norm_eps
+        if self.spec.norm == "layer":
+            return layer_norm(x, scale, self._vector(block, "norm_bias"), eps, delta=delta)
+        return rms_norm(x, scale, eps, delta=delta)
+
+    def _vector(self, block: Block, short: str) -> Any:
+        tensor = block.tensors.get(short)
+        return None if tensor is None else self._vectors[tensor.name]
+
+    def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        """x W^T + bias, fp32 (m, N), contiguous."""
+        linear = self._linears[block.tensors[short].name]
+        product = self._matmul(x, linear.matrix)
+        if product.shape[1] != linear.n_rows:
+            product = np.ascontiguousarray(product[:, : linear.n_rows])
+        if linear.bias is not None:
+            product += linear.bias
+        return product
+
+    def _linear(self, name: str, weight: Any) -> _Linear:
+        if not isinstance(weight, TileWeight):
+            raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
+        matrix = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+        bias = self._weights.vectors.get(f"{name}_bias")
+        return _Linear(matrix, weight.n_rows, None if bias is None else bias.numpy())

@@ -1,0 +1,90 @@
+"""The CPU kernels behind the executor: near the fp32 reference on the same int4 weights, and exact among themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.quantizers import quantizer_named
+from tests.e2e.test_families import PROMPT, greedy
+from tests.families import FAMILIES, random_model, save_checkpoint
+
+INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 products of 3e-5 each, and their spread
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, ModelWeights]:
+    """A random model of each family in int4, matrices and vocabulary by every kind of tile in turn."""
+    folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
+    spec = ModelSpec.from_hf(folder)
+    kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][sorted(FAMILIES).index(request.param) % 3]
+    return spec, tiled(spec, Checkpoint(folder, spec), *kinds)
+
+
+def tiled(spec: ModelSpec, checkpoint: Checkpoint, matrices: str, vocabulary: str) -> ModelWeights:
+    weights = ModelWeights({}, {})
+    for tensor in checkpoint.tensors():
+        values = checkpoint.tensor(tensor.name)
+        if is_quantized(tensor.role):
+            kind = vocabulary if tensor.role.value == "vocabulary" else matrices
+            weights.matrices[tensor.name] = quantizer_named(kind).quantize(values)
+        else:
+            weights.vectors[tensor.name] = values
+    return weights
+
+
+def cpu_executor(family: tuple[ModelSpec, ModelWeights], threads: int = 1) -> Any:
+    import os
+
+    use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
+
+    return CpuExecutor(*family, 160, threads)
+
+
+def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tuple[ModelSpec, ModelWeights]) -> None:
+    logits = []
+    for executor in (cpu_executor(family), Executor(*family, 160, BatchedTorchOps())):
+        executor.cache.open(0)
+        logits.append(executor.logits(Rows.of_sequence(0, 0, PROMPT), range(len(PROMPT))))
+    assert (logits[0] - logits[1]).square().sum() <= INT8_ACTIVATIONS * logits[1].square().sum()
+
+
+def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[ModelSpec, ModelWeights]) -> None:
+    prompts = [PROMPT, PROMPT[:1], PROMPT[3:9]]
+    together, batched_steps = greedy(cpu_executor(family, threads=3), prompts, 12)
+    for sequence, prompt in enumerate(prompts):
+        alone, steps = greedy(cpu_executor(family), [prompt], 12)
+        assert together[sequence] == alone[0]
+        for batched, single in zip(batched_steps, steps, strict=True):
+            assert torch.equal(batched[sequence], single[0])
+    chunked = cpu_executor(family)
+    chunked.cache.open(0)
+    chunked.hidden(Rows.of_sequence(0, 0, PROMPT[:5]))
+    last = chunked.logits(Rows.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6])
+    assert torch.equal(last[0], batched_steps[0][0])
+
+
+def test_truncating_rolls_back_exactly(family: tuple[ModelSpec, ModelWeights]) -> None:
+    executor = cpu_executor(family)
+    executor.cache.open(0)
+    executor.hidden(Rows.of_sequence(0, 0, PROMPT))
+    expected = executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0])
+    executor.hidden(Rows.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]))
+    executor.cache.truncate(0, len(PROMPT))
+    assert torch.equal(executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0]), expected)
+
+
+def test_dense_weights_are_refused(family: tuple[ModelSpec, ModelWeights]) -> None:
+    from hetero_ee.weights.model_weights import expanded
+
+    with pytest.raises(TypeError, match="multiply tiles"):
+        cpu_executor((family[0], expanded(family[1])))
