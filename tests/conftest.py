@@ -1,6 +1,7 @@
 """What all tests share: nobody's real cache is touched, property tests repeat themselves, and where models lie."""
 
 import io
+import os
 import shutil
 import signal
 import sys
@@ -26,10 +27,28 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.fixture(scope="session")
+def kernels(_cache_of_this_run: None) -> Path:
+    """Where all tests of a session find the CPU kernels compiled by the first that needs them."""
+    folder = Path(os.environ["HETERO_EE_CACHE_DIR"]) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, not there yet."""
+def cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, with nothing in it but a link to the kernels of this session."""
     folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, not there yet: what compiles kernels takes seconds."""
+    folder = tmp_path / "empty cache"
     monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(folder))
     return folder
 

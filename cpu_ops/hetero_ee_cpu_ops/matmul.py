@@ -35,7 +35,9 @@ CHUNK_BYTES = 2**17  # weights in a chunk: about 5 us of work, so that a late wo
 MIN_SHARED_BYTES = 2**16  # weights times rows; below, waking others costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Places in the argument array of a chunk function; quantize.py has those behind.
-TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES = range(11)
+TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(
+    12
+)
 N_ARGUMENTS = 18
 
 
@@ -43,8 +45,10 @@ N_ARGUMENTS = 18
 def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on."""
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
-    tile = word(arguments, TILES) + block * n_groups * tile_bytes
-    scales = word(arguments, SCALES) + block * n_groups * 32
+    chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
+    source = block if chosen == 0 else word(chosen, block)
+    tile = word(arguments, TILES) + source * n_groups * tile_bytes
+    scales = word(arguments, SCALES) + source * n_groups * 32
     top = row & -8
     r = min(8, word(arguments, N_ROWS) - top)  # rows side by side in this row's block of activations
     place = top * n_groups + row - top
@@ -156,13 +160,36 @@ class Matmul:
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
         """x fp32 (m, K), contiguous -> y fp32 (m, N padded to 16). Raises ValueError where x doesn't fit."""
+        return self._run(x, weight, weight.fresh_arguments(), weight.n_blocks)
+
+    def sliced(self, x: Any, weight: TileMatrix, ids: Any) -> Any:
+        """Only the outputs `ids`, int64 (c,): fp32 (m, c), with the bits the whole product gives them.
+
+        A tile's cache line holds 4 columns of 16 rows, so one row costs what its block of 16 does. Raises ValueError
+        for an id that has no row.
+        """
+        if (
+            ids.ndim != 1
+            or ids.dtype != np.int64
+            or ids.size == 0
+            or ids.min() < 0
+            or ids.max() >= weight.n_blocks * 16
+        ):
+            raise ValueError(f"ids are {ids.dtype} {ids.shape}, expected int64 (c,) of 0..{weight.n_blocks * 16 - 1}.")
+        blocks = ids >> 4
+        arguments = weight.fresh_arguments()
+        arguments[CHOSEN], arguments[N_BLOCKS] = blocks.ctypes.data, ids.size
+        product = self._run(x, weight, arguments, ids.size)
+        return product[:, np.arange(ids.size) * 16 + (ids & 15)]
+
+    def _run(self, x: Any, weight: TileMatrix, arguments: Any, n_blocks: int) -> Any:
         x = whole_groups(x, weight.n_groups)
-        out = np.empty((x.shape[0], weight.n_blocks * 16), np.float32)
+        out = np.empty((x.shape[0], n_blocks * 16), np.float32)
         workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
         functions = self._functions.get(weight.kind) or self.compile(weight.kind)
         shared = self._team.enter()
         try:
-            _multiply(x, workspace, out, weight.fresh_arguments(), *functions, shared)
+            _multiply(x, workspace, out, arguments, *functions, shared)
         finally:
             self._team.leave(shared)
         return out

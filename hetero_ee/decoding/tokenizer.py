@@ -10,7 +10,7 @@ from hetero_ee.weights.store import copied_files
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_TOKENIZER_BYTES = 100 * 2**20
 # These two names mean "tokenizer.json as it is". Going past AutoTokenizer saves 1.5 s of its imports at every start
-# (2-core Zen 4, 2026-11-21); every other class needs the auto mapping.
+# (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 

@@ -88,7 +88,7 @@ def _worker_threads(n_threads: int) -> Iterator[Workers]:
     """Threads that share the chunks of a tensor, each computing alone.
 
     torch's own threads wait for each other at the end of every operation: with one core busy elsewhere, converting the
-    demo model took 300 s with them and 7 s without (2-core Zen 4, 2026-11-21).
+    demo model took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
     """
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -99,10 +99,43 @@ def test_a_rows_bits_do_not_depend_on_batch_or_threads(kind: str) -> None:
         alone = np.concatenate([operations[0](row[None], case.matrix()) for row in case.x])
         exactly = exact[0](case.x[:4], case.matrix())
         assert np.array_equal(exactly[2:3], exact[1](case.x[2:3], case.matrix()))
-        for _ in range(60):
+        for _ in range(170):  # times 2 shapes and 3 kinds: over 1,000 cases
             chosen = random.permutation(40)[: random.integers(1, 41)]
             product = operations[random.integers(3)](np.ascontiguousarray(case.x[chosen]), case.matrix())
             assert np.array_equal(product, alone[chosen])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chosen_outputs_have_the_bits_of_the_whole_product(matmul: Matmul, kind: str) -> None:
+    case = Case.random(kind, (131, 96), 5)
+    whole = matmul(case.x, case.matrix())
+    ids = np.array([130, 0, 7, 7, 16, 15, 64], np.int64)
+    assert np.array_equal(matmul.sliced(case.x, case.matrix(), ids), whole[:, ids])
+    assert np.array_equal(matmul.sliced(case.x[3:4], case.matrix(), ids[:1]), whole[3:4, ids[:1]])
+    for wrong in (np.array([144]), np.array([-1]), np.array([], np.int64), np.array([1], np.int32), ids[None]):
+        with pytest.raises(ValueError, match="ids are"):
+            matmul.sliced(case.x, case.matrix(), wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_beside_the_output(matmul: Matmul, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every array the operation allocates lies between guard bytes that must survive."""
+    guarded, guard = [], 256
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.full(n_bytes + 2 * guard, 171, np.uint8)
+        guarded.append(memory)
+        return memory[guard : guard + n_bytes].view(dtype).reshape(shape)
+
+    for shape in SHAPES:
+        case = Case.random(kind, shape, 11)
+        expected = matmul(case.x, case.matrix())
+        with monkeypatch.context() as patch:
+            patch.setattr("hetero_ee_cpu_ops.matmul.np.empty", empty)
+            assert np.array_equal(matmul(case.x, case.matrix()), expected)
+    assert len(guarded) == 2 * len(SHAPES)
+    assert all((memory[:guard] == 171).all() and (memory[-guard:] == 171).all() for memory in guarded)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,8 @@ from hetero_ee import Engine, __version__
 from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended, refused
 from tests.families import edit_config
 
+CONVERTING, COMPILING = "Converting to int4, once ...\n", "Compiling the CPU kernels, once ...\n"
+
 # What is printed, and where.
 
 
@@ -56,26 +58,33 @@ def test_several_stop_strings(cli: Cli, tiny: Path, said: str) -> None:
     assert ended.out == said[: min(said.index(said[20:25]), said.index(said[10:12]))]
 
 
-def test_a_conversion_says_so_once(cli: Cli, tiny: Path, cache: Path) -> None:
-    arguments = ["generate", PROMPT, "-m", tiny, "-t", 1, "-n", 5, "--quantizer", "rtn"]
-    first, second = cli(*arguments), cli(*arguments)
+def test_what_takes_long_says_so_once(cli: Cli, tiny: Path, empty_cache: Path) -> None:
+    arguments = ["generate", PROMPT, "-m", tiny, "-t", 1, "-n", 5, "--quantizer"]
+    first, second = cli(*arguments, "rtn"), cli(*arguments, "rtn")
     assert first.code == second.code == 0 and first.out == second.out
-    assert re.fullmatch(r"Converting \S+ M weights to int4, once for this model\.\n" + CLOSING_LINE, first.err)
+    assert re.fullmatch(re.escape(CONVERTING + COMPILING) + CLOSING_LINE, first.err)
     assert re.fullmatch(CLOSING_LINE, second.err)
-    (store,) = cache.glob("stores/*")
-    assert cli("generate", PROMPT, "-m", store, "-t", 1, "-n", 5).out == first.out
+    (store,) = empty_cache.glob("stores/*")
+    assert sorted(path.name for path in empty_cache.iterdir()) == ["kernels", "stores"]
+    from_store = cli("generate", PROMPT, "-m", store, "-t", 1, "-n", 5)
+    assert from_store.out == first.out and re.fullmatch(CLOSING_LINE, from_store.err)
+    assert re.fullmatch(re.escape(CONVERTING) + CLOSING_LINE, cli(*arguments, "search").err)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from hetero_ee_cli.progress import conversion_progress
+def test_a_terminal_gets_a_bar_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hetero_ee_cli.progress import stage_progress
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with conversion_progress() as progress:
+    with stage_progress() as progress:
         assert capsys.readouterr() == ("", "")  # nothing before there is something to tell
-        progress("a", 1, 2)
-        progress("b", 2, 2)
+        for stage in ("Converting to int4", "Compiling the CPU kernels"):
+            progress(stage, 1, 2)
+            progress(stage, 2, 2)
     out, err = capsys.readouterr()
-    assert out == "" and "Converting to int4" in err
+    assert out == "" and "Converting to int4, once" in err and "Compiling the CPU kernels, once" in err
+    assert "100%" in err
 
 
 def test_version_and_bare_call(cli: Cli) -> None:
@@ -274,12 +283,14 @@ def test_unusable_models(
 ) -> None:
     expected = spoil(own_tiny)
     ended = cli("generate", PROMPT, "-m", own_tiny, "-t", 1, "-n", 2, "--quantizer", quantizer)
-    said = Ended(ended.code, ended.out, re.sub("^Converting .*\n", "", ended.err))
+    said = Ended(ended.code, ended.out, ended.err.removeprefix(CONVERTING))
     assert refused(said, cache) == 1
     assert expected in ended.err
 
 
-def test_a_store_of_another_version(cli: Cli, tiny: Path, tmp_path: Path, cache: Path) -> None:
+def test_a_given_store_of_another_version_is_refused_and_kept(
+    cli: Cli, tiny: Path, tmp_path: Path, cache: Path
+) -> None:
     assert cli("generate", PROMPT, "-m", tiny, "-t", 1, "-n", 2, "--quantizer", "rtn").code == 0
     (store,) = cache.glob("stores/*")
     moved = Path(shutil.move(store, tmp_path / "store"))
@@ -287,10 +298,17 @@ def test_a_store_of_another_version(cli: Cli, tiny: Path, tmp_path: Path, cache:
     (moved / "manifest.json").write_text(json.dumps(manifest | {"version": 999}))
     ended = cli("generate", PROMPT, "-m", moved, "-t", 1)
     assert refused(ended, cache) == 1
-    assert "version 999" in ended.err
+    assert "version 999" in ended.err and "delete it and convert the model again" in ended.err
+    assert json.loads((moved / "manifest.json").read_text())["version"] == 999
 
 
-def test_control_characters_in_names_do_not_reach_the_terminal(cli: Cli, tmp_path: Path, cache: Path) -> None:
-    ended = cli("generate", PROMPT, "-m", tmp_path / "two\nlines\x1b[31m")
-    assert refused(ended, cache) == 1
-    assert r"two\nlines\x1b[31m" in ended.err
+def test_control_characters_in_names_do_not_reach_the_terminal(
+    cli: Cli, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # long paths are cut
+    name = "two\nlines\x1b[31m"
+    for sentence in ("there is no folder", "is a file"):
+        ended = cli("generate", PROMPT, "-m", name)
+        assert refused(ended, cache) == 1
+        assert r"two\nlines\x1b[31m" in ended.err and sentence in ended.err
+        Path(name).touch()

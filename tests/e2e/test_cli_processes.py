@@ -130,6 +130,22 @@ def test_a_signal_in_a_conversion_leaves_nothing(demo: Path, tmp_path: Path, sen
     assert not list(cache.glob("stores/*"))
 
 
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_compilation_keeps_the_store(
+    tiny: Path, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    cache = tmp_path / "cache"
+    with started(cache, PROMPT, "-m", tiny, "--quantizer", "rtn") as process:
+        _, err = pipes(process)
+        assert err.readline() == b"Converting to int4, once ...\n"
+        assert err.readline() == b"Compiling the CPU kernels, once ...\n"
+        process.send_signal(sent)
+        out, rest = process.communicate(timeout=30)
+    assert (process.returncode, out, rest) == (code, b"", b"")
+    (store,) = cache.glob("stores/*")
+    assert (store / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize(("sent", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_during_imports_ends_the_process_at_once(sent: str, code: int) -> None:
     program = f"""

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from hetero_ee import Engine, GenerationResult, HeteroError, SamplingParams, UsageError
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
@@ -169,6 +171,17 @@ def test_sampling_params_are_defaults_for_the_changes(engine: Engine) -> None:
     assert engine.generate(PROMPT, params, max_new_tokens=4).token_ids == result.token_ids[:4]
 
 
+def test_sampling_may_be_a_hugging_face_configuration(engine: Engine) -> None:
+    values: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": 9}
+    expected = engine.generate(PROMPT, SamplingParams(9, 0.8, 20, seed=3)).token_ids
+    for sampling in (values, GenerationConfig(**values)):
+        assert engine.generate(PROMPT, sampling, seed=3).token_ids == expected
+        assert tuple(token.token_id for token in engine.stream(PROMPT, sampling, seed=3)) == expected
+    for nonsense in (0.8, "greedy", [values]):
+        with pytest.raises(UsageError, match="expected a GenerationConfig or a dict"):
+            engine.generate(PROMPT, nonsense)  # type: ignore[call-overload]
+
+
 # What is left behind.
 
 
@@ -230,6 +243,16 @@ def test_an_error_between_tokens_leaves_the_engine_usable(engine: Engine, whole:
     assert engine.generate(PROMPT, max_new_tokens=60).text == whole.text  # though the traceback still holds the stream
 
 
+def test_logits_that_are_no_numbers_end_the_text(own_tiny: Path) -> None:
+    tensors = load_file(own_tiny / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, own_tiny / "model.safetensors")
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        with pytest.raises(HeteroError, match=r"logits at position \d+ are not finite"):
+            engine.generate(PROMPT)
+        assert kv_bytes(engine) == 0
+
+
 def test_a_closed_engine_says_so(tiny: Path) -> None:
     with Engine.from_pretrained(tiny, quantizer="none", threads=1) as engine:
         pass
@@ -264,7 +287,9 @@ def test_a_long_prompt_is_read_in_chunks(engine: Engine) -> None:
 def test_unusable_prompts_are_refused(engine: Engine) -> None:
     for prompt, sentence in (
         ("", "empty"),
-        ([], "empty"),
+        ([], r"a prompt is a string, or several in a list; got \[\]\."),
+        (None, r"a prompt is a string, or several in a list; got None\."),
+        (3, r"a prompt is a string, or several in a list; got 3\."),
         ([PROMPT, ""], "empty"),
         ("bad \ud800 half", r"not valid Unicode at character 4"),
         ([PROMPT, 5], "a prompt is a string, got int"),
@@ -272,9 +297,9 @@ def test_unusable_prompts_are_refused(engine: Engine) -> None:
     ):
         with pytest.raises(UsageError, match=sentence):
             engine.generate(prompt)  # type: ignore[call-overload]
-    for prompt in ("", "\udfff"):
+    for prompt in ("", "\udfff", None, [PROMPT]):
         with pytest.raises(UsageError):
-            engine.stream(prompt)
+            engine.stream(prompt)  # type: ignore[arg-type]
     assert kv_bytes(engine) == 0
 
 

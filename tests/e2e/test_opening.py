@@ -2,30 +2,33 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, UsageError
+from hetero_ee.weights.conversion import CONVERTING
 from tests.families import edit_config, random_model, save_checkpoint
 
 PROMPT = "Once upon a time"
 
 
 class Converted:
-    """Counts conversions by their progress calls."""
+    """The progress calls of conversions."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 
-    def __call__(self, tensor: str, n_done: int, n_weights: int) -> None:
-        self.calls.append((tensor, n_done, n_weights))
+    def __call__(self, stage: str, n_done: int, n_all: int) -> None:
+        if stage == CONVERTING:
+            self.calls.append((stage, n_done, n_all))
 
 
-def tokens(folder: Path, **options: Any) -> tuple[int, ...]:
+def tokens(folder: Path, prompt: str = PROMPT, **options: Any) -> tuple[int, ...]:
     with Engine.from_pretrained(folder, threads=1, **options) as engine:
-        return engine.generate(PROMPT, max_new_tokens=20).token_ids
+        return engine.generate(prompt, max_new_tokens=20).token_ids
 
 
 def stores(cache: Path) -> list[Path]:
@@ -62,9 +65,60 @@ def test_int4_differs_from_fp32_and_the_default_is_codebook(tiny: Path, cache: P
     assert len(stores(cache)) == 2
 
 
-def test_fp32_leaves_nothing_in_the_cache(tiny: Path, cache: Path) -> None:
+def test_int4_tokens_are_the_same_for_any_threads_and_company(tiny: Path, cache: Path) -> None:
+    prompts = [PROMPT, "The", "Lily and Tom went to the park. They saw a big dog and"]
+    alone = [tokens(tiny, prompt=prompt) for prompt in prompts]
+    for threads in (1, 2, 3):
+        with Engine.from_pretrained(tiny, threads=threads) as engine:
+            together = engine.generate(prompts, max_new_tokens=20)
+        assert [result.token_ids for result in together] == alone
+
+
+def test_an_engine_names_the_quantizer_of_its_weights(tiny: Path, cache: Path) -> None:
+    for quantizer in ("none", "rtn"):
+        with Engine.from_pretrained(tiny, quantizer=quantizer, threads=1) as engine:
+            assert engine.quantizer == quantizer
+    (store,) = stores(cache)
+    for asked in ("none", "codebook"):
+        with Engine.from_pretrained(store, quantizer=asked, threads=1) as engine:
+            assert engine.quantizer == "rtn"
+
+
+def test_fp32_leaves_nothing_in_the_cache(tiny: Path, empty_cache: Path) -> None:
     tokens(tiny, quantizer="none")
-    assert not cache.exists()
+    assert not empty_cache.exists()
+
+
+def cut_short(store: Path) -> None:
+    with (store / "weights.bin").open("r+b") as file:
+        file.truncate(1000)
+
+
+def without_weights(store: Path) -> None:
+    (store / "weights.bin").unlink()
+
+
+def of_another_version(store: Path) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"version": 999}))
+
+
+def with_half_a_manifest(store: Path) -> None:
+    (store / "manifest.json").write_bytes((store / "manifest.json").read_bytes()[:100])
+
+
+@pytest.mark.parametrize("damage", [cut_short, without_weights, of_another_version, with_half_a_manifest])
+def test_a_damaged_store_in_the_cache_is_made_anew(tiny: Path, cache: Path, damage: Callable[[Path], None]) -> None:
+    said = tokens(tiny, quantizer="rtn")
+    (store,) = stores(cache)
+    damage(store)
+    assert "store" in refusal(store)  # a folder the user gave is not the engine's to replace
+    repaired, afterwards = Converted(), Converted()
+    assert tokens(tiny, quantizer="rtn", progress=repaired) == said
+    assert repaired.calls
+    assert tokens(tiny, quantizer="rtn", progress=afterwards) == said
+    assert afterwards.calls == []
+    assert stores(cache) == [store]
 
 
 def test_a_changed_checkpoint_is_converted_anew(own_tiny: Path, cache: Path) -> None:
@@ -84,7 +138,8 @@ def test_a_changed_checkpoint_is_converted_anew(own_tiny: Path, cache: Path) -> 
 
 
 def test_an_interrupted_conversion_leaves_nothing(tiny: Path, cache: Path) -> None:
-    def interrupt(tensor: str, n_done: int, n_weights: int) -> None:
+    def interrupt(stage: str, n_done: int, n_all: int) -> None:
+        assert stage == CONVERTING
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -150,9 +205,16 @@ def test_an_enormous_tokenizer_is_refused_unread(own_tiny: Path) -> None:
     assert "a tokenizer has at most" in refusal(own_tiny)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(own_tiny: Path) -> None:
+def test_a_tokenizer_may_have_more_tokens_than_the_model(own_tiny: Path) -> None:
+    """Fine-tunes of Llama 2 have pad tokens that their models don't."""
     save_checkpoint(random_model("llama"), own_tiny)
-    assert "tokens, the model only 131" in refusal(own_tiny)
+    vocabulary: dict[str, int] = json.loads((own_tiny / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(vocabulary) > 131
+    with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
+        assert engine.generate("a", max_new_tokens=3).n_generated_tokens == 3
+        for call in (engine.generate, engine.stream, engine.count_tokens):
+            with pytest.raises(ModelError, match=r"the tokenizer gives token \d+, the model has only 131\."):
+                call(PROMPT)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(own_tiny: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 from transformers.generation import logits_process as theirs
 
 from hetero_ee.decoding.sampling import SamplingParams, choose_token, filtered_probabilities, gumbel_noise
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import HeteroError, UsageError
 
 VOCABULARY = 16
 N_DRAWS = 20_000
@@ -200,6 +200,15 @@ def test_noise_depends_on_seed_sequence_and_position_alone() -> None:
     assert len({tuple(gumbel_noise(4, *place).tolist()) for place in places}) == len(places)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["plain", "all", "greedy"])
+def test_logits_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    logits = LOGITS.clone()
+    logits[5] = value
+    with pytest.raises(HeteroError, match=r"logits at position 17 are not finite"):
+        choose_token(logits, HISTORY, COMBINATIONS.get(name, SamplingParams()), 0, 17)
+
+
 def test_noise_is_that_of_the_first_version() -> None:
     golden = {
         (0, 0, 0): [-1.49545161157695, -0.3511371183614868, -0.7859067841514997, 0.5586754626449686],
@@ -287,6 +296,12 @@ def test_from_hf_without_do_sample_is_greedy() -> None:
     ignored: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
     for do_sample in ({}, {"do_sample": False}, {"do_sample": None}):
         assert SamplingParams.from_hf(ignored | do_sample) == SamplingParams(repeat_penalty=1.5)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(-1, 0), (-1.0, 0), (0, 0), (20.0, 20), (20, 20)])
+def test_from_hf_takes_top_k_as_files_have_it(theirs: float, ours: int) -> None:
+    top_k = SamplingParams.from_hf({"do_sample": True, "top_k": theirs}).top_k
+    assert top_k == ours and type(top_k) is int
 
 
 def test_from_hf_takes_none_for_unset() -> None:

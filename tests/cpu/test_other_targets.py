@@ -17,6 +17,7 @@ CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equa
 TARGETS = {
     "avx2": ("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
     "haswell without features": ("haswell", ""),
+    "avxvnni": ("alderlake", "+avx,+avx2,+avxvnni,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
     "generic": ("generic", ""),
 }
 
@@ -39,12 +40,20 @@ def run_child(target, *options):
     assert " passed" in child.stdout
 
 
-@pytest.mark.parametrize("target", ["avx2", "generic"])
+def skip_where_it_cannot_run(target):
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if target == "avxvnni" and "avx_vnni" not in flags:
+        pytest.skip("this CPU has no AVX-VNNI; test_instruction_sets.py compiles it and reads the assembly")
+
+
+@pytest.mark.parametrize("target", ["avx2", "avxvnni", "generic"])
 def test_core(target):
+    skip_where_it_cannot_run(target)
     run_child(target, "-k", CORE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_everything(target):
+    skip_where_it_cannot_run(target)
     run_child(target)

@@ -1,0 +1,398 @@
+"""Train, export and measure the small story-telling model used for demonstrations and tests.
+
+    python scripts/train_demo_model.py --data DIR --output DIR [--evaluate FILE]
+
+DIR holds texts: stories, a ``<|endoftext|>`` line after each. Every step adds to the usual loss that of one random
+earlier layer, read through the same final norm and head, so that the model can be left early. Started again, an
+interrupted run continues. Without ``--data``, the model in the output folder is only measured. Figures are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that defines a run; each field is also a command-line flag."""
+
+    seed: int = field(default=20, metadata={"help": "seed of everything random"})
+    threads: int = field(default=1, metadata={"help": "CPU threads"})
+    vocab_size: int = field(default=2048, metadata={"help": "entries of the byte-level BPE vocabulary"})
+    num_hidden_layers: int = field(default=12, metadata={"help": "transformer layers"})
+    hidden_size: int = field(default=256, metadata={"help": "width of the residual stream"})
+    intermediate_size: int = field(default=704, metadata={"help": "width of the feed-forward layers"})
+    num_attention_heads: int = field(default=8, metadata={"help": "query heads"})
+    num_key_value_heads: int = field(default=4, metadata={"help": "key and value heads"})
+    context: int = field(default=512, metadata={"help": "tokens in a training window"})
+    batch: int = field(default=8, metadata={"help": "windows in a step"})
+    steps: int = field(default=2100, metadata={"help": "optimiser steps"})
+    warmup: int = field(default=60, metadata={"help": "steps of linear warm-up"})
+    decay_share: float = field(default=0.6, metadata={"help": "last share of the steps, in which the rate falls to 0"})
+    muon_rate: float = field(default=8e-3, metadata={"help": "peak learning rate of the hidden matrices (Muon)"})
+    adam_rate: float = field(default=6e-3, metadata={"help": "peak learning rate of embedding and norms (AdamW)"})
+    weight_decay: float = field(default=0.5, metadata={"help": "decoupled weight decay of the hidden matrices"})
+    embed_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the embedding"})
+    dropout: float = field(default=0.15, metadata={"help": "dropout on what each sub-layer adds to the stream"})
+    exit_weight: float = field(default=0.3, metadata={"help": "weight of the random earlier layer's loss"})
+    first_exit: int = field(default=2, metadata={"help": "earliest layer (from 1) that gets a loss of its own"})
+    holdout_every: int = field(default=80, metadata={"help": "every n-th story is kept for validation"})
+    log_every: int = field(default=100, metadata={"help": "steps between validations"})
+    begin: str = field(default="<s>", metadata={"help": "token before every story and every prompt"})
+    end: str = field(default="</s>", metadata={"help": "token after every story"})
+    separator: str = field(default="<|endoftext|>", metadata={"help": "what separates the stories of a text"})
+    evaluate_characters: int = field(default=600_000, metadata={"help": "length of the text that is evaluated on"})
+    save_seconds: float = field(default=300.0, metadata={"help": "seconds between checkpoints"})
+
+    def smoke(self) -> Settings:
+        """A run of seconds, to test the path from text to loadable model."""
+        tiny = replace(self, vocab_size=300, num_hidden_layers=4, hidden_size=32, intermediate_size=64, context=64)
+        return replace(tiny, num_attention_heads=4, num_key_value_heads=2, batch=2, steps=4, warmup=1, holdout_every=4)
+
+
+def read_stories(path: Path, settings: Settings) -> list[str]:
+    """The stories of a file, without the separators and line ends between them."""
+    pieces = path.read_text(encoding="utf-8", errors="ignore").split(settings.separator)
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def train_tokenizer(stories: list[str], settings: Settings) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that puts the begin token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [settings.begin, settings.end]
+    trainer = trainers.BpeTrainer(vocab_size=settings.vocab_size, special_tokens=special, show_progress=False)
+    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(stories, trainer)
+    begin = (settings.begin, tokenizer.token_to_id(settings.begin))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{settings.begin} $A", None, [begin])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=settings.begin, eos_token=settings.end)
+    wrapped.model_max_length = settings.context
+    return wrapped
+
+
+def encode_stories(tokenizer: Any, stories: list[str]) -> list[Tensor]:
+    """Each story encoded as a prompt would be, with the end token after it."""
+    rows = tokenizer(stories, verbose=False)["input_ids"]
+    return [torch.tensor([*row, tokenizer.eos_token_id]) for row in rows]
+
+
+def windows(stream: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Non-overlapping windows of a token stream: inputs, and targets one token ahead."""
+    used = (len(stream) - 1) // length * length
+    return stream[:used].view(-1, length), stream[1 : used + 1].view(-1, length)
+
+
+def training_batches(stories: list[Tensor], settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches; every pass packs the stories in a new order from a new offset."""
+    for epoch in itertools.count():
+        shuffle = random.Random(f"{settings.seed}-{epoch}")
+        order = shuffle.sample(range(len(stories)), len(stories))
+        stream = torch.cat([stories[index] for index in order])[shuffle.randrange(settings.context) :]
+        inputs, targets = windows(stream, settings.context)
+        rows = torch.tensor(shuffle.sample(range(len(inputs)), len(inputs)))
+        for chosen in torch.split(rows, settings.batch):
+            if len(chosen) == settings.batch or len(rows) < settings.batch:
+                yield inputs[chosen], targets[chosen]
+
+
+class TrainingLayer(nn.Module):
+    """A Hugging Face decoder layer with a forward for training: dropout, and attention that is fast on a CPU."""
+
+    def __init__(self, layer: LlamaDecoderLayer, rate: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rate = rate
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, randoms: Tensor | None) -> Tensor:
+        first, second = (None, None) if randoms is None else randoms.unbind()
+        x = x + drop(self.attend(self.layer.input_layernorm(x), cos, sin), first, self.rate)
+        return x + drop(self.layer.mlp(self.layer.post_attention_layernorm(x)), second, self.rate)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = self.layer.self_attn
+        shape = (*x.shape[:2], -1, parts.head_dim)
+        query, key, value = (proj(x).view(shape).transpose(1, 2) for proj in (parts.q_proj, parts.k_proj, parts.v_proj))
+        query, key = (turned.to(value.dtype) for turned in apply_rotary_pos_emb(query, key, cos, sin))
+        key, value = (heads.repeat_interleave(parts.num_key_value_groups, dim=1) for heads in (key, value))
+        mixed: Tensor = parts.o_proj(causal_attention(query, key, value).transpose(1, 2).reshape(*x.shape[:2], -1))
+        return mixed
+
+
+class StoryModel(nn.Module):
+    """The Llama in training, with the state of every layer at hand."""
+
+    def __init__(self, llama: LlamaForCausalLM, settings: Settings) -> None:
+        super().__init__()
+        self.llama = llama
+        self.rate = settings.dropout
+        self.layers = nn.ModuleList(TrainingLayer(layer, self.rate) for layer in llama.model.layers)
+        torch.manual_seed(settings.seed)
+        into_stream = ("o_proj.weight", "down_proj.weight")  # these start smaller, by the number of additions
+        for name, parameter in llama.named_parameters():
+            if parameter.ndim == 2:
+                additions = 2 * len(self.layers) if name.endswith(into_stream) else 1
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(additions))
+
+    def states(self, tokens: Tensor) -> list[Tensor]:
+        """The residual stream after every layer."""
+        x = self.llama.model.embed_tokens(tokens)
+        cos, sin = self.llama.model.rotary_emb(x, torch.arange(tokens.shape[1])[None])
+        randoms: list[Tensor | None] = [None] * len(self.layers)
+        if self.training and self.rate:
+            drawn = random_bytes(1 + 2 * len(self.layers), *x.shape)
+            x = drop(x, drawn[0], self.rate)
+            randoms = list(torch.unflatten(drawn[1:], 0, (-1, 2)))
+        found = []
+        for layer, pair in zip(self.layers, randoms, strict=True):
+            x = layer(x, cos, sin, pair)
+            found.append(x)
+        return found
+
+    def logits(self, state: Tensor) -> Tensor:
+        """A layer's state read through the final norm and the (tied) head."""
+        return F.linear(self.llama.model.norm(state), self.llama.model.embed_tokens.weight)
+
+    def loss(self, state: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of what a layer's state predicts."""
+        return F.cross_entropy(self.logits(state).float().flatten(0, 1), targets.flatten())
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, parts: int = 4) -> Tensor:
+    """Causal attention, a part of the queries at a time (on a CPU twice as fast as the fused kernel in training)."""
+    length = query.shape[2]
+    size = -(-length // parts)
+    mask = torch.full((length, length), -math.inf, dtype=query.dtype).triu(1)
+    mixed = []
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        scores = query[:, :, start:end] * query.shape[-1] ** -0.5 @ key[:, :, :end].transpose(-1, -2)
+        mixed.append((scores + mask[start:end, :end]).softmax(-1).to(value.dtype) @ value[:, :, :end])
+    return torch.cat(mixed, dim=2)
+
+
+def random_bytes(*shape: int) -> Tensor:
+    """Uniform random bytes; drawing eight at once is far cheaper than one random number for each element."""
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None)
+    return words.view(torch.uint8)[:count].view(shape)
+
+
+def drop(x: Tensor, randoms: Tensor | None, rate: float) -> Tensor:
+    """Dropout by given random bytes; none, no dropout."""
+    if randoms is None:
+        return x
+    threshold = round(rate * 256)
+    return torch.where(randoms >= threshold, x * (256 / (256 - threshold)), 0.0)
+
+
+def model_config(settings: Settings, tokenizer: Any) -> LlamaConfig:
+    """The Hugging Face configuration of the model."""
+    names = ["vocab_size", "hidden_size", "intermediate_size"]
+    names += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    shape = {name: getattr(settings, name) for name in names} | {"max_position_embeddings": settings.context}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return LlamaConfig(**shape, **ends, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
+
+
+def make_optimizers(model: StoryModel, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    llama, decay = model.llama.model, settings.weight_decay
+    matrices = [parameter for parameter in llama.layers.parameters() if parameter.ndim == 2]
+    norms = [parameter for parameter in llama.parameters() if parameter.ndim == 1]
+    muon = torch.optim.Muon(matrices, settings.muon_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    embedding = {"params": [llama.embed_tokens.weight], "weight_decay": settings.embed_decay}
+    adam = torch.optim.AdamW([embedding, {"params": norms, "weight_decay": 0.0}], settings.adam_rate, betas=(0.9, 0.95))
+    return [muon, adam]
+
+
+class Training:
+    """A training run that can be interrupted and continued."""
+
+    def __init__(self, model: StoryModel, settings: Settings, checkpoint: Path) -> None:
+        self.model, self.settings, self.checkpoint = model, settings, checkpoint
+        self.optimizers = make_optimizers(model, settings)
+        self.done, self.seconds = 0, 0.0  # steps done, and the time of the parts of the run before this one
+
+    def save(self, seconds: float) -> None:
+        """Write the state of the run, whole or not at all."""
+        state = {"settings": asdict(self.settings), "done": self.done, "seconds": self.seconds + seconds}
+        state["model"] = self.model.llama.state_dict()
+        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        torch.save(state, part := self.checkpoint.with_suffix(".part"))
+        part.replace(self.checkpoint)
+
+    def load(self) -> None:
+        """Continue the run that the checkpoint holds."""
+        state = torch.load(self.checkpoint, weights_only=True)
+        if state["settings"] != asdict(self.settings):
+            raise SystemExit(f"{self.checkpoint} belongs to a run with other settings; move it away to start anew")
+        self.done, self.seconds = state["done"], state["seconds"]
+        self.model.llama.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """One update; returns the last layer's loss. What is random here depends on the step's number alone."""
+        settings = self.settings
+        fall = (settings.steps - self.done) / max(1, round(settings.steps * settings.decay_share))
+        for optimizer, peak in zip(self.optimizers, (settings.muon_rate, settings.adam_rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min(1.0, (self.done + 1) / settings.warmup, fall)
+        torch.manual_seed(settings.seed * 1_000_003 + self.done)
+        choice = random.Random(f"{settings.seed}-exit-{self.done}")
+        early = choice.randrange(settings.first_exit, settings.num_hidden_layers)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states = self.model.states(batch[0])
+            final = self.model.loss(states[-1], batch[1])
+            exiting = self.model.loss(states[early - 1], batch[1])
+        torch.autograd.backward(final + settings.exit_weight * exiting)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.done += 1
+        return final.item()
+
+    def run(self, stories: list[Tensor], held_out: Tensor) -> float:
+        """Train to the end; returns the seconds it took, over all parts of the run."""
+        if self.checkpoint.exists():
+            self.load()
+        started = saved = time.monotonic()
+        losses: list[float] = []
+        for batch in itertools.islice(training_batches(stories, self.settings), self.done, self.settings.steps):
+            losses.append(self.step(batch))
+            if self.done % self.settings.log_every == 0:
+                held_out_loss = measure(self.model.llama, held_out, self.settings.context)["nats_per_token"]
+                figures = f"train {sum(losses) / len(losses):.4f} held-out {held_out_loss:.4f}"
+                print(f"{self.seconds + time.monotonic() - started:.0f} s step {self.done} {figures}", file=sys.stderr)
+                losses.clear()
+            if time.monotonic() - saved > self.settings.save_seconds or self.done == self.settings.steps:
+                saved = time.monotonic()
+                self.save(saved - started)
+        return self.seconds + time.monotonic() - started
+
+
+@torch.no_grad()
+def export(model: StoryModel, tokenizer: Any, folder: Path) -> None:
+    """Write the model in Hugging Face format with bf16 weights, after checking that both forwards agree."""
+    model.eval()
+    probe = torch.arange(2 * 32).view(2, 32)
+    torch.testing.assert_close(model.logits(model.states(probe)[-1]), model.llama(probe).logits, rtol=1e-3, atol=1e-3)
+    model.llama.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def measure(model: Any, stream: Tensor, length: int) -> dict[str, Any]:
+    """Mean loss over a token stream, in windows of `length`, and how the layers agree with the model.
+
+    A layer's prediction is its state read through the final norm and the head; counted is how often the model's top
+    token is the layer's top one, or among its top four.
+    """
+    inputs, targets = windows(stream, min(length, len(stream) - 1))
+    nats, top1, top4 = 0.0, torch.zeros(model.config.num_hidden_layers), torch.zeros(model.config.num_hidden_layers)
+    for rows in torch.split(torch.arange(len(inputs)), 8):
+        out = model(inputs[rows], output_hidden_states=True)
+        nats += F.cross_entropy(out.logits.flatten(0, 1), targets[rows].flatten(), reduction="sum").item()
+        own = [model.lm_head(model.model.norm(state)) for state in out.hidden_states[1:-1]] + [out.logits]
+        hits = torch.stack([logits.topk(4).indices for logits in own]) == out.logits.argmax(-1, keepdim=True)
+        top1 += hits[..., 0].sum((1, 2))
+        top4 += hits.any(-1).sum((1, 2))
+    shares = {"layer_top1": top1 / targets.numel(), "layer_top4": top4 / targets.numel()}
+    rounded = {name: [round(share, 4) for share in found.tolist()] for name, found in shares.items()}
+    return {"window": length, "tokens": targets.numel(), "nats_per_token": nats / targets.numel(), **rounded}
+
+
+def evaluate(folder: Path, text: Path, settings: Settings) -> list[dict[str, Any]]:
+    """Measure a model on the first characters of a text; the bytes of each separator are those of the end token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    content = text.read_text(encoding="utf-8").replace(settings.separator, settings.end)[: settings.evaluate_characters]
+    stream = torch.cat(encode_stories(tokenizer, [piece.strip() for piece in content.split(settings.end)]))
+    results = [measure(model, stream, length) for length in (settings.context // 2, settings.context)]
+    bits_per_nat_a_token = len(stream) / len(content.encode()) / math.log(2)
+    return [result | {"bits_per_byte": round(result["nats_per_token"] * bits_per_nat_a_token, 4)} for result in results]
+
+
+def train_and_export(texts: list[Path], output: Path, settings: Settings, compiled: bool) -> dict[str, Any]:
+    """The whole way from texts to a model folder; returns what the run was."""
+    output.mkdir(parents=True, exist_ok=True)
+    kept = [story for text in texts for story in read_stories(text, settings)]
+    held_out = kept[settings.holdout_every - 1 :: settings.holdout_every] or kept[-1:]
+    del kept[settings.holdout_every - 1 :: settings.holdout_every]
+    tokenizer = train_tokenizer(kept, settings)
+    settings = replace(settings, vocab_size=len(tokenizer))
+    stories = encode_stories(tokenizer, kept)
+    if sum(len(story) for story in stories) < 2 * settings.context + 1:  # a window is left after the largest offset
+        raise SystemExit("the texts are too short for one training window")
+    model = StoryModel(LlamaForCausalLM(model_config(settings, tokenizer)), settings)
+    if compiled:  # by parts, so that the random choice of an exit costs no recompilation
+        for layer in model.layers:
+            layer.compile()
+        model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
+    training = Training(model, settings, output / "checkpoint.pt")
+    seconds = training.run(stories, torch.cat(encode_stories(tokenizer, held_out)))
+    export(model, tokenizer, output)
+    training.checkpoint.unlink()
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "training_tokens": sum(len(story) for story in stories),
+        "tokens_seen": settings.steps * settings.batch * settings.context,
+        "seconds": round(seconds),
+        "settings": asdict(settings),
+    }
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Settings]:
+    """The command line: where things are, and a flag for every setting."""
+    parser = argparse.ArgumentParser(description="Train the story-telling demonstration model.")
+    parser.add_argument("--data", type=Path, help="folder with the training texts; without it nothing is trained")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and the checkpoint")
+    parser.add_argument("--texts", nargs="+", default=["stories_a.txt", "stories_c.txt"], help="files to train on")
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="text to measure the model on")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (and a C++ compiler)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps; overrides the shape")
+    for item in fields(Settings):
+        flag = "--" + item.name.replace("_", "-")
+        parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
+    arguments = parser.parse_args()
+    settings = Settings(**{item.name: getattr(arguments, item.name) for item in fields(Settings)})
+    return arguments, settings.smoke() if arguments.smoke else settings
+
+
+def main() -> None:
+    """Train if there is data, evaluate if there is a text to evaluate on."""
+    arguments, settings = parse_arguments()
+    torch.set_num_threads(settings.threads)
+    figures: dict[str, Any] = {}
+    if arguments.data:
+        texts = [arguments.data / name for name in arguments.texts]
+        compiled = not (arguments.no_compile or arguments.smoke)
+        figures["training"] = train_and_export(texts, arguments.output, settings, compiled)
+    if arguments.evaluate:
+        figures["evaluation"] = evaluate(arguments.output, arguments.evaluate, settings)
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
