@@ -198,8 +198,7 @@ def _model_folder(model: str | Path | None) -> Path:
     folder = Path(model).expanduser()
     if not _exists(folder):
         raise ModelError(
-            f"there is no folder {shown(str(folder))}; "
-            "--model takes a folder with a Hugging Face checkpoint or a store."
+            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint or a store."
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
@@ -230,6 +229,9 @@ def _load_weights(
     quantization = Quantization(matrices=quantizer)
     target = cached_store(folder, quantization, cache_folder())
 
+    if target.exists() and not is_store(target):
+        shutil.rmtree(target)  # what is left of a store somebody has half deleted
+
     def opened() -> ModelWeights:
         return open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
 
@@ -248,11 +250,12 @@ def _executor(
     """The CPU kernels for weights in tiles, the reference for others."""
     if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
         return Executor(spec, weights, max_tokens)
-    is_first_use = use_kernel_cache(cache_folder())
+    kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
 
     executor = CpuExecutor(spec, weights, max_tokens, threads)
-    executor.prepare(progress if is_first_use else None)
+    executor.prepare(None if kernels.is_filled() else progress)
+    kernels.set_filled()
     return executor
 
 

@@ -183,7 +183,7 @@ def _document(
         "version": __version__,
         "model": str(model) if model else "demo",
         "architecture": engine.spec.architecture,
-        "quantizer": quantizer,
+        "quantizer": engine.quantizer,
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

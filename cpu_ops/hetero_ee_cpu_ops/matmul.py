@@ -35,9 +35,8 @@ CHUNK_BYTES = 2**17  # weights in a chunk: about 5 us of work, so that a late wo
 MIN_SHARED_BYTES = 2**16  # weights times rows; below, waking others costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Places in the argument array of a chunk function; quantize.py has those behind.
-TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS, BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(
-    12
-)
+TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
+BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
 N_ARGUMENTS = 18
 
 

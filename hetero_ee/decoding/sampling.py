@@ -83,7 +83,8 @@ class SamplingParams:
         for theirs, ours in names.items():
             if values.get(theirs) is not None:
                 chosen[ours] = values[theirs]
-        if isinstance(top_k := chosen.get("top_k"), float | int) and (top_k == int(top_k) or top_k < 0):
+        top_k = chosen.get("top_k")
+        if top_k == -1 or (isinstance(top_k, float) and top_k.is_integer()):
             chosen["top_k"] = max(0, int(top_k))  # files in the wild say 20.0, and -1 for all
         return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 

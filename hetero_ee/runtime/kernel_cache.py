@@ -1,8 +1,13 @@
 """Where the CPU kernels' compiled form is kept."""
 
 import hashlib
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from hetero_ee.errors import StoreError
+
+FILLED_FILE = "filled"
 
 
 def kernel_cache_folder(cache: Path) -> Path:
@@ -18,12 +23,29 @@ def kernel_cache_folder(cache: Path) -> Path:
     return cache / "kernels" / digest.hexdigest()[:16]
 
 
-def use_kernel_cache(cache: Path) -> bool:
-    """Makes Numba keep compiled kernels below `cache`; call before the kernels are imported. True at the first use."""
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """A folder of compiled kernels; filled once what a first token needs has been compiled into it."""
+
+    folder: Path
+
+    def is_filled(self) -> bool:
+        return (self.folder / FILLED_FILE).exists()
+
+    def set_filled(self) -> None:
+        (self.folder / FILLED_FILE).touch()
+
+
+def use_kernel_cache(cache: Path) -> KernelCache:
+    """Makes Numba keep compiled kernels below `cache`; call before the kernels are imported. Raises StoreError."""
     import numba
 
     folder = kernel_cache_folder(cache)
-    is_first_use = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"the cache folder {cache} can't be used ({error}); set HETERO_EE_CACHE_DIR to a folder that can."
+        ) from error
     numba.config.CACHE_DIR = str(folder)
-    return is_first_use
+    return KernelCache(folder)
