@@ -30,9 +30,11 @@ from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, ze
 from hetero_ee_cpu_ops.team import Team, lead
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group
 
-PREFETCH_BYTES = 4096  # tiles are asked for this far ahead: one thread reads 36 GB/s with it, 24 without (Zen 5)
-CHUNK_BYTES = 2**17  # weights in a chunk: about 5 us of work, so that a late worker costs little
-MIN_SHARED_BYTES = 2**16  # weights times rows; below, waking others costs more than it saves
+PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
+CHUNK_BYTES = 2**19  # weights in a chunk, at most: 15 us of work; two threads read 42 GB/s so, 36 with a quarter
+CHUNKS_A_THREAD = 8  # at least, where the matrix is large enough: a late worker then costs an eighth of its share
+MIN_CHUNK_BYTES = 2**15
+MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, handing over costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Places in the argument array of a chunk function; quantize.py has those behind.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
@@ -129,7 +131,9 @@ class TileMatrix:
 
 
 @njit(nogil=True, cache=True)
-def _multiply(x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int) -> None:
+def _multiply(
+    x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
+) -> None:
     """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
     n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
     n_places = n_rows * n_groups
@@ -143,7 +147,8 @@ def _multiply(x: Any, workspace: Any, out: Any, arguments: Any, function: int, q
     n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
     n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
-    blocks = max(1, CHUNK_BYTES // (block_bytes * max(1, n_rows // ROW_BLOCK)))
+    chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_A_THREAD * n_threads)))
+    blocks = max(1, chunk_bytes // (block_bytes * max(1, n_rows // ROW_BLOCK)))
     if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:
         blocks = n_blocks
     arguments[BLOCKS_A_CHUNK] = blocks
@@ -188,7 +193,7 @@ class Matmul:
         functions = self._functions.get(weight.kind) or self.compile(weight.kind)
         shared = self._team.enter()
         try:
-            _multiply(x, workspace, out, arguments, *functions, shared)
+            _multiply(x, workspace, out, arguments, *functions, shared, self._team.n_threads)
         finally:
             self._team.leave(shared)
         return out
