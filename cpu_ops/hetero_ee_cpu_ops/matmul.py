@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numba import cfunc, njit, types
+from numba.core.registry import cpu_target
 
 from hetero_ee_cpu_ops.quantize import (
     BYTES_A_GROUP,
@@ -26,14 +27,15 @@ from hetero_ee_cpu_ops.quantize import (
     quantize_row_block,
     whole_groups,
 )
-from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, zeros
+from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, zeros, zeros8
 from hetero_ee_cpu_ops.team import Team, lead
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group, has_wide_registers
 
 PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
 CHUNK_BYTES = 2**19  # weights in a chunk, at most: 15 us of work; two threads read 42 GB/s so, 36 with a quarter
 CHUNKS_A_THREAD = 8  # at least, where the matrix is large enough: a late worker then costs an eighth of its share
 MIN_CHUNK_BYTES = 2**15
+GROUPS_A_TURN = 8  # where registers hold 8 rows: groups of the upper half before the lower half's, all still in L1
 MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, handing over costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Places in the argument array of a chunk function; quantize.py has those behind.
@@ -43,8 +45,8 @@ N_ARGUMENTS = 18
 
 
 @njit(nogil=True, cache=True)
-def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
-    """16 outputs for each of len(rows) rows of x from `row` on."""
+def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, arguments: int) -> None:
+    """16 outputs for each of len(rows) rows of x from `row` on, in len(halves) parts of the row block."""
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
     chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
     source = block if chosen == 0 else word(chosen, block)
@@ -56,22 +58,46 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
     codes = word(arguments, CODES) + place * 32
     scale, offset = word(arguments, CODE_SCALES) + place * 4, word(arguments, OFFSETS) + place * 4
     table = word(arguments, TABLE)
-    totals = zeros(rows)
-    for _ in range(n_groups):
-        for line in range(tile_bytes // 64):
-            prefetch(tile + PREFETCH_BYTES + 64 * line)
-        totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
-        tile += tile_bytes
-        scales += 32
-        codes += r * 32
-        scale += r * 4
-        offset += r * 4
     n = word(arguments, N_BLOCKS) * 64
-    store_rows(totals, float_of_bits(word(arguments, FACTOR)), word(arguments, OUTPUT) + row * n + block * 64, n)
+    out, factor = word(arguments, OUTPUT) + row * n + block * 64, float_of_bits(word(arguments, FACTOR))
+    if len(halves) == 1:
+        totals = zeros(rows)
+        for _ in range(n_groups):
+            for line in range(tile_bytes // 64):
+                prefetch(tile + PREFETCH_BYTES + 64 * line)
+            totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
+            tile += tile_bytes
+            scales += 32
+            codes += r * 32
+            scale += r * 4
+            offset += r * 4
+        store_rows(totals, factor, out, n)
+        return
+    upper, lower = zeros8(rows), zeros8(rows)
+    for first in range(0, n_groups, GROUPS_A_TURN):
+        n_turn = min(GROUPS_A_TURN, n_groups - first)
+        for group in range(n_turn):
+            at = tile + group * tile_bytes
+            for line in range(tile_bytes // 64):
+                prefetch(at + PREFETCH_BYTES + 64 * line)
+            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * 4
+            upper = add_group(kind, upper, at, scales + group * 32, table, c, s, o)
+        for group in range(n_turn):
+            at = tile + group * tile_bytes + 32
+            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * 4
+            lower = add_group(kind, lower, at, scales + group * 32 + 16, table, c, s, o)
+        tile += n_turn * tile_bytes
+        scales += n_turn * 32
+        codes += n_turn * r * 32
+        scale += n_turn * r * 4
+        offset += n_turn * r * 4
+    store_rows(upper, factor, out, n)
+    store_rows(lower, factor, out + 32, n)
 
 
 def _chunk_function(kind: Any) -> Any:
     """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
+    halves = (0,) if has_wide_registers(cpu_target.target_context) else (0, 0)  # a tuple's length is part of its type
 
     @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
@@ -81,16 +107,16 @@ def _chunk_function(kind: Any) -> Any:
         for block in range(first, end):
             row = 0
             while n_rows - row >= 8:
-                _row_block(kind, (0, 0, 0, 0, 0, 0, 0, 0), block, row, arguments)
+                _row_block(kind, halves, (0, 0, 0, 0, 0, 0, 0, 0), block, row, arguments)
                 row += 8
             if n_rows - row >= 4:
-                _row_block(kind, (0, 0, 0, 0), block, row, arguments)
+                _row_block(kind, halves, (0, 0, 0, 0), block, row, arguments)
                 row += 4
             if n_rows - row >= 2:
-                _row_block(kind, (0, 0), block, row, arguments)
+                _row_block(kind, halves, (0, 0), block, row, arguments)
                 row += 2
             if n_rows - row >= 1:
-                _row_block(kind, (0,), block, row, arguments)
+                _row_block(kind, halves, (0,), block, row, arguments)
 
     return chunk
 

@@ -36,6 +36,7 @@ def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
 
 
 f32x16, F32X16 = _vector_type("f32x16", F32, 16)
+f32x8, F32X8 = _vector_type("f32x8", F32, 8)
 I32X16 = ir.VectorType(I32, 16)
 
 
@@ -69,22 +70,6 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
-def parts_of(builder: Any, value: Any, n_parts: int) -> list[Any]:
-    """A vector cut into n_parts of equal length; free where the machine's registers have that length."""
-    count = value.type.count // n_parts
-    starts = range(0, value.type.count, count)
-    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))) for first in starts]
-    return [value] if n_parts == 1 else [builder.shuffle_vector(value, value, part) for part in lanes]
-
-
-def joined(builder: Any, parts: list[Any]) -> Any:
-    """The inverse of parts_of, for one or two parts."""
-    if len(parts) == 1:
-        return parts[0]
-    count = 2 * parts[0].type.count
-    return builder.shuffle_vector(parts[0], parts[1], ir.Constant(ir.VectorType(I32, count), list(range(count))))
-
-
 def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
     """table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
     if indices.type.count == 64 and target_has(context, "avx512bw"):
@@ -112,23 +97,34 @@ def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
     return builder.bitcast(words, ir.VectorType(I8, lanes))
 
 
-def load_half16(context: Any, builder: Any, address: Any) -> Any:
-    """16 fp16 values as f32x16."""
+def load_half16(context: Any, builder: Any, address: Any, lanes: int = 16) -> Any:
+    """16 (or `lanes`) fp16 values as fp32."""
     if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
-        return builder.fpext(load(builder, address, ir.VectorType(F16, 16)), F32X16)
-    return _half_by_integers(builder, load(builder, address, ir.VectorType(I16, 16)))
+        return builder.fpext(load(builder, address, ir.VectorType(F16, lanes)), ir.VectorType(F32, lanes))
+    return _half_by_integers(builder, load(builder, address, ir.VectorType(I16, lanes)))
 
 
 def _half_by_integers(builder: Any, bits16: Any) -> Any:
-    """fp16 to fp32 without the conversion call that generic targets lack. Subnormals and infinities included.
+    """fp16 to fp32 without the conversion call that generic targets lack, for finite values (all that scales are).
 
     Shifted into fp32's fields, the value is 2^-112 of itself; one multiplication rescales, and subnormals come right.
     """
-    bits = builder.zext(bits16, I32X16)
-    magnitude = builder.shl(builder.and_(bits, constant(I32X16, 0x7FFF)), constant(I32X16, 13))
-    sign = builder.shl(builder.and_(bits, constant(I32X16, 0x8000)), constant(I32X16, 16))
-    scaled = builder.fmul(builder.bitcast(magnitude, F32X16), constant(F32X16, 2.0**112))
-    return builder.bitcast(builder.or_(builder.bitcast(scaled, I32X16), sign), F32X16)
+    words, floats = ir.VectorType(I32, bits16.type.count), ir.VectorType(F32, bits16.type.count)
+    bits = builder.zext(bits16, words)
+    magnitude = builder.shl(builder.and_(bits, constant(words, 0x7FFF)), constant(words, 13))
+    sign = builder.shl(builder.and_(bits, constant(words, 0x8000)), constant(words, 16))
+    scaled = builder.fmul(builder.bitcast(magnitude, floats), constant(floats, 2.0**112))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, words), sign), floats)
+
+
+@intrinsic
+def zeros8(typing: Any, rows: Any) -> Any:
+    """One f32x8 of zeros for each element of the tuple `rows`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_tuple(builder, signature.return_type, [constant(F32X8, 0.0)] * rows.count)
+
+    return types.UniTuple(f32x8, rows.count)(rows), codegen
 
 
 @intrinsic
@@ -146,9 +142,11 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
     """Stores vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, scale = arguments[2], splat(builder, F32X16, arguments[1])
-        for value in cgutils.unpack_tuple(builder, arguments[0], values.count):
-            builder.store(builder.fmul(value, scale), builder.inttoptr(place, F32X16.as_pointer())).align = 4
+        rows, place = cgutils.unpack_tuple(builder, arguments[0], values.count), arguments[2]
+        vector = rows[0].type
+        scale = splat(builder, vector, arguments[1])
+        for value in rows:
+            builder.store(builder.fmul(value, scale), builder.inttoptr(place, vector.as_pointer())).align = 4
             place = builder.add(place, arguments[3])
         return context.get_dummy_value()
 

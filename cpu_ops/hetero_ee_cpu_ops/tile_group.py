@@ -26,12 +26,11 @@ from hetero_ee_cpu_ops.simd import (
     broadcast4,
     call,
     constant,
-    joined,
+    f32x16,
     load,
     load_half16,
     lookup16,
     nibbles,
-    parts_of,
     splat,
     target_has,
 )
@@ -40,31 +39,28 @@ LINEAR, CODEBOOK, BYTES = (0,), (0, 0), (0, 0, 0)
 
 
 class _Emitter:
-    """Emits the step for one target and one kind of tile. A part is what one register holds: 16 rows, or 8."""
+    """Emits the step for one target, one kind of tile, and 16 rows of it or 8."""
 
-    def __init__(self, context: Any, builder: Any, kind: int) -> None:
-        self.context, self.builder, self.kind = context, builder, kind
+    def __init__(self, context: Any, builder: Any, kind: int, n_weight_rows: int) -> None:
+        self.context, self.builder, self.kind, self.lanes = context, builder, kind, 4 * n_weight_rows
         self.has_vnni = target_has(context, "avx512vnni")
         self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
         self.has_avx2 = target_has(context, "avx2") and not self.has_vnni and not self.has_vnni_256
-        self.n_parts = 2 if self.has_vnni_256 or self.has_avx2 else 1
-        self.lanes = 64 // self.n_parts
         self.signed = self.has_avx2 and kind != len(LINEAR)  # entries stay signed, no offset
 
-    def operands(self, tile: Any, table: Any, part: int) -> list[tuple[Any, int]]:
-        """The part's weights as bytes, four columns each, with the first column's index."""
+    def operands(self, tile: Any, table: Any) -> list[tuple[Any, int]]:
+        """The weights as bytes, four columns each, with the first column's index."""
         bytes_type = ir.VectorType(I8, self.lanes)
-        offset = 64 // self.n_parts * part
         if self.kind == len(BYTES):
             flip = constant(bytes_type, 0 if self.signed else -128)
-            lines = [load(self.builder, tile, bytes_type, 64 * line + offset) for line in range(8)]
+            lines = [load(self.builder, tile, bytes_type, 64 * line) for line in range(8)]
             return [(self.builder.xor(line, flip), 4 * index) for index, line in enumerate(lines)]
         entries = (
             load(self.builder, table, bytes_type, 64 if self.signed else 0) if self.kind == len(CODEBOOK) else None
         )
         found = []
         for line in range(4):
-            codes = nibbles(self.builder, load(self.builder, tile, bytes_type, 64 * line + offset))
+            codes = nibbles(self.builder, load(self.builder, tile, bytes_type, 64 * line))
             for half, code in enumerate(codes):
                 weight = code if entries is None else lookup16(self.context, self.builder, entries, code)
                 found.append((weight, 4 * line + 16 * half))
@@ -118,31 +114,31 @@ class _Emitter:
 def add_group(
     typing: Any, kind: Any, totals: Any, tile: Any, scales: Any, table: Any, x: Any, scale: Any, offset: Any
 ) -> Any:
-    """totals[t] (f32x16) plus the group's share for every row t.
+    """totals[t] (f32x16, or f32x8 for 8 rows of the tile) plus the group's share for every row t of activations.
 
-    tile, scales: addresses of the tile and its 16 fp16 scales; table: address of 64 bytes of entries + 128, then 64
-    bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its int32
-    -z sum(q), with the other rows' right behind.
+    tile, scales: addresses of the first row's bytes and of its fp16 scale; table: address of 64 bytes of entries + 128,
+    then 64 bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its
+    int32 -z sum(q), with the other rows' right behind.
     """
+    n_weight_rows = 16 if totals.dtype == f32x16 else 8
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
-        emitter = _Emitter(context, builder, kind.count)
-        n_parts = emitter.n_parts
-        rows = cgutils.unpack_tuple(builder, totals_, totals.count)
-        split_rows = [parts_of(builder, row, n_parts) for row in rows]
-        weights = parts_of(builder, load_half16(context, builder, scales_), n_parts)
-        results: list[list[Any]] = [[] for _ in rows]
-        for part in range(n_parts):
-            operands = emitter.operands(tile_, table_, part)
-            for row, total in enumerate(split_rows):
-                sums = emitter.group_sum(operands, x_, offset_, row)
-                vector = total[part].type
-                factor = builder.fmul(weights[part], splat(builder, vector, load(builder, scale_, F32, 4 * row)))
-                fma = f"llvm.fma.v{vector.count}f32"
-                results[row].append(call(builder, fma, vector, [builder.sitofp(sums, vector), factor, total[part]]))
-        merged = [joined(builder, parts) for parts in results]
-        return context.make_tuple(builder, signature.return_type, merged)
+        emitter = _Emitter(context, builder, kind.count, n_weight_rows)
+        operands = emitter.operands(tile_, table_)
+        weights = load_half16(context, builder, scales_, n_weight_rows)
+        results = []
+        for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
+            sums = emitter.group_sum(operands, x_, offset_, row)
+            factor = builder.fmul(weights, splat(builder, total.type, load(builder, scale_, F32, 4 * row)))
+            fma = f"llvm.fma.v{n_weight_rows}f32"
+            results.append(call(builder, fma, total.type, [builder.sitofp(sums, total.type), factor, total]))
+        return context.make_tuple(builder, signature.return_type, results)
 
     address = types.intp
     return totals(kind, totals, *([address] * 6)), codegen
+
+
+def has_wide_registers(context: Any) -> bool:
+    """Whether one register holds 16 rows; where it holds 8, a row block is taken in halves."""
+    return target_has(context, "avx512vnni") or not target_has(context, "avx2")

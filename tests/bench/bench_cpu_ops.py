@@ -6,7 +6,7 @@ read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and s
 of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All
 threads at the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled
 for AVX2 only. overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
-Linear tiles at the top level (what llama.cpp's Q4_0 is), fitted codebooks (what stores hold by default) under "codebook".
+Linear tiles at the top level (like llama.cpp's Q4_0), fitted codebooks (what stores hold by default) under "codebook".
 Every figure is the median of its repeats; run it on a quiet machine.
 """
 
