@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.config import demo_model_folder
+from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -58,10 +59,13 @@ def main() -> None:
     checkpoint = Checkpoint(arguments.model, spec)
     exact = Executor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     rows = [measure(checkpoint, quantization, exact, windows, n_text_bytes) for quantization in CANDIDATES]
+    kernels = int8_activations(checkpoint, arguments.window, windows)
     if not arguments.json:
         print_table(rows, n_tokens)
+        print(f"int8 activations against fp32 ones, same weights: KL {kernels['mean_kl_nats']:.6f} nats")
     else:
-        print(json.dumps({"schema": 1, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}))
+        document = {"schema": 1, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}
+        print(json.dumps(document | {"int8_activations": kernels}))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -87,6 +91,29 @@ def measure(
 ) -> Quality:
     weights = quantized(checkpoint, quantization)
     executor = Executor(exact.spec, expanded(weights), exact.cache.max_tokens, BatchedTorchOps())
+    return Quality(
+        matrices=quantization.matrices,
+        vocabulary=quantization.vocabulary,
+        n_bytes=weights.n_bytes,
+        bits_per_weight=weights.n_bytes * 8 / weights.n_weights,
+        **compare(executor, exact, windows, n_text_bytes),
+    )
+
+
+def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, float]:
+    """The CPU kernels, whose activations are int8, against fp32 activations on the same default weights."""
+    use_kernel_cache(cache_folder())
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
+
+    weights = quantized(checkpoint, Quantization())
+    exact = Executor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
+    kernels = CpuExecutor(checkpoint.spec, weights, window, threads=1)
+    figures = compare(kernels, exact, windows, n_text_bytes=1)
+    return {name: figures[name] for name in ("mean_kl_nats", "same_top1", "perplexity_ratio")}
+
+
+def compare(executor: Executor, exact: Executor, windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
+    """The figures of `executor` on the windows, with `exact` as the truth."""
     kl = same = nats = exact_nats = 0.0
     n_tokens = 0
     for window in windows:
@@ -99,16 +126,12 @@ def measure(
         nats -= float(ours.gather(1, targets).sum())
         exact_nats -= float(theirs.gather(1, targets).sum())
         n_tokens += len(window) - 1
-    return Quality(
-        matrices=quantization.matrices,
-        vocabulary=quantization.vocabulary,
-        n_bytes=weights.n_bytes,
-        bits_per_weight=weights.n_bytes * 8 / weights.n_weights,
-        mean_kl_nats=kl / n_tokens,
-        same_top1=same / n_tokens,
-        perplexity_ratio=math.exp((nats - exact_nats) / n_tokens),
-        bits_per_byte=nats / math.log(2) / n_text_bytes,
-    )
+    return {
+        "mean_kl_nats": kl / n_tokens,
+        "same_top1": same / n_tokens,
+        "perplexity_ratio": math.exp((nats - exact_nats) / n_tokens),
+        "bits_per_byte": nats / math.log(2) / n_text_bytes,
+    }
 
 
 def quantized(checkpoint: Checkpoint, quantization: Quantization) -> ModelWeights:

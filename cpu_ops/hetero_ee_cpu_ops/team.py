@@ -23,7 +23,7 @@ MAX_CHUNKS = 2**COUNT_BITS - 1
 MASK = MAX_CHUNKS
 # Places in the shared array, each on a cache line of its own (8 words of 8 bytes).
 TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192  # bytes
-SPINS = 20_000  # about 1 ms of `pause`: longer than the Python between two operations, short for a battery
+SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model takes between two shared operations
 
 
 @njit(nogil=True, cache=True)
