@@ -54,7 +54,6 @@ class CpuExecutor(Executor):
         self._attention = Attention(spec.n_layers, spec.n_heads, *shape[1:], KV_KIND, self._team)
         self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
         self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
-        self._sequence_caches: dict[int, tuple[Tensor, SequenceCache]] = {}
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
 
     def prepare(self, progress: Progress | None = None) -> None:
@@ -101,12 +100,9 @@ class CpuExecutor(Executor):
         return place_rows(caches, rows.positions, self._cache_shape, KV_KIND)
 
     def _sequence_cache(self, sequence: int) -> SequenceCache:
-        """The sequence's storage as the kernels take it, made anew only when it has grown."""
-        storage = self.cache.storage(sequence)
-        known = self._sequence_caches.get(sequence)
-        if known is None or known[0] is not storage[0]:
-            known = self._sequence_caches[sequence] = (storage[0], SequenceCache(*(part.numpy() for part in storage)))
-        return known[1]
+        """The sequence's storage as the kernels take it."""
+        view: SequenceCache = self.cache.view(sequence, lambda *parts: SequenceCache(*(part.numpy() for part in parts)))
+        return view
 
     def _embedded(self, rows: Rows) -> Any:
         block, ids = self.blocks[0], np.array(rows.token_ids, np.int64)

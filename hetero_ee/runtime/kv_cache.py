@@ -1,6 +1,8 @@
 """Keys and values of every layer and sequence, by absolute position, fp32."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +14,13 @@ PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that cop
 
 @dataclass(slots=True)
 class _Sequence:
-    """Room of one sequence: keys and values (n_layers, n_kv_heads, capacity, head_dim); length: tokens it holds."""
+    """Room of one sequence: keys and values (n_layers, n_kv_heads, capacity, head_dim); length: tokens it holds;
+    view: what a user of the storage has made of it, see KvCache.view."""
 
     keys: Tensor
     values: Tensor
     length: int = 0
+    view: Any = None
 
 
 @dataclass(slots=True)
@@ -88,10 +92,15 @@ class KvCache:
         held = self._sequences[sequence]
         return held.keys[layer, :, first:end], held.values[layer, :, first:end]
 
-    def storage(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a sequence, (n_layers, n_kv_heads, capacity, head_dim); valid until the next admit."""
+    def view(self, sequence: int, make: Callable[[Tensor, Tensor], Any]) -> Any:
+        """make(keys, values) of the sequence's whole storage, (n_layers, n_kv_heads, capacity, head_dim) each.
+
+        Made once and kept until the sequence grows or closes.
+        """
         held = self._sequences[sequence]
-        return held.keys, held.values
+        if held.view is None:
+            held.view = make(held.keys, held.values)
+        return held.view
 
     @property
     def n_bytes(self) -> int:
@@ -107,3 +116,4 @@ class KvCache:
             grown = torch.zeros(self.n_layers, self.n_kv_heads, room, self.head_dim)
             grown[:, :, :capacity] = old
             setattr(held, name, grown)
+        held.view = None
