@@ -3,7 +3,7 @@
     python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--json]
 
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
-token, ratio of perplexities, bits per byte. Windows of --window tokens, each from an empty context.
+token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized
 from hetero_ee.weights.quantizers import quantizer_named
 from hetero_ee.weights.weight import Weight
 
+SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
 INT4_QUANTIZERS = ("rtn", "search", "codebook")
 CANDIDATES = [Quantization(matrices, vocabulary) for matrices in INT4_QUANTIZERS for vocabulary in (matrices, "int8")]
 
@@ -58,7 +59,8 @@ def main() -> None:
     n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
     checkpoint = Checkpoint(arguments.model, spec)
     exact = Executor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
-    rows = [measure(checkpoint, quantization, exact, windows, n_text_bytes) for quantization in CANDIDATES]
+    truth = [log_probabilities(exact, window) for window in windows]
+    rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in CANDIDATES]
     kernels = int8_activations(checkpoint, arguments.window, windows)
     if not arguments.json:
         print_table(rows, n_tokens)
@@ -80,23 +82,28 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def token_windows(tokenizer: Tokenizer, text: str, window: int, n_tokens: int) -> Iterator[list[int]]:
-    """Windows of the text's tokens, until n_tokens are covered."""
-    ids = tokenizer.encode(text[: n_tokens * 8])[:n_tokens]
-    for first in range(0, len(ids) - 1, window):
-        yield ids[first : first + window]
+    """Windows of the text's tokens, until n_tokens are covered; every story begins one."""
+    n_covered = 0
+    for story in text.split(SEPARATOR):
+        ids = tokenizer.encode(story.strip()) if story.strip() else []
+        for first in range(0, len(ids) - 1, window):
+            yield ids[first : first + window]
+            n_covered += min(window, len(ids) - first)
+        if n_covered >= n_tokens:
+            return
 
 
 def measure(
-    checkpoint: Checkpoint, quantization: Quantization, exact: Executor, windows: list[list[int]], n_text_bytes: int
+    checkpoint: Checkpoint, quantization: Quantization, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int
 ) -> Quality:
     weights = quantized(checkpoint, quantization)
-    executor = Executor(exact.spec, expanded(weights), exact.cache.max_tokens, BatchedTorchOps())
+    executor = Executor(checkpoint.spec, expanded(weights), max(map(len, windows)), BatchedTorchOps())
     return Quality(
         matrices=quantization.matrices,
         vocabulary=quantization.vocabulary,
         n_bytes=weights.n_bytes,
         bits_per_weight=weights.n_bytes * 8 / weights.n_weights,
-        **compare(executor, exact, windows, n_text_bytes),
+        **compare(executor, truth, windows, n_text_bytes),
     )
 
 
@@ -108,18 +115,17 @@ def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int
     weights = quantized(checkpoint, Quantization())
     exact = Executor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
     kernels = CpuExecutor(checkpoint.spec, weights, window, threads=1)
-    figures = compare(kernels, exact, windows, n_text_bytes=1)
+    truth = [log_probabilities(exact, tokens) for tokens in windows]
+    figures = compare(kernels, truth, windows, n_text_bytes=1)
     return {name: figures[name] for name in ("mean_kl_nats", "same_top1", "perplexity_ratio")}
 
 
-def compare(executor: Executor, exact: Executor, windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
-    """The figures of `executor` on the windows, with `exact` as the truth."""
+def compare(executor: Executor, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
+    """The figures of `executor` on the windows; truth: the exact log-probabilities of each."""
     kl = same = nats = exact_nats = 0.0
     n_tokens = 0
-    for window in windows:
-        if len(window) < 2:
-            continue
-        ours, theirs = log_probabilities(executor, window), log_probabilities(exact, window)
+    for window, theirs in zip(windows, truth, strict=True):
+        ours = log_probabilities(executor, window)
         targets = torch.tensor(window[1:])[:, None]
         kl += float((theirs.exp() * (theirs - ours)).sum())
         same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
@@ -148,11 +154,11 @@ def quantized(checkpoint: Checkpoint, quantization: Quantization) -> ModelWeight
 
 
 def log_probabilities(executor: Executor, window: list[int]) -> Tensor:
-    """(len(window) - 1, vocab), float64: the prediction at every position but the last."""
+    """(len(window) - 1, vocab), fp32 of a float64 softmax: the prediction at every position but the last."""
     executor.cache.open(0)
     logits = executor.logits(Rows.of_sequence(0, 0, window[:-1]), range(len(window) - 1))
     executor.cache.close(0)
-    return torch.log_softmax(logits.double(), -1)
+    return torch.log_softmax(logits.double(), -1).float()
 
 
 def print_table(rows: list[Quality], n_tokens: int) -> None:
