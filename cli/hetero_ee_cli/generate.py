@@ -70,6 +70,12 @@ def generate(
     }
     changes = {name: value for name, value in chosen.items() if value is not None}
 
+    options = {"quantizer": quantizer, "context_tokens": ctx_size, "threads": threads}
+    _generate(text, model, options, changes, as_json)
+
+
+def _generate(text: str, model: Path | None, options: dict[str, Any], changes: dict[str, Any], as_json: bool) -> None:
+    """Opens the model, prints the text as it comes, then the closing line."""
     with ending_at_once():
         from hetero_ee.decoding.sampling import SamplingParams
         from hetero_ee.engine import Engine
@@ -78,14 +84,12 @@ def generate(
     SamplingParams(**changes)  # refuses impossible values now, not after a conversion
     with (
         stage_progress() as progress,
-        Engine.from_pretrained(
-            model, quantizer=quantizer, context_tokens=ctx_size, threads=threads, progress=progress
-        ) as engine,
+        Engine.from_pretrained(model, progress=progress, **options) as engine,
     ):
         tokens = engine.stream(text, **changes)
         result, interrupted = _run(tokens, engine.count_tokens(text), quiet=as_json)
         if as_json:
-            print(json.dumps(_document(engine, model, quantizer, changes, result, interrupted)))
+            print(json.dumps(_document(engine, model, changes, result, interrupted)))
         if result is not None:
             _print_closing_line(result, engine, changes)
         if interrupted:
@@ -168,7 +172,6 @@ def _print_closing_line(result: "GenerationResult", engine: "Engine", changes: d
 def _document(
     engine: "Engine",
     model: Path | None,
-    quantizer: str,
     changes: dict[str, Any],
     result: "GenerationResult | None",
     interrupted: bool,

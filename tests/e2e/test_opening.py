@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, UsageError
+from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, StoreError, UsageError
 from hetero_ee.weights.conversion import CONVERTING
 from tests.families import edit_config, random_model, save_checkpoint
 
@@ -291,3 +291,20 @@ def test_learned_positions_bound_the_context(own_tiny: Path) -> None:
 def test_rotary_positions_may_go_beyond_the_models_own_context(tiny: Path) -> None:
     with Engine.from_pretrained(tiny, quantizer="none", context_tokens=700, threads=1) as engine:
         assert engine.context_tokens == 700
+
+
+def test_a_half_deleted_store_is_made_anew(tiny: Path, cache: Path) -> None:
+    expected = tokens(tiny)
+    (store,) = stores(cache)
+    (store / "manifest.json").unlink()
+    assert tokens(tiny) == expected
+    assert (store / "manifest.json").exists()
+
+
+def test_a_cache_folder_that_can_not_be_is_named(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens(tiny)
+    (store,) = stores(cache)
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", "/dev/null/cache")
+    for model in (tiny, store):
+        with pytest.raises(StoreError, match="HETERO_EE_CACHE_DIR"):
+            Engine.from_pretrained(model, threads=1)
