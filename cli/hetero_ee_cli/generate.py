@@ -28,7 +28,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("-n", "--max-new-tokens", help="Tokens to generate. [default: to the end of text or context]"),
+        typer.Option("-n", "--max-new-tokens", help="Tokens to generate. [default: the model's own, else to the end]"),
     ] = None,
     temp: Annotated[
         float | None, typer.Option("--temp", "--temperature", help="0 is greedy. [default: the model's own, else 0]")
