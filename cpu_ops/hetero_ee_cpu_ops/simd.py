@@ -70,12 +70,34 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
+def quarters(builder: Any, value: Any) -> list[Any]:
+    """A vector's four quarters."""
+    count = value.type.count // 4
+    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(q * count, (q + 1) * count))) for q in range(4)]
+    return [builder.shuffle_vector(value, value, part) for part in lanes]
+
+
+def joined(builder: Any, parts: list[Any]) -> Any:
+    """The inverse of quarters, and of halving: 2^n vectors, one after the other."""
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        lanes = ir.Constant(ir.VectorType(I32, count), list(range(count)))
+        parts = [builder.shuffle_vector(*parts[at : at + 2], lanes) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
 def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
     """table[index] for byte indices below 16; table: 16 bytes, repeated to the length of indices (32 or 64)."""
     if indices.type.count == 64 and target_has(context, "avx512bw"):
         return call(builder, "llvm.x86.avx512.pshuf.b.512", indices.type, [table, indices])
     if indices.type.count == 32 and target_has(context, "avx2"):
         return call(builder, "llvm.x86.avx2.pshuf.b", indices.type, [table, indices])
+    if target_has(context, "dotprod"):
+        first = quarters(builder, table)[0]
+        found = [
+            call(builder, "llvm.aarch64.neon.tbl1.v16i8", first.type, [first, q]) for q in quarters(builder, indices)
+        ]
+        return joined(builder, found)
     result = constant(indices.type, 0)
     for entry in range(16):  # no portable byte shuffle with run-time indices: sixteen selects
         value = splat(builder, indices.type, builder.extract_element(table, ir.Constant(I32, entry)))

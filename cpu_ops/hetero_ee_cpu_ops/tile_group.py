@@ -7,8 +7,8 @@ same bits. Three kinds of tile, told apart by the length of a tuple, because a l
 LINEAR    int4, entry = code - 8.       CODEBOOK  int4, entry = table[code].      BYTES     int8, entry = the byte.
 
 VNNI multiplies unsigned by signed bytes: entries are moved up by z (8, or 128) and -z sum(q) is where the sum begins.
-AVX2's multiply of that kind saturates in 16 bits: codes below 16 are safe for eight products in a row, full bytes go
-through |entry| times q with the sign of entry, which is safe for one.
+Arm's dot product takes two signed bytes. AVX2's multiply of unsigned by signed saturates in 16 bits: codes below 16 are
+safe for eight products in a row, full bytes go through |entry| times q with the sign of entry, which is safe for one.
 """
 
 from typing import Any
@@ -27,10 +27,12 @@ from hetero_ee_cpu_ops.simd import (
     call,
     constant,
     f32x16,
+    joined,
     load,
     load_half16,
     lookup16,
     nibbles,
+    quarters,
     splat,
     target_has,
 )
@@ -46,7 +48,9 @@ class _Emitter:
         self.has_vnni = target_has(context, "avx512vnni")
         self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
         self.has_avx2 = target_has(context, "avx2") and not self.has_vnni and not self.has_vnni_256
-        self.signed = self.has_avx2 and kind != len(LINEAR)  # entries stay signed, no offset
+        self.has_neon_dot = target_has(context, "dotprod")
+        # Where both operands are signed, entries stay as they are and need no offset (a code below 16 is both).
+        self.signed = (self.has_avx2 or self.has_neon_dot) and kind != len(LINEAR)
 
     def operands(self, tile: Any, table: Any) -> list[tuple[Any, int]]:
         """The weights as bytes, four columns each, with the first column's index."""
@@ -89,12 +93,20 @@ class _Emitter:
             signed_x = call(builder, "llvm.x86.avx2.psign.b", x.type, [x, weight])
             pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [size, signed_x])
             return builder.add(total, self._widened(pairs))
+        if self.has_neon_dot:
+            return self._neon_dot4(total, weight, x)
         wide = ir.VectorType(I32, self.lanes)
         product = builder.mul(builder.zext(weight, wide), builder.sext(x, wide))
         for column in range(4):
             lanes = ir.Constant(ir.VectorType(I32, self.lanes // 4), list(range(column, self.lanes, 4)))
             total = builder.add(total, builder.shuffle_vector(product, product, lanes))
         return total
+
+    def _neon_dot4(self, total: Any, weight: Any, x: Any) -> Any:
+        """Arm's registers hold 4 rows x 4 columns: four dot products."""
+        parts = zip(*(quarters(self.builder, value) for value in (total, weight, x)), strict=True)
+        name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+        return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in parts])
 
     def _narrow_sum(self, operands: list[tuple[Any, int]], x: Any, first: int) -> Any:
         """Eight products of codes below 16 fit in 16 bits: 8 x 2 x 15 x 127 = 30,480."""

@@ -1,0 +1,44 @@
+"""The Arm form of the matmul's innermost step, compiled for AArch64 wherever LLVM has that backend, and read.
+
+It was never run: no Arm machine was at hand. Its arithmetic is that of the other instruction sets, exact in integers.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import llvmlite.binding as llvm
+import pytest
+from llvmlite import ir
+
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, _Emitter
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+
+
+def assembly(kind: tuple[int, ...], features: str) -> str:
+    """Machine code of one group's sum for one row: (tile, table, x, offset, out) -> 16 int32 at out."""
+    context = SimpleNamespace(codegen=lambda: SimpleNamespace(_tm_features=features))
+    module = ir.Module()
+    address = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [address] * 5), "group")
+    builder = ir.IRBuilder(function.append_basic_block())
+    tile, table, x, offset, out = function.args
+    emitter: Any = _Emitter(context, builder, len(kind), 16)
+    sums = emitter.group_sum(emitter.operands(tile, table), x, offset, 0)
+    builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
+    builder.ret_void()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(TRIPLE).create_target_machine(features=features, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.triple = TRIPLE
+    parsed.verify()
+    return str(machine.emit_assembly(parsed))
+
+
+@pytest.mark.parametrize("kind", [LINEAR, CODEBOOK, BYTES])
+def test_arm_code_has_dot_products_and_table_lookups(kind: tuple[int, ...]) -> None:
+    code = assembly(kind, "+neon,+dotprod")
+    assert code.count("sdot") == 32  # 8 operands of 16 rows x 4 columns, four registers each
+    assert ("tbl" in code) == (kind == CODEBOOK)
+    assert "sdot" not in assembly(kind, "+neon")
