@@ -21,14 +21,11 @@ from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.conversion import Quantization, cached_store, convert
-from hetero_ee.weights.manifest import read_manifest
-from hetero_ee.weights.model_weights import ModelWeights, load_dense
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
+from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, INT4_QUANTIZERS
 from hetero_ee.weights.store import is_store, open_store
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.process import physical_core_count
-
-UNQUANTIZED = "none"
 
 
 class Engine:
@@ -75,9 +72,9 @@ class Engine:
         sampling = _default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        weights, made_by = _load_weights(folder, spec, quantizer, threads, progress)
+        weights = _load_weights(folder, spec, quantizer, threads, progress)
         executor = _executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
-        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, made_by)
+        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, weights.quantizer)
 
     @property
     def context_tokens(self) -> int:
@@ -116,7 +113,7 @@ class Engine:
         tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
         for token in self._generate(prompts, params):
             tokens[token.sequence].append(token)
-        results = [collect(mine, len(ids)) for mine, ids in zip(tokens, prompts, strict=True)]
+        results = [collect(mine) for mine in tokens]
         return results[0] if isinstance(prompt, str) else results
 
     def count_tokens(self, text: str) -> int:
@@ -170,21 +167,21 @@ class Engine:
         return self._executor
 
 
-def collect(tokens: list[GeneratedToken], n_prompt_tokens: int) -> GenerationResult:
+def collect(tokens: list[GeneratedToken]) -> GenerationResult:
     """The result that one sequence's tokens amount to, at least one. Cut short, its reason is `length`."""
     first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
     return GenerationResult(
         text="".join(token.text for token in tokens),
         token_ids=tuple(token.token_id for token in tokens),
         finish_reason=tokens[-1].finish_reason or FinishReason.LENGTH,
-        n_prompt_tokens=n_prompt_tokens,
+        n_prompt_tokens=tokens[0].position,  # positions count from the prompt's beginning
         prompt_s=first_s,
         generation_s=last_s - first_s,
     )
 
 
 def _check_options(quantizer: str, context_tokens: int, threads: int) -> None:
-    choices = ("codebook", "search", "rtn", UNQUANTIZED)
+    choices = (*INT4_QUANTIZERS, UNQUANTIZED)
     if quantizer not in choices:
         raise UsageError(f"quantizer is {quantizer!r}; expected one of {', '.join(choices)}.")
     for name, value, largest in (("context size", context_tokens, 2**24), ("threads", threads, 1024)):
@@ -220,12 +217,12 @@ def _context_tokens(spec: ModelSpec, asked: int) -> int:
 
 def _load_weights(
     folder: Path, spec: ModelSpec, quantizer: str, threads: int, progress: Progress | None
-) -> tuple[ModelWeights, str]:
-    """The weights and the name of the quantizer that made them."""
+) -> ModelWeights:
+    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache where they lie there."""
     if is_store(folder):
-        return open_store(folder, spec), read_manifest(folder).quantizer
+        return open_store(folder, spec)
     if quantizer == UNQUANTIZED:
-        return load_dense(Checkpoint(folder, spec)), quantizer
+        return load_dense(Checkpoint(folder, spec))
     quantization = Quantization(matrices=quantizer)
     target = cached_store(folder, quantization, cache_folder())
 
@@ -236,12 +233,12 @@ def _load_weights(
         return open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
 
     try:
-        return opened(), quantizer
+        return opened()
     except StoreError:
         if not is_store(target):
             raise
     shutil.rmtree(target)  # a damaged store of our own making: what it was made from is still there
-    return opened(), quantizer
+    return opened()
 
 
 def _executor(

@@ -26,12 +26,13 @@ from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.conversion import Quantization
 from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantizer_named
 from hetero_ee.weights.weight import Weight
 
 SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
-INT4_QUANTIZERS = ("rtn", "search", "codebook")
-CANDIDATES = [Quantization(matrices, vocabulary) for matrices in INT4_QUANTIZERS for vocabulary in (matrices, "int8")]
+CANDIDATES = [
+    Quantization(matrices, vocabulary) for matrices in reversed(INT4_QUANTIZERS) for vocabulary in (matrices, "int8")
+]
 
 
 @dataclass(frozen=True, slots=True)

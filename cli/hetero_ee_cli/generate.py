@@ -87,7 +87,7 @@ def _generate(text: str, model: Path | None, options: dict[str, Any], changes: d
         Engine.from_pretrained(model, progress=progress, **options) as engine,
     ):
         tokens = engine.stream(text, **changes)
-        result, interrupted = _run(tokens, engine.count_tokens(text), quiet=as_json)
+        result, interrupted = _run(tokens, quiet=as_json)
         if as_json:
             print(json.dumps(_document(engine, model, changes, result, interrupted)))
         if result is not None:
@@ -135,9 +135,7 @@ def _new_seed() -> int:
     return time.time_ns() % 2**32
 
 
-def _run(
-    tokens: "Iterator[GeneratedToken]", n_prompt_tokens: int, quiet: bool
-) -> "tuple[GenerationResult | None, bool]":
+def _run(tokens: "Iterator[GeneratedToken]", quiet: bool) -> "tuple[GenerationResult | None, bool]":
     """Prints the text as it comes; the result so far, None where no token came, and whether Ctrl-C ended it."""
     from hetero_ee.engine import collect
 
@@ -152,7 +150,7 @@ def _run(
                 sys.stdout.flush()
     except KeyboardInterrupt:
         interrupted = True
-    return (collect(seen, n_prompt_tokens) if seen else None), interrupted
+    return (collect(seen) if seen else None), interrupted
 
 
 def _print_closing_line(result: "GenerationResult", engine: "Engine", changes: dict[str, Any]) -> None:

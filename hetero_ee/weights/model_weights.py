@@ -11,13 +11,19 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.weight import DenseWeight, Weight
 
+UNQUANTIZED = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """matrices: everything that multiplies or is looked up by token; vectors: norms, biases, position tables, fp32."""
+    """matrices: everything that multiplies or is looked up by token; vectors: norms, biases, position tables, fp32.
+
+    quantizer: what made the matrices.
+    """
 
     matrices: dict[str, Weight]
     vectors: dict[str, Tensor]
+    quantizer: str = UNQUANTIZED
 
     @property
     def n_bytes(self) -> int:

@@ -64,7 +64,7 @@ def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
     """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError."""
     manifest = read_manifest(folder)
     buffer = _mapped(folder / WEIGHTS_FILE)
-    weights = ModelWeights({}, {})
+    weights = ModelWeights({}, {}, manifest.quantizer)
     for entry in manifest.entries:
         if entry.layout == "fp32":
             data = buffer[entry.offset : entry.offset + entry.data_bytes]
