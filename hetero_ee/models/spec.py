@@ -65,7 +65,3 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Features of all key heads (and of all value heads)."""
         return self.n_kv_heads * self.head_dim
-
-    def kv_bytes_per_token(self, element_bytes: int = 4) -> int:
-        """Bytes one token's keys and values take over all layers."""
-        return 2 * self.n_layers * self.kv_size * element_bytes

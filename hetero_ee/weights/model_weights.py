@@ -77,4 +77,4 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
 def expanded(weights: ModelWeights) -> ModelWeights:
     """The same weights with every matrix in fp32; lookups and products give the same bits."""
     matrices: dict[str, Weight] = {name: DenseWeight(w.dequantize()) for name, w in weights.matrices.items()}
-    return ModelWeights(matrices, weights.vectors)
+    return ModelWeights(matrices, weights.vectors, weights.quantizer)
