@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.decoding.sampling import SamplingParams
     from hetero_ee.engine import Engine
-    from hetero_ee.errors import CheckpointError, HeteroError, ModelError, StoreError, UsageError
+    from hetero_ee.errors import CheckpointError, DiskFullError, HeteroError, ModelError, StoreError, UsageError
     from hetero_ee.models.spec import ModelSpec
 
 __version__ = "0.1.0"
@@ -25,11 +25,13 @@ _HOME_OF = {
     "UsageError": "hetero_ee.errors",
     "ModelError": "hetero_ee.errors",
     "CheckpointError": "hetero_ee.errors",
+    "DiskFullError": "hetero_ee.errors",
     "StoreError": "hetero_ee.errors",
 }
 
 __all__ = [
     "CheckpointError",
+    "DiskFullError",
     "Engine",
     "GeneratedToken",
     "GenerationResult",

@@ -21,6 +21,10 @@ class StoreError(HeteroError):
     """An int4 store is damaged, was written in another format version, or can't be written."""
 
 
+class DiskFullError(StoreError):
+    """There is not enough room on a disk, found before or in the middle of writing; nothing half-written is left."""
+
+
 def shown(value: object) -> str:
     """A value from outside as a message quotes it: short, whatever it is."""
     try:

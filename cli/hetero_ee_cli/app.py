@@ -1,6 +1,7 @@
 """The typer application, and the one place where errors become exit codes.
 
-0 success, 1 failure, 2 usage, 130 interrupted (Ctrl-C), 141 the reader of a pipe went away, 143 terminated.
+0 success, 1 failure, 2 usage, 28 disk full, 130 interrupted (Ctrl-C), 141 the reader of a pipe went away,
+143 terminated.
 """
 
 import functools
@@ -13,7 +14,7 @@ import typer
 from hetero_ee_cli.generate import generate
 from hetero_ee_cli.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
 
-EXIT_FAILURE, EXIT_USAGE, EXIT_PIPE_CLOSED = 1, 2, 141
+EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
 
 
 def _answered(command: Callable[..., None]) -> Callable[..., None]:
@@ -75,11 +76,12 @@ def main() -> None:
 
 def _report(error: Exception) -> NoReturn:
     """One sentence for a deliberate refusal; anything else is a defect of ours and keeps its traceback."""
-    from hetero_ee.errors import HeteroError, UsageError
+    from hetero_ee.errors import DiskFullError, HeteroError, UsageError
 
     if not isinstance(error, HeteroError):
         raise error
-    _fail(str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE)
+    codes = {UsageError: EXIT_USAGE, DiskFullError: EXIT_DISK_FULL}
+    _fail(str(error), next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILURE))
 
 
 def _fail(message: str, code: int) -> NoReturn:
