@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero_ee.decoding.chat_template import Message
+    from hetero_ee.decoding.conversation import Conversation
+    from hetero_ee.decoding.reply import Reply
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.decoding.sampling import SamplingParams
     from hetero_ee.engine import Engine
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "Conversation": "hetero_ee.decoding.conversation",
+    "Message": "hetero_ee.decoding.chat_template",
+    "Reply": "hetero_ee.decoding.reply",
     "Engine": "hetero_ee.engine",
     "GeneratedToken": "hetero_ee.decoding.result",
     "GenerationResult": "hetero_ee.decoding.result",
@@ -31,13 +37,16 @@ _HOME_OF = {
 
 __all__ = [
     "CheckpointError",
+    "Conversation",
     "DiskFullError",
     "Engine",
     "GeneratedToken",
     "GenerationResult",
     "HeteroError",
+    "Message",
     "ModelError",
     "ModelSpec",
+    "Reply",
     "SamplingParams",
     "StoreError",
     "UsageError",

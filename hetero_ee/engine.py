@@ -1,7 +1,7 @@
 """Engine: opens a model and generates text. It wires the rooms of the house together and does no maths itself."""
 
-import shutil
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -9,21 +9,27 @@ from typing import Any, Self, overload
 
 import torch
 
-from hetero_ee.config import Progress, cache_folder, demo_model_folder
+from hetero_ee.config import Progress, cache_folder
+from hetero_ee.decoding.chat_template import ChatTemplate
+from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import Ending, generate
-from hetero_ee.decoding.result import FinishReason, GeneratedToken, GenerationResult
+from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.errors import HeteroError, ModelError, StoreError, UsageError, shown
+from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.models.hf_config import read_config_file
+from hetero_ee.models.hub import resolve_model
+from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import Quantization, cached_store, convert
+from hetero_ee.weights.library import open_cached
+from hetero_ee.weights.manifest import read_manifest
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, INT4_QUANTIZERS
-from hetero_ee.weights.store import is_store, open_store
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import INT4_QUANTIZERS
+from hetero_ee.weights.store import check_copies, is_store, open_store
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.process import physical_core_count
 
@@ -38,6 +44,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         sampling: SamplingParams,
         quantizer: str,
+        threads: int,
     ) -> None:
         self._executor: Executor | None = executor
         self._tokenizer = tokenizer
@@ -45,27 +52,37 @@ class Engine:
         self.default_sampling = sampling
         self.spec = executor.spec
         self.quantizer = quantizer
+        self.threads = threads
+        self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
     @classmethod
     def from_pretrained(
         cls,
         model: str | Path | None = None,
         *,
-        quantizer: str = DEFAULT_QUANTIZER,
+        revision: str | None = None,
+        offline: bool = False,
+        quantizer: str | None = None,
         context_tokens: int = 0,
         threads: int = 0,
         progress: Progress | None = None,
     ) -> Self:
-        """Opens a model: a folder with a Hugging Face checkpoint, a store, or None for the demo model.
+        """Opens a model: a Hugging Face id, a folder with such a checkpoint, a store, or None for the demo model.
 
-        quantizer: "codebook", "search" or "rtn" (int4; converted once, then kept in the cache folder), or "none" (fp32,
-        straight from the checkpoint; a store is opened as it is). context_tokens: longest prompt and text together,
+        An id (org/name) is downloaded at first use into the cache of huggingface_hub, with the token and settings that
+        library finds. revision: an id's branch, tag or commit. offline: what is in that cache has to do.
+        quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
+        (fp32, straight from the checkpoint); None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
+        "codebook" for others. A store is opened as it is. context_tokens: longest prompt and text together,
         0 for the model's own. threads: 0 for all physical cores. torch is set to one thread for the whole process.
-        progress: called with (stage, done, in all) during a conversion and before the kernels' first compilation.
-        Raises ModelError, CheckpointError, StoreError or UsageError.
+        progress: called with (stage, done, in all) during a download, in bytes, a conversion, and before the kernels'
+        first compilation; with 0 in all, the stage is a remark. Raises ModelError, CheckpointError, StoreError,
+        DiskFullError or UsageError.
         """
         _check_options(quantizer, context_tokens, threads)
-        folder = _model_folder(model)
+        folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
+        if is_store(folder):
+            check_copies(folder, read_manifest(folder))  # before anything in there is believed
         spec = ModelSpec.from_hf(folder)
         tokenizer = Tokenizer.load(folder, spec.vocab_size)
         hf_generation = _generation_config(folder)
@@ -73,13 +90,15 @@ class Engine:
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         weights = _load_weights(folder, spec, quantizer, threads, progress)
-        executor = _executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
-        return cls(executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, weights.quantizer)
+        executor = open_executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
+        return cls(
+            executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, weights.quantizer, threads
+        )
 
     @property
     def context_tokens(self) -> int:
         """Longest prompt and text together."""
-        return self._open_executor().cache.max_tokens
+        return self.executor.cache.max_tokens
 
     def stream(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> Iterator[GeneratedToken]:
         """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
@@ -116,12 +135,39 @@ class Engine:
         results = [collect(mine) for mine in tokens]
         return results[0] if isinstance(prompt, str) else results
 
+    def chat(
+        self,
+        system: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        **changes: Any,
+    ) -> Conversation:
+        """Starts a conversation, to be closed like the engine, or with it.
+
+        system: what the model is told before the first message. chat_template: in place of the model's own. `changes`
+        are SamplingParams fields to change. Raises UsageError, and ModelError for a model without a template.
+        """
+        executor, params = self.executor, self._params(sampling, changes)
+        source = self._tokenizer.chat_template if chat_template is None else chat_template
+        if source is None:
+            raise ModelError(
+                "this model has no chat template; give one with --chat-template-file (in Python: chat_template=...), "
+                "or use hetero-ee generate."
+            )
+        template = ChatTemplate(source, self._tokenizer.special_tokens)
+        conversation = Conversation(executor, self._tokenizer, template, self._ending(executor), params, system)
+        self._conversations.add(conversation)
+        return conversation
+
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as a prompt."""
         return len(self._tokenizer.encode(text))
 
     def close(self) -> None:
-        """Frees the weights and ends the threads. Closing twice does nothing."""
+        """Frees the weights, ends the threads and every conversation. Closing twice does nothing."""
+        for conversation in list(self._conversations):
+            conversation.close()
         if self._executor is not None:
             self._executor.close()
         self._executor = None
@@ -135,9 +181,11 @@ class Engine:
         self.close()
 
     def _generate(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
-        executor = self._open_executor()
-        ending = Ending(self._eos_token_ids, executor.cache.max_tokens)
-        return generate(executor, prompts, params, ending, self._tokenizer.decode, time.perf_counter)
+        executor = self.executor
+        return generate(executor, prompts, params, self._ending(executor), self._tokenizer.decode, time.perf_counter)
+
+    def _ending(self, executor: Executor) -> Ending:
+        return Ending(self._eos_token_ids, executor.cache.max_tokens)
 
     def _params(self, sampling: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
         if sampling is None:
@@ -161,52 +209,21 @@ class Engine:
             )
         return ids
 
-    def _open_executor(self) -> Executor:
+    @property
+    def executor(self) -> Executor:
+        """What runs the model, for measuring it. Raises HeteroError where the engine is closed."""
         if self._executor is None:
             raise HeteroError("this engine is closed; open the model again with Engine.from_pretrained.")
         return self._executor
 
 
-def collect(tokens: list[GeneratedToken]) -> GenerationResult:
-    """The result that one sequence's tokens amount to, at least one. Cut short, its reason is `length`."""
-    first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
-    return GenerationResult(
-        text="".join(token.text for token in tokens),
-        token_ids=tuple(token.token_id for token in tokens),
-        finish_reason=tokens[-1].finish_reason or FinishReason.LENGTH,
-        n_prompt_tokens=tokens[0].position,  # positions count from the prompt's beginning
-        prompt_s=first_s,
-        generation_s=last_s - first_s,
-    )
-
-
-def _check_options(quantizer: str, context_tokens: int, threads: int) -> None:
+def _check_options(quantizer: str | None, context_tokens: int, threads: int) -> None:
     choices = (*INT4_QUANTIZERS, UNQUANTIZED)
-    if quantizer not in choices:
+    if quantizer is not None and quantizer not in choices:
         raise UsageError(f"quantizer is {quantizer!r}; expected one of {', '.join(choices)}.")
     for name, value, largest in (("context size", context_tokens, 2**24), ("threads", threads, 1024)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
             raise UsageError(f"{name} is {value!r}; expected a whole number from 0 (automatic) to {largest}.")
-
-
-def _model_folder(model: str | Path | None) -> Path:
-    if model is None:
-        return demo_model_folder()
-    folder = Path(model).expanduser()
-    if not _exists(folder):
-        raise ModelError(
-            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint or a store."
-        )
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
-    return folder
-
-
-def _exists(folder: Path) -> bool:
-    try:
-        return folder.exists()
-    except OSError:  # a name too long for any folder
-        return False
 
 
 def _context_tokens(spec: ModelSpec, asked: int) -> int:
@@ -216,35 +233,22 @@ def _context_tokens(spec: ModelSpec, asked: int) -> int:
 
 
 def _load_weights(
-    folder: Path, spec: ModelSpec, quantizer: str, threads: int, progress: Progress | None
+    folder: Path, spec: ModelSpec, quantizer: str | None, threads: int, progress: Progress | None
 ) -> ModelWeights:
     """A store's weights as they are; a checkpoint's by `quantizer`, from the cache where they lie there."""
     if is_store(folder):
         return open_store(folder, spec)
     if quantizer == UNQUANTIZED:
         return load_dense(Checkpoint(folder, spec))
-    quantization = Quantization(matrices=quantizer)
-    target = cached_store(folder, quantization, cache_folder())
-
-    if target.exists() and not is_store(target):
-        shutil.rmtree(target)  # what is left of a store somebody has half deleted
-
-    def opened() -> ModelWeights:
-        return open_store(convert(folder, spec, target, quantization, threads=threads, progress=progress), spec)
-
-    try:
-        return opened()
-    except StoreError:
-        if not is_store(target):
-            raise
-    shutil.rmtree(target)  # a damaged store of our own making: what it was made from is still there
-    return opened()
+    quantization = Quantization.of_model(folder, quantizer)
+    _, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+    return weights
 
 
-def _executor(
-    spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, progress: Progress | None
+def open_executor(
+    spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, progress: Progress | None = None
 ) -> Executor:
-    """The CPU kernels for weights in tiles, the reference for others."""
+    """What runs these weights: the CPU kernels where they are in tiles, the reference for others. To be closed."""
     if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
         return Executor(spec, weights, max_tokens)
     kernels = use_kernel_cache(cache_folder())
@@ -257,8 +261,8 @@ def _executor(
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    return read_config_file(file) if file.is_file() else {}
+    file = find_file(folder, "generation_config.json")
+    return read_config_file(file) if file else {}
 
 
 def _default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingParams:

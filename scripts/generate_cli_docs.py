@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.models import OptionInfo
 
+from hetero_ee.config.settings import SETTINGS, Setting
 from hetero_ee_cli.app import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -20,6 +21,7 @@ VALUES = {
     int | None: " N",
     float | None: " X",
     str: " TEXT",
+    str | None: " TEXT",
     list[str] | None: " TEXT",
     Path | None: " PATH",
 }
@@ -31,13 +33,24 @@ Only results go to standard output; progress, statistics and errors go to standa
 Exit codes: 0 success, 1 failure, 2 wrong usage, 28 disk full, 130 Ctrl-C, 141 the reader of a pipe went away,
 143 terminated.
 
-Environment: `HETERO_EE_CACHE_DIR` is the folder for converted models (default: the platform's cache folder).
+## Settings
+
+A flag wins over a variable of the environment, the variable over the configuration file, the file over the default.
+The file is `config.toml` in the platform's configuration folder (`~/.config/hetero_ee` on Linux), or the one that
+`HETERO_EE_CONFIG` names; a key that is no setting is refused. `hetero-ee config show` says which value wins and why.
+
+| key in the file | variable | value | meaning |
+|---|---|---|---|
 """
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(sections(app, ""))
+    return HEAD + "".join(map(setting_row, SETTINGS)) + "".join(sections(app, ""))
+
+
+def setting_row(setting: Setting) -> str:
+    return f"| `{setting.name}` | `{setting.variable}` | {setting.expected} | {setting.help} |\n"
 
 
 def sections(application: typer.Typer, group: str) -> Iterator[str]:

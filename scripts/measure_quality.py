@@ -24,8 +24,8 @@ from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import Quantization
 from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
+from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantizer_named
 from hetero_ee.weights.weight import Weight
 

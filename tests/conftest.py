@@ -24,6 +24,8 @@ hypothesis.settings.load_profile("repeatable")
 def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("HETERO_EE_CONFIG", os.devnull)
         yield
 
 

@@ -11,7 +11,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from hetero_ee_cli import config, models
+from hetero_ee_cli.bench import bench
+from hetero_ee_cli.chat import chat
+from hetero_ee_cli.convert import convert
+from hetero_ee_cli.doctor import doctor
 from hetero_ee_cli.generate import generate
+from hetero_ee_cli.output import complain
+from hetero_ee_cli.plan import plan
+from hetero_ee_cli.profile import profile
 from hetero_ee_cli.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
@@ -24,8 +32,12 @@ def _answered(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            _say_notes(interrupt)
             leave(EXIT_INTERRUPTED)
+        except SystemExit as termination:
+            _say_notes(termination)
+            raise
         except BrokenPipeError:
             leave(EXIT_PIPE_CLOSED)
         except Exception as error:
@@ -42,6 +54,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(_answered(generate))
+app.command()(_answered(chat))
+app.command()(_answered(plan))
+app.command()(_answered(profile))
+app.command()(_answered(bench))
+app.command()(_answered(convert))
+app.command()(_answered(doctor))
+models_app = typer.Typer(name="models", rich_markup_mode=None)
+models_app.callback(invoke_without_command=True)(_answered(models.models))
+models_app.command("list")(_answered(models.list_models))
+models_app.command()(_answered(models.verify))
+models_app.command()(_answered(models.remove))
+app.add_typer(models_app)
+config_app = typer.Typer(name="config", help="Settings and where they come from.", rich_markup_mode=None)
+config_app.command()(_answered(config.show))
+app.add_typer(config_app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,6 +101,12 @@ def main() -> None:
     sys.exit(code)
 
 
+def _say_notes(interrupt: BaseException) -> None:
+    """What the library has to say of the work that was interrupted: that it can be gone on with."""
+    for note in getattr(interrupt, "__notes__", ()):
+        complain(note)
+
+
 def _report(error: Exception) -> NoReturn:
     """One sentence for a deliberate refusal; anything else is a defect of ours and keeps its traceback."""
     from hetero_ee.errors import DiskFullError, HeteroError, UsageError
@@ -85,13 +118,8 @@ def _report(error: Exception) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"hetero-ee: {_printable(message)}", file=sys.stderr)
+    complain(message)
     sys.exit(code)
-
-
-def _printable(message: str) -> str:
-    """One line, control characters escaped: file and tensor names come from outside."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
 
 
 if __name__ == "__main__":

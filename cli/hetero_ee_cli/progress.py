@@ -3,12 +3,16 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
-def stage_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields what Engine.from_pretrained calls with (stage, done, in all); a bar appears at its stage's first call."""
-    shown = _Bars() if sys.stderr.isatty() else _Lines()
+def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields what Engine.from_pretrained calls with (stage, done, in all); a bar appears at its stage's first call.
+
+    With 0 in all, the stage is a remark. of_each_time: what is shown is not of the kind that happens only once.
+    """
+    shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
         yield shown.update
     finally:
@@ -18,13 +22,14 @@ def stage_progress() -> Iterator[Callable[[str, int, int], None]]:
 class _Lines:
     """For logs and pipes: says once of each stage that it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self._said: set[str] = set()
+        self._quiet = quiet
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
-        if stage not in self._said:
+        if stage not in self._said and not self._quiet:
             self._said.add(stage)
-            print(f"{stage}, once ...", file=sys.stderr)
+            print(f"{stage}, once ..." if n_all else f"{stage}.", file=sys.stderr)
 
     def close(self) -> None:
         pass
@@ -33,7 +38,8 @@ class _Lines:
 class _Bars:
     """For terminals; rich is imported only when there is something to show."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: str = ", once") -> None:
+        self._note = note
         self._close: Callable[[], None] = lambda: None
         self._advance: Callable[[str, int, int], None] | None = None
 
@@ -48,16 +54,25 @@ class _Bars:
 
     def _start(self) -> None:
         from rich.console import Console
+        from rich.filesize import decimal
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}, once"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-        tasks: dict[str, int] = {}
+        from hetero_ee.models.download import DOWNLOADING
+
+        texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
+        stage = TextColumn(f"{{task.description}}{self._note}")
+        columns = (stage, BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        tasks: dict[str, Any] = {}
 
         def advance(stage: str, n_done: int, n_all: int) -> None:
+            if n_all == 0:
+                progress.console.print(f"{stage}.", markup=False, highlight=False)
+                return
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=n_all)
-            progress.update(tasks[stage], completed=n_done)  # type: ignore[arg-type]
+                tasks[stage] = progress.add_task(stage, total=n_all, size="")
+            size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
+            progress.update(tasks[stage], completed=n_done, size=size)
 
         progress.start()
         self._close, self._advance = progress.stop, advance

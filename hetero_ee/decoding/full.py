@@ -55,24 +55,55 @@ def generate(
     try:
         for text in texts:
             text.cached_as = executor.cache.open_new()
-        logits_of = {text.sequence: _prefill(executor, text) for text in texts}
-        while logits_of:
-            for sequence, logits in logits_of.items():
-                token = _step(texts[sequence], logits, params, ending, clock() - start_s)
-                if token.finish_reason is not None:  # its memory is free for others at once
-                    executor.cache.close(texts[sequence].cached_as)
-                    texts[sequence].cached_as = UNCACHED
-                yield token
-            active = [text for text in texts if not text.finished]
-            logits_of = _decode_step(executor, active) if active else {}
+        for token in _tokens(executor, texts, params, ending, lambda: clock() - start_s):
+            if token.finish_reason is not None:  # its memory is free for others at once
+                executor.cache.close(texts[token.sequence].cached_as)
+                texts[token.sequence].cached_as = UNCACHED
+            yield token
     finally:
         for text in texts:
             executor.cache.close(text.cached_as)
 
 
+def generate_from(
+    executor: Executor,
+    sequence: int,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    ending: Ending,
+    decode: Decode,
+    clock: Callable[[], float],
+) -> Iterator[GeneratedToken]:
+    """Yields what generate yields for this one prompt, whose first tokens lie in the KV cache already.
+
+    sequence: its number there. It holds fewer tokens than the prompt, stays open, and at each token holds every token
+    before it; after a pass that failed it may hold more, which are not to be trusted.
+    """
+    start_s = clock()
+    stream = TextStream(decode, prompt_ids, params.stop)
+    text = _Text(0, list(prompt_ids), len(prompt_ids), stream, cached_as=sequence)
+    yield from _tokens(executor, [text], params, ending, lambda: clock() - start_s)
+
+
+def _tokens(
+    executor: Executor,
+    texts: list[_Text],
+    params: SamplingParams,
+    ending: Ending,
+    elapsed_s: Callable[[], float],
+) -> Iterator[GeneratedToken]:
+    """The loop: the rest of each prompt, then a token of every unfinished text a pass."""
+    logits_of = {text.sequence: _prefill(executor, text) for text in texts}
+    while logits_of:
+        for sequence, logits in logits_of.items():
+            yield _step(texts[sequence], logits, params, ending, elapsed_s())
+        active = [text for text in texts if not text.finished]
+        logits_of = _decode_step(executor, active) if active else {}
+
+
 def _prefill(executor: Executor, text: _Text) -> Tensor:
-    """Runs the prompt in chunks; logits (vocab,) of its last token."""
-    for first in range(0, text.n_prompt_tokens, PREFILL_CHUNK_TOKENS):
+    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token."""
+    for first in range(executor.cache.length(text.cached_as), text.n_prompt_tokens, PREFILL_CHUNK_TOKENS):
         chunk = text.token_ids[first : min(first + PREFILL_CHUNK_TOKENS, text.n_prompt_tokens)]
         hidden = executor.hidden(Rows.of_sequence(text.cached_as, first, chunk))
     return executor.head(hidden[-1:])[0]

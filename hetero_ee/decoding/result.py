@@ -37,7 +37,8 @@ class GenerationResult:
     """A whole generated text.
 
     text: without the prompt, the end token and the stop string. token_ids: every generated token, the ending one too.
-    n_prompt_tokens: tokens of the prompt as the model saw them, a leading begin token included.
+    n_prompt_tokens: tokens of the prompt as the model saw them, a leading begin token included; n_cached_tokens: how
+    many of them, from the beginning, lay in the KV cache already, from earlier turns of a conversation.
     prompt_s: seconds from the start until the first token was chosen; generation_s: seconds from then to the last.
     Of prompts generated together, the seconds are those of the whole batch.
     """
@@ -48,6 +49,12 @@ class GenerationResult:
     n_prompt_tokens: int
     prompt_s: float
     generation_s: float
+    n_cached_tokens: int = 0
+
+    @property
+    def n_prefilled_tokens(self) -> int:
+        """Tokens of the prompt that were computed."""
+        return self.n_prompt_tokens - self.n_cached_tokens
 
     @property
     def n_generated_tokens(self) -> int:
@@ -55,10 +62,24 @@ class GenerationResult:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens per second of prompt time."""
-        return self.n_prompt_tokens / self.prompt_s if self.prompt_s > 0 else 0.0
+        """Prompt tokens computed per second of prompt time."""
+        return self.n_prefilled_tokens / self.prompt_s if self.prompt_s > 0 else 0.0
 
     @property
     def generated_tokens_per_s(self) -> float:
         """Tokens after the first per second of generation time: the rate of decode steps. 0 for a single token."""
         return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s > 0 else 0.0
+
+
+def collect(tokens: list[GeneratedToken], n_cached_tokens: int = 0) -> GenerationResult:
+    """The result that one sequence's tokens amount to, at least one. Cut short, its reason is `length`."""
+    first_s, last_s = tokens[0].elapsed_s, tokens[-1].elapsed_s
+    return GenerationResult(
+        text="".join(token.text for token in tokens),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=tokens[-1].finish_reason or FinishReason.LENGTH,
+        n_prompt_tokens=tokens[0].position,  # positions count from the prompt's beginning
+        prompt_s=first_s,
+        generation_s=last_s - first_s,
+        n_cached_tokens=n_cached_tokens,
+    )

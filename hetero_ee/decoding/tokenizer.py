@@ -1,14 +1,16 @@
 """The model's tokenizer, by transformers; its errors become ours."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.errors import ModelError, UsageError
-from hetero_ee.weights.store import copied_files
+from hetero_ee.decoding.tokenizer_file import check_tokenizer_files
+from hetero_ee.errors import ModelError, UsageError, shown
+from hetero_ee.models.model_files import TOKENIZER_FILES
+from hetero_ee.models.regular_file import find_file
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-MAX_TOKENIZER_BYTES = 100 * 2**20
 # These two names mean "tokenizer.json as it is". Going past AutoTokenizer saves 1.5 s of its imports at every start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -23,27 +25,25 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
         """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
-        present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        if not present:
+        if not any(find_file(folder, name) for name in TOKENIZER_FILES):
             raise ModelError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
-        for file in copied_files(folder):
-            if file.stat().st_size > MAX_TOKENIZER_BYTES:
-                raise ModelError(
-                    f"{file} has {file.stat().st_size} bytes; a tokenizer has at most {MAX_TOKENIZER_BYTES}."
-                )
-        try:
+        check_tokenizer_files(folder)
+        with _model_errors(f"the tokenizer in {folder} can't be read"):
             backend = _load_backend(folder)
-        except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
-            raise ModelError(f"the tokenizer in {folder} can't be read ({_first_line(error)}).") from error
         return cls(backend, vocab_size)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the leading begin token where the model wants one. Raises UsageError, ModelError."""
+    def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the leading begin token where the model wants one. Raises UsageError, ModelError.
+
+        with_special_tokens: False adds none, for text that holds its own, as a chat template's does.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt is not valid Unicode at character {error.start}.") from error
-        ids = list(self._backend(text)["input_ids"])
+        with _model_errors("the tokenizer fails on this prompt"):
+            encoded = self._backend(text, add_special_tokens=with_special_tokens, verbose=False)
+        ids = list(encoded["input_ids"])
         if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; looking at all when loading takes 0.2 s
             raise ModelError(f"the tokenizer gives token {max(ids)}, the model has only {self._vocab_size}.")
         return ids
@@ -56,6 +56,26 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._backend.eos_token_id
         return token_id
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the special tokens by their names in tokenizer_config.json, such as bos_token."""
+        return {name: text for name, text in self._backend.special_tokens_map.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template in chat_template.jinja or tokenizer_config.json, of several the default. Raises ModelError."""
+        template = self._backend.chat_template
+        if isinstance(template, dict):
+            if "default" not in template:
+                raise ModelError(
+                    f"the tokenizer has {len(template)} chat templates ({shown(', '.join(template))}), none of them "
+                    "named default; give one with --chat-template-file."
+                )
+            template = template["default"]
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"the tokenizer's chat template is {shown(template)}, not text.")
+        return template
 
 
 def _load_backend(folder: Path) -> Any:
@@ -73,5 +93,19 @@ def _load_backend(folder: Path) -> Any:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+@contextmanager
+def _model_errors(sentence: str) -> Iterator[None]:
+    """Makes whatever the tokenizer's library raises a ModelError: bare Exceptions for a malformed file, and panics,
+    which are no Exceptions, for what its authors did not think of.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{sentence} ({_first_line(error)}).") from error
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return line if line.isprintable() else ascii(line)

@@ -23,12 +23,14 @@ class Fields:
     def has(self, name: str) -> bool:
         return name in self._values
 
-    def integer(self, name: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
+    def integer(self, name: str, default: int | None = None, smallest: int = 1, largest: int = MAX_SIZE) -> int:
         value = self.get(name, default)
         if value is None:
             raise ModelError(f"{self._where}: field {name} is missing.")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a whole number from 1 to {largest}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+            raise ModelError(
+                f"{self._where}: {name} is {shown(value)}, expected a whole number from {smallest} to {largest}."
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -1,6 +1,5 @@
 """Reads Hugging Face configurations: the only place that knows their field names, defaults and habits."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,30 +7,43 @@ from typing import Any
 
 from hetero_ee.errors import ModelError, shown
 from hetero_ee.models.fields import Fields
+from hetero_ee.models.hf_quantization import four_bit_type
+from hetero_ee.models.json_text import depth_exceeds, not_json, parse_json
+from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
+MAX_CONFIG_VALUES = 10**6
+MAX_CONFIG_DEPTH = 64  # real ones have four levels
 MAX_LAYERS = 1000
+MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones lie from 1 to 64
+ADAPTER_FILE = "adapter_config.json"
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The parsed config.json at `path` (the file or its folder). Raises ModelError."""
-    file = path / CONFIG_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ModelError(f"{file} is missing; a model folder holds config.json, *.safetensors and tokenizer files.")
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{file} has {file.stat().st_size} bytes; a configuration has at most {MAX_CONFIG_BYTES}.")
+    folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
+    file = find_file(folder, name)
+    if file is None:
+        raise ModelError(f"{folder / name} is missing; {_instead_of_config(folder)}")
+    data = read_file(file, MAX_CONFIG_BYTES, "a configuration")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file} can't be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not valid JSON ({error}).") from error
+        values = parse_json(data, MAX_CONFIG_VALUES)
+    except ValueError as error:
+        raise ModelError(f"{file} {not_json(data, error)}.") from error
     if not isinstance(values, dict):
         raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
+    if depth_exceeds(values, MAX_CONFIG_DEPTH):
+        raise ModelError(f"{file} is nested too deeply, expected at most {MAX_CONFIG_DEPTH} levels.")
     return values
+
+
+def _instead_of_config(folder: Path) -> str:
+    if (folder / ADAPTER_FILE).exists():
+        return f"{ADAPTER_FILE} says that this is an adapter: merge it into its base model and give the result."
+    return "a model folder holds config.json, *.safetensors and tokenizer files."
 
 
 def spec_from_hf(config: Any) -> ModelSpec:
@@ -49,9 +61,13 @@ def spec_from_hf(config: Any) -> ModelSpec:
     return _reader_for(fields)(fields)
 
 
+def four_bit_type_of(folder: Path) -> str | None:
+    """The 4 bits in which bitsandbytes saved the weights of a model folder; None for floats. Raises ModelError."""
+    return four_bit_type(Fields(read_config_file(folder), str(folder)))
+
+
 def _reader_for(fields: Fields) -> Callable[[Fields], ModelSpec]:
-    if fields.get("quantization_config") is not None:
-        raise fields.fail("the checkpoint is quantized already (quantization_config); give the original weights.")
+    four_bit_type(fields)  # refuses weights that can't be read
     architectures = fields.get("architectures", [])
     architecture = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
     model_type = fields.text("model_type", "")
@@ -302,10 +318,12 @@ def _rope(fields: Fields, head_dim: int, context_tokens: int) -> RopeSpec:
 def _longrope(fields: Fields, parameters: Fields, context_tokens: int, n_pairs: int) -> RopeScaling:
     """Phi-3's long contexts (arXiv 2402.13753). The default magnitude is the paper's, from the ratio of contexts."""
     default_tokens = parameters.integer("original_max_position_embeddings", 4096)
-    original_tokens = fields.integer("original_max_position_embeddings", default_tokens)
+    original_tokens = fields.integer("original_max_position_embeddings", default_tokens, smallest=2)
     factors = parameters.get("short_factor", [])
     if not isinstance(factors, list | tuple) or len(factors) != n_pairs or not all(_is_factor(f) for f in factors):
-        raise fields.fail(f"short_factor is {shown(factors)}, expected {n_pairs} numbers above 0.")
+        raise fields.fail(
+            f"short_factor is {shown(factors)}, expected {n_pairs} numbers from {MIN_FACTOR:g} to {MAX_FACTOR:g}."
+        )
     ratio = parameters.number("factor", context_tokens / original_tokens)
     magnitude = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original_tokens))
     return RopeScaling(
@@ -317,7 +335,7 @@ def _longrope(fields: Fields, parameters: Fields, context_tokens: int, n_pairs: 
 
 
 def _is_factor(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and MIN_FACTOR <= value <= MAX_FACTOR
 
 
 _ROPE_FIELDS = {

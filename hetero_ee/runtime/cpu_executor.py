@@ -106,7 +106,7 @@ class CpuExecutor(Executor):
 
     def _embedded(self, rows: Rows) -> Any:
         block, ids = self.blocks[0], np.array(rows.token_ids, np.int64)
-        weight = self._weights.matrices[block.tensors["tokens"].name]
+        weight = self.weights.matrices[block.tensors["tokens"].name]
         assert isinstance(weight, TileWeight)
         tiles, scales = weight.tiles.numpy(), weight.scales.numpy().view(np.uint16)
         if weight.codebook is None:
@@ -165,5 +165,5 @@ class CpuExecutor(Executor):
         if not isinstance(weight, TileWeight):
             raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
         matrix = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
-        bias = self._weights.vectors.get(f"{name}_bias")
+        bias = self.weights.vectors.get(f"{name}_bias")
         return _Linear(matrix, weight.n_rows, None if bias is None else bias.numpy())

@@ -21,7 +21,7 @@ class Executor:
         self.spec = spec
         self.blocks = decoder_blocks(spec)
         self.cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
-        self._weights, self._ops = weights, ops or TorchOps()
+        self.weights, self._ops = weights, ops or TorchOps()
 
     def close(self) -> None:
         """Ends what the executor keeps running: here nothing."""
@@ -94,8 +94,8 @@ class Executor:
         )
 
     def _matrix(self, block: Block, short: str) -> Weight:
-        return self._weights.matrices[block.tensors[short].name]
+        return self.weights.matrices[block.tensors[short].name]
 
     def _vector(self, block: Block, short: str) -> Tensor | None:
         tensor = block.tensors.get(short)
-        return None if tensor is None else self._weights.vectors[tensor.name]
+        return None if tensor is None else self.weights.vectors[tensor.name]

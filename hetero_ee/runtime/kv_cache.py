@@ -77,7 +77,7 @@ class KvCache:
                 )
             lengths[sequence] = length + 1
         for sequence, length in lengths.items():
-            self._grow(self._sequences[sequence], length)
+            self._grow(sequence, length)
             self._sequences[sequence].length = length
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
@@ -106,14 +106,13 @@ class KvCache:
     def n_bytes(self) -> int:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._sequences.values())
 
-    def _grow(self, held: _Sequence, length: int) -> None:
+    def _grow(self, sequence: int, length: int) -> None:
+        """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""
+        held = self._sequences[sequence]
         capacity = held.keys.shape[2]
         if length <= capacity:
             return
         room = min(self.max_tokens, max(2 * capacity, -(-length // PAGE_TOKENS) * PAGE_TOKENS))
-        for name in ("keys", "values"):
-            old = getattr(held, name)
-            grown = torch.zeros(self.n_layers, self.n_kv_heads, room, self.head_dim)
-            grown[:, :, :capacity] = old
-            setattr(held, name, grown)
-        held.view = None
+        keys, values = (torch.zeros(self.n_layers, self.n_kv_heads, room, self.head_dim) for _ in range(2))
+        keys[:, :, :capacity], values[:, :, :capacity] = held.keys, held.values
+        self._sequences[sequence] = _Sequence(keys, values, held.length)

@@ -1,7 +1,5 @@
 """Reads Hugging Face checkpoints in safetensors, one tensor at a time. No pickle is ever opened."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +8,26 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.hf_config import four_bit_type_of
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
+from hetero_ee.models.model_files import INDEX_FILE, SINGLE_FILE
+from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.models.weight_index import indexed_files
+from hetero_ee.weights.bitsandbytes_4bit import (
+    FourBitMatrix,
+    RawTensors,
+    companion_names,
+    four_bit_matrix,
+    stacked_tiles,
+)
+from hetero_ee.weights.safetensors_file import MAX_TENSORS, read_header
+from hetero_ee.weights.weight import TileWeight
 
 DECODER_PREFIX, HEAD_NAME = "model.", "lm_head.weight"
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
-MAX_INDEX_BYTES = 100 * 2**20
 CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
 
 
@@ -33,8 +41,10 @@ class Checkpoint:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
         self._parts = checkpoint_parts(spec)
+        self._headers = {file: read_header(file) for file in self.files}  # all of them before any file is mapped
         self._opened = {file: _open(file) for file in self.files}
         self._file_of, self._name_in_file = self._locate_tensors()
+        self._four_bit = self._four_bit_matrices()
         self._check_shapes()
         self._check_tied_head()
 
@@ -49,20 +59,59 @@ class Checkpoint:
             rows.copy_(self._read(part))
         return stacked
 
+    def tiles(self, name: str) -> TileWeight | None:
+        """The same in tiles, each weight in the 4-bit code it was saved in; None where that is not possible.
+
+        Possible where bitsandbytes saved all its parts, and tiles can hold them (see stacked_tiles).
+        """
+        matrices = [self._four_bit[part.hf_name] for part in self._parts[name] if part.hf_name in self._four_bit]
+        return stacked_tiles(matrices) if len(matrices) == len(self._parts[name]) else None
+
     def tensors(self) -> list[TensorSpec]:
         """Every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
     def _read(self, part: Part) -> Tensor:
-        file = self._file_of[part.hf_name]
+        if part.hf_name in self._four_bit:
+            return self._four_bit[part.hf_name].dequantize()
+        tensor = self._raw(part.hf_name).float()
+        _refuse_non_finite(tensor, part.hf_name, self._file_of[part.hf_name])
+        return tensor
+
+    def _raw(self, name: str) -> Tensor:
+        """The tensor as it lies in its file."""
+        file = self._file_of[name]
         try:
-            tensor: Tensor = self._opened[file].get_tensor(self._name_in_file[part.hf_name]).float()
+            tensor: Tensor = self._opened[file].get_tensor(self._name_in_file[name])
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
             raise CheckpointError(
-                f"{file}: tensor {part.hf_name} can't be read ({_printable(error)}); get the file anew."
+                f"{file}: tensor {name} can't be read ({_printable(error)}); get the file anew."
             ) from error
-        _refuse_non_finite(tensor, part.hf_name, file)
         return tensor
+
+    def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        stored = self._headers[self._file_of[name]][self._name_in_file[name]]
+        return stored.dtype, stored.shape
+
+    def _four_bit_matrices(self) -> dict[str, FourBitMatrix]:
+        """hf name -> matrix, of those that bitsandbytes saved in 4 bits; config.json must say the same of them."""
+        raw = RawTensors(self.folder, self._file_of.keys(), self._header, self._raw)
+        parts = [part for parts in self._parts.values() for part in parts]
+        found = {part.hf_name: four_bit_matrix(raw, part.hf_name, part.shape) for part in parts}
+        matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
+        said = four_bit_type_of(self.folder)
+        for name, matrix in matrices.items():
+            if matrix.quant_type != said:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name} was quantized to {matrix.quant_type}, config.json says "
+                    f"{said or 'nothing of that (quantization_config)'}; get config.json of the same model."
+                )
+        if said and not matrices:
+            raise CheckpointError(
+                f"{self.folder}: config.json says that the weights are in {said}, and they are not; "
+                "get config.json of the same model, or remove its quantization_config."
+            )
+        return matrices
 
     def _locate_tensors(self) -> tuple[dict[str, Path], dict[str, str]]:
         """hf name -> file, and -> the name used there. Checkpoints of the bare decoder leave out the "model." in front.
@@ -70,8 +119,10 @@ class Checkpoint:
         A name in two files is refused: which one counts would be a guess.
         """
         file_of: dict[str, Path] = {}
-        for file, opened in self._opened.items():
-            for name in opened.keys():  # noqa: SIM118 - a safetensors handle, not a dict
+        if (n_tensors := sum(map(len, self._headers.values()))) > MAX_TENSORS:
+            raise CheckpointError(f"{self.folder} holds {n_tensors} tensors, expected at most {MAX_TENSORS}.")
+        for file, header in self._headers.items():
+            for name in header:
                 if name in file_of:
                     raise CheckpointError(
                         f"{self.folder}: tensor {_printable(name)} is in both {_printable(file_of[name].name)} and "
@@ -79,7 +130,9 @@ class Checkpoint:
                     )
                 file_of[name] = file
         is_bare = not any(name.startswith(DECODER_PREFIX) for name in file_of)
-        full_name = {name: DECODER_PREFIX + name if is_bare and name != HEAD_NAME else name for name in file_of}
+        full_name = {
+            name: DECODER_PREFIX + name if is_bare and not name.startswith(HEAD_NAME) else name for name in file_of
+        }
         return {full_name[name]: file for name, file in file_of.items()}, {full: n for n, full in full_name.items()}
 
     def _check_tied_head(self) -> None:
@@ -97,15 +150,18 @@ class Checkpoint:
         expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
         present = set(self._file_of)
         missing = sorted(expected.keys() - present)
+        companions = {companion for name in self._four_bit for companion in companion_names(name)}
         extra = sorted(
             name
-            for name in present - expected.keys() - redundant_names(self.spec)
+            for name in present - expected.keys() - redundant_names(self.spec) - companions
             if not name.endswith(IGNORED_SUFFIXES)
         )
         _refuse(self.folder, "lacks tensors", missing)
         _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
+            if name in self._four_bit:
+                continue
             found = self._opened[self._file_of[name]].get_slice(self._name_in_file[name])
             if tuple(found.get_shape()) != shape:
                 wrong.append(f"{name} is {list(found.get_shape())}, expected {list(shape)}")
@@ -119,14 +175,13 @@ def weight_files(folder: Path) -> list[Path]:
 
     Of a single file and an index the single file counts, as it does for transformers.
     """
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if index.is_file():
-        names = sorted(set(_read_index(index).values()))
-        present = {file.name for file in folder.iterdir() if file.is_file()}
-        _refuse(folder, "lacks weight files named in its index", sorted(set(names) - present))
-        return [folder / name for name in names]
+    single, index = (find_file(folder, name, CheckpointError) for name in (SINGLE_FILE, INDEX_FILE))
+    if single:
+        return [single]
+    if index:
+        files = {name: find_file(folder, name, CheckpointError) for name in indexed_files(index)}
+        _refuse(folder, "lacks weight files named in its index", [name for name, file in files.items() if file is None])
+        return [file for file in files.values() if file]
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -134,25 +189,6 @@ def weight_files(folder: Path) -> list[Path]:
             "and is never read; convert it to safetensors (transformers: model.save_pretrained) or get such a copy."
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
-
-
-def _read_index(index: Path) -> Mapping[str, str]:
-    """tensor name -> file name. File names must stay inside the folder."""
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index} has {index.stat().st_size} bytes; an index has at most {MAX_INDEX_BYTES}.")
-    try:
-        body = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} can't be read ({error}); get the file anew.") from error
-    names = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(names, dict):
-        raise CheckpointError(f"{index} holds no weight_map object; get the file anew.")
-    for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r:.80}; expected the name of a .safetensors file beside it.")
-    if not names:
-        raise CheckpointError(f"{index} names no tensors; get the file anew.")
-    return names
 
 
 def _open(file: Path) -> Any:

@@ -5,52 +5,45 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import StoreError
-from hetero_ee.models.blocks import TensorRole, TensorSpec
+from hetero_ee.errors import DiskFullError
+from hetero_ee.models.blocks import TensorSpec
 from hetero_ee.models.hf_config import read_config_file
+from hetero_ee.models.model_id import model_name
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.checkpoint import Checkpoint, weight_files
-from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.filesystem import ELSEWHERE, FileSystem, LocalFileSystem, store_errors, store_lock
 from hetero_ee.weights.manifest import FORMAT_VERSION, Entry, aligned
 from hetero_ee.weights.model_weights import is_quantized
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_VERSION, Workers, quantizer_named
-from hetero_ee.weights.store import StoreWriter, copied_files, is_store
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantizer_named
+from hetero_ee.weights.source import Source
+from hetero_ee.weights.store import copied_files, is_store
+from hetero_ee.weights.store_writer import StoreWriter, partial_folder
 
 SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
+SPACE_RESERVE = 1.05  # free disk asked for, relative to what is known to be needed
 CONVERTING = "Converting to int4"
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """Which quantizer makes the matrices and which the embedding and head. Figures: docs/quality.md."""
-
-    matrices: str = DEFAULT_QUANTIZER
-    vocabulary: str = "int8"
-
-    def quantizer_of(self, role: TensorRole) -> str:
-        return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
+WAITING = "Another process is converting this model; waiting for it"
 
 
 def source_key(folder: Path, quantization: Quantization) -> str:
     """Identifies what a store would be made from: configuration, file names, sizes and times. No file is read whole."""
-    files = [*weight_files(folder), *copied_files(folder)]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    versions = [FORMAT_VERSION, QUANTIZER_VERSION]
-    identity = [versions, read_config_file(folder), stats, quantization.matrices, quantization.vocabulary]
+    files = [asdict(file) for file in Source.of(folder).files]
+    identity = [FORMAT_VERSION, QUANTIZER_VERSION, read_config_file(folder), files, asdict(quantization)]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
     """Where the store made from the model in `folder` lies, or would lie."""
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in folder.resolve().name)[:64]
-    return cache / "stores" / f"{name}-{quantization.matrices}-{source_key(folder, quantization)}"
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in model_name(folder))[:64]
+    return cache / "stores" / f"{name}-{quantization.name}-{source_key(folder, quantization)}"
 
 
 def convert(
@@ -65,22 +58,65 @@ def convert(
 ) -> Path:
     """Writes the store of the checkpoint in `folder` to `target`, or nothing; the same bytes for any thread count.
 
-    Raises CheckpointError, StoreError.
+    Where another process is at it already, waits for it and takes its result; what a killed one has left is gone on
+    with. Raises CheckpointError, StoreError and, where the disk is too small, DiskFullError.
     """
     if is_store(target):
         return target
     files = files or LocalFileSystem()
-    checkpoint = Checkpoint(folder, spec)
+    source, checkpoint = Source.of(folder), Checkpoint(folder, spec)
+
+    def waiting() -> None:
+        if progress:
+            progress(WAITING, 0, 0)
+
+    with store_lock(target, files, waiting):
+        if not is_store(target):
+            with _resumable(target), _worker_threads(threads) as workers:
+                _write(source, checkpoint, target, quantization, workers, progress, files)
+    return target
+
+
+def _write(
+    source: Source,
+    checkpoint: Checkpoint,
+    target: Path,
+    quantization: Quantization,
+    workers: Workers,
+    progress: Progress | None,
+    files: FileSystem,
+) -> None:
     tensors = checkpoint.tensors()
-    _require_space(folder, tensors, quantization, target, files)
     n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
-    with StoreWriter(target, files) as writer, _worker_threads(threads) as workers:
-        for tensor in tensors:
-            _write_tensor(writer, checkpoint, tensor, quantization, workers)
+    identity = {
+        "source_key": source_key(source.folder, quantization),
+        "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
+    }
+    with StoreWriter(target, files, identity) as writer:
+        n_bytes = planned_bytes(tensors, quantization)
+        _require_space(source, n_bytes, writer.allocated_bytes, target, files)
+        writer.allocate(n_bytes)
+        n_there = len(writer.entries)
+        for place, tensor in enumerate(tensors):
+            if place >= n_there:
+                _write_tensor(writer, checkpoint, tensor, quantization, workers)
             n_done += tensor.n_elements
             if progress:
                 progress(CONVERTING, n_done, n_weights)
-        return writer.finish(folder, quantization.matrices, quantization.vocabulary, _provenance(folder, checkpoint))
+        writer.copy_files(source.folder)
+        source.check_unchanged()
+        writer.finish(quantization.name, quantization.vocabulary, provenance(source, checkpoint.spec))
+
+
+@contextmanager
+def _resumable(target: Path) -> Iterator[None]:
+    """Notes on an interrupt that what was done is kept, for whoever reports it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        if partial_folder(target).is_dir():
+            interrupt.add_note(f"the conversion to {target} has stopped; running it again goes on from there.")
+        raise
 
 
 @contextmanager
@@ -102,12 +138,14 @@ def _worker_threads(n_threads: int) -> Iterator[Workers]:
 def _write_tensor(
     writer: StoreWriter, checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization, workers: Workers
 ) -> None:
-    values = checkpoint.tensor(tensor.name)
-    if is_quantized(tensor.role):
+    if not is_quantized(tensor.role):
+        writer.add_values(tensor.name, checkpoint.tensor(tensor.name))
+        return
+    weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
+    if weight is None:
         quantizer = quantizer_named(quantization.quantizer_of(tensor.role))
-        writer.add_tiles(tensor.name, quantizer.quantize(values, workers=workers))
-    else:
-        writer.add_values(tensor.name, values)
+        weight = quantizer.quantize(checkpoint.tensor(tensor.name), workers=workers)
+    writer.add_tiles(tensor.name, weight)
 
 
 def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
@@ -116,30 +154,28 @@ def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
     for tensor in tensors:
         quantized = is_quantized(tensor.role)
         layout = ("int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4") if quantized else "fp32"
-        for _, n_bytes in Entry(tensor.name, layout, tensor.shape, 0, 0, 0, None).regions:
-            end = aligned(end) + n_bytes
+        for region in Entry(tensor.name, layout, tensor.shape, 0, 0, 0, None, "", "").regions:
+            end = aligned(end) + region.n_bytes
     return end
 
 
-def _require_space(
-    folder: Path, tensors: list[TensorSpec], quantization: Quantization, target: Path, files: FileSystem
-) -> None:
-    copied_bytes = sum(file.stat().st_size for file in copied_files(folder))
-    needed_bytes = planned_bytes(tensors, quantization) + copied_bytes + SPARE_BYTES
-    try:
+def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:
+    """n_bytes: of the weights; there_bytes: what of them is on the disk already. Raises DiskFullError."""
+    copied_bytes = sum(file.stat().st_size for file in copied_files(source.folder))
+    needed_bytes = int(SPACE_RESERVE * (n_bytes + copied_bytes)) + SPARE_BYTES - there_bytes
+    with store_errors(target):
         free_bytes = files.free_bytes(target.parent)
-    except OSError as error:
-        raise StoreError(f"the free space of {target.parent} can't be read ({error}); check that disk.") from error
     if free_bytes < needed_bytes:
-        raise StoreError(
+        raise DiskFullError(
             f"{target.parent} has {free_bytes / 2**20:.0f} MiB free, the store needs {needed_bytes / 2**20:.0f} MiB; "
-            "free some space or set HETERO_EE_CACHE_DIR to a folder on another disk."
+            f"free some space or {ELSEWHERE}."
         )
 
 
-def _provenance(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+def provenance(source: Source, spec: ModelSpec) -> dict[str, Any]:
+    """What a manifest says of where its store comes from."""
     return {
-        "model": folder.resolve().name,
-        "architecture": checkpoint.spec.architecture,
-        "files": {file.name: file.stat().st_size for file in checkpoint.files},
+        "model": model_name(source.folder),
+        "architecture": spec.architecture,
+        "files": [asdict(file) for file in source.files],
     }

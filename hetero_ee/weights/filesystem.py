@@ -1,21 +1,53 @@
 """The disk as the store's writer sees it: a seam, so that a full disk or a lost write can be injected."""
 
+import errno
 import os
 import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from hetero_ee.errors import DiskFullError, StoreError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+POLL_S = 0.1  # how often a process that waits for a lock asks again
+ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
+
+
+class Lock(Protocol):
+    """A lock that is held; it ends with its process at the latest."""
+
+    def release(self) -> None: ...
 
 
 class FileSystem(Protocol):
     """What writing a store needs of a disk. Every method raises OSError like the function it stands for."""
 
-    def create_folder(self, folder: Path) -> None: ...
-
-    def create_file(self, file: Path) -> BinaryIO:
-        """A new file open for writing; FileExistsError where one is."""
+    def create_folder(self, folder: Path) -> None:
+        """One folder, in one that is there; FileExistsError where anything is."""
         ...
 
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None: ...
+    def create_file(self, file: Path) -> BinaryIO:
+        """A new file open for writing, unbuffered; FileExistsError where anything is, a link included."""
+        ...
+
+    def reopen_file(self, file: Path) -> BinaryIO:
+        """A file open for reading and writing, unbuffered; nothing but a plain file with no other name."""
+        ...
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """All of the data, at the file's position."""
+        ...
+
+    def truncate(self, file: BinaryIO, n_bytes: int) -> None: ...
+
+    def allocate(self, file: BinaryIO, n_bytes: int) -> None:
+        """Makes sure that the file's first n_bytes have room on the disk; does nothing where the disk can't tell."""
+        ...
 
     def close_durably(self, file: BinaryIO) -> None:
         """Flushes to the disk itself (fsync), then closes; closes too where that fails."""
@@ -27,22 +59,50 @@ class FileSystem(Protocol):
 
     def rename(self, source: Path, target: Path) -> None: ...
 
+    def remove_file(self, file: Path) -> None: ...
+
     def remove_tree(self, folder: Path) -> None: ...
 
     def free_bytes(self, folder: Path) -> int: ...
+
+    def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Lock:
+        """Waits until no other process or thread holds the file's lock; calls `waiting` once where it has to."""
+        ...
 
 
 class LocalFileSystem:
     """The real disk."""
 
     def create_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir()
 
     def create_file(self, file: Path) -> BinaryIO:
-        return file.open("xb")
+        return self._opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
+
+    def reopen_file(self, file: Path) -> BinaryIO:
+        opened = self._opened(file, os.O_RDWR, "r+b")
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            opened.close()
+            raise OSError(errno.EMLINK, "no plain file, or one with another name", str(file))
+        return opened
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        file.write(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+    def truncate(self, file: BinaryIO, n_bytes: int) -> None:
+        file.truncate(n_bytes)
+
+    def allocate(self, file: BinaryIO, n_bytes: int) -> None:
+        if not n_bytes or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
 
     def close_durably(self, file: BinaryIO) -> None:
         try:
@@ -57,15 +117,82 @@ class LocalFileSystem:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:  # some network disks know no fsync of a folder
+                raise
         finally:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)
 
+    def remove_file(self, file: Path) -> None:
+        file.unlink()
+
     def remove_tree(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
 
     def free_bytes(self, folder: Path) -> int:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        return shutil.disk_usage(existing).free
+        return shutil.disk_usage(folder).free
+
+    def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Lock:
+        import filelock
+
+        lock = filelock.FileLock(file, fallback_to_soft=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if not file.is_file():  # what can't be made looks like a lock held by another
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from None
+            waiting()
+            lock.acquire(poll_interval=POLL_S)
+        return lock
+
+    def _opened(self, file: Path, flags: int, mode: str) -> BinaryIO:
+        """Never through a link, so that nobody's files elsewhere are written to."""
+        descriptor = os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
+        opened = os.fdopen(descriptor, mode, buffering=0)
+        return opened  # type: ignore[return-value]  # a raw file, whose write may stop early
+
+
+@contextmanager
+def store_errors(target: Path) -> Iterator[None]:
+    """Turns what the disk refuses while `target` is written into the engine's errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFullError(
+                f"{target} can't be written: its disk is full ({error}); make room there, or {ELSEWHERE}."
+            ) from error
+        raise StoreError(f"{target} can't be written ({error}); check that disk, or {ELSEWHERE}.") from error
+
+
+@contextmanager
+def store_lock(target: Path, files: FileSystem, waiting: Callable[[], None]) -> Iterator[None]:
+    """Keeps other processes and threads from writing or removing the store `target`. Raises StoreError."""
+    with store_errors(target):
+        make_folders(target.parent, files)
+        try:
+            lock = files.acquire_lock(target.with_name(f"{target.name}.lock"), waiting)
+        except OSError as error:
+            if error.errno in LOCKLESS:
+                raise StoreError(
+                    f"the disk of {target.parent} has no file locks, so that two processes could write the same store; "
+                    f"{ELSEWHERE}."
+                ) from error
+            raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the store is what matters; the lock ends with this process
+            lock.release()
+
+
+def make_folders(folder: Path, files: FileSystem) -> None:
+    """The folder and those above it that are missing, each durable in the one above."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with suppress(FileExistsError):  # another process may be at it too
+            files.create_folder(each)
+        files.sync_folder(each.parent)

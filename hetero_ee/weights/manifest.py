@@ -8,26 +8,50 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_ee.errors import StoreError
+from hetero_ee.errors import StoreError, shown
 from hetero_ee.models.blocks import TensorRole, TensorSpec
+from hetero_ee.models.json_text import parse_json
+from hetero_ee.models.model_files import SMALL_FILES
+from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.weight import MAX_EXPONENT, MIN_EXPONENT
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 FORMAT_NAME = "hetero_ee store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT_BYTES = 4096  # a page: regions start on one, so that a mapping can be read and advised region by region
 MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_VALUES = 2 * 10**6
 SCALE_BYTES = 2
 LAYOUTS = ("int4", "int8", "fp32")
+CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with; the checksum is that of all before it
 
 T = TypeVar("T")
+R = TypeVar("R", "CopiedFile", "Entry")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of bytes in weights.bin. part: "tiles", "scales" or "values"."""
+
+    part: str
+    offset: int
+    n_bytes: int
+    sha256: str
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: `layout` is "int4", "int8" (tiles, and fp16 scales at scales_offset) or "fp32" (row by row)."""
+    """One tensor: `layout` is "int4", "int8" (tiles, and fp16 scales at scales_offset) or "fp32" (row by row).
+
+    sha256: of the tiles or values; scales_sha256: of the scales, empty for fp32.
+    """
 
     name: str
     layout: str
@@ -36,6 +60,8 @@ class Entry:
     scales_offset: int
     exponent: int
     codebook: tuple[int, ...] | None
+    sha256: str
+    scales_sha256: str
 
     @property
     def data_bytes(self) -> int:
@@ -53,28 +79,41 @@ class Entry:
         return (n_rows // layout.TILE_ROWS) * (n_columns // layout.TILE_COLUMNS)
 
     @property
-    def regions(self) -> list[tuple[int, int]]:
-        """First byte and size of each region, in the order of the file."""
-        data = (self.offset, self.data_bytes)
-        return [data] if self.layout == "fp32" else [data, (self.scales_offset, self.scales_bytes)]
+    def regions(self) -> list[Region]:
+        """In the order of the file."""
+        if self.layout == "fp32":
+            return [Region("values", self.offset, self.data_bytes, self.sha256)]
+        return [
+            Region("tiles", self.offset, self.data_bytes, self.sha256),
+            Region("scales", self.scales_offset, self.scales_bytes, self.scales_sha256),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """One of the model's small files in the store."""
+
+    name: str
+    n_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """entries: in the order of the file. source: what the store was made from, for people and for the cache key."""
+    """entries: in the order of the file. source: what the store was made from, for people."""
 
     quantizer: str
     vocabulary_quantizer: str
     source: dict[str, Any]
+    files: tuple[CopiedFile, ...]
     weights_bytes: int
-    weights_sha256: str
     entries: tuple[Entry, ...]
 
     def to_json(self) -> bytes:
         """The file's bytes; its last field is the checksum of everything before."""
         body = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)}
-        body["sha256"] = _checksum(body)
-        return (json.dumps(body, indent=1) + "\n").encode()
+        text = json.dumps(body, indent=1).removesuffix("\n}").encode()
+        return text + _checksum_field(text)
 
 
 def aligned(offset: int) -> int:
@@ -83,24 +122,58 @@ def aligned(offset: int) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the store in `folder`, every number checked. Raises StoreError."""
-    file = folder / MANIFEST_FILE
-    try:
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
-            raise StoreError(
-                f"{file} has {file.stat().st_size} bytes, more than {MAX_MANIFEST_BYTES}; "
-                f"delete {folder} and convert again."
-            )
-        body = json.loads(file.read_text(encoding="utf-8"))
-        _check_header(folder, body)
-        manifest = _manifest_from(body)
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"{file} can't be read ({error}); delete {folder} and convert again.") from error
-    _check_file(folder, manifest)
+    """The manifest of the store in `folder`, every number checked, and weights.bin of its size. Raises StoreError."""
+    manifest = parsed_manifest(folder)
+    check_size(folder, manifest)
     return manifest
 
 
-def _check_header(folder: Path, body: Any) -> None:
+def check_size(folder: Path, manifest: Manifest) -> None:
+    """Raises StoreError unless weights.bin has the size that the manifest says."""
+    file = find_file(folder, WEIGHTS_FILE, StoreError)
+    if file is None:
+        raise StoreError(f"{folder / WEIGHTS_FILE} is missing; delete {folder} and convert again.")
+    size = file.stat().st_size
+    if size != manifest.weights_bytes:
+        raise StoreError(
+            f"{file} has {size} bytes, its manifest says {manifest.weights_bytes}; delete {folder} and convert again."
+        )
+
+
+def parsed_manifest(folder: Path) -> Manifest:
+    """The same, without a look at any other file."""
+    try:
+        body, data = _parsed(folder)
+        _check_header(folder, body, data)
+        manifest = _manifest_from(body)
+        _check_places(manifest)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{folder / MANIFEST_FILE} can't be read ({error}); delete {folder} and convert again."
+        ) from error
+    return manifest
+
+
+def stored_version(folder: Path) -> int | None:
+    """The format version that a manifest claims to have, None where it can't be read."""
+    try:
+        body = _parsed(folder)[0]
+    except (StoreError, ValueError):
+        return None
+    version = body.get("version") if isinstance(body, dict) and body.get("format") == FORMAT_NAME else None
+    return version if type(version) is int else None
+
+
+def _parsed(folder: Path) -> tuple[Any, bytes]:
+    """The JSON of the manifest, and its bytes. Raises StoreError, ValueError."""
+    file = find_file(folder, MANIFEST_FILE, StoreError)
+    if file is None:
+        raise StoreError(f"{folder / MANIFEST_FILE} is missing; delete {folder} and convert again.")
+    data = read_file(file, MAX_MANIFEST_BYTES, "a manifest", StoreError)
+    return parse_json(data, MAX_MANIFEST_VALUES), data
+
+
+def _check_header(folder: Path, body: Any, data: bytes) -> None:
     """Format and version come first: of a manifest in another version nothing else can be said."""
     file = folder / MANIFEST_FILE
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
@@ -111,30 +184,45 @@ def _check_header(folder: Path, body: Any) -> None:
             f"{folder} has store format version {version!r:.20}, this engine reads version {FORMAT_VERSION}; "
             "delete it and convert the model again."
         )
-    if body.get("sha256") != _checksum({key: value for key, value in body.items() if key != "sha256"}):
+    text, _, _ = data.rpartition(CHECKSUM_FIELD.encode())
+    if data != text + _checksum_field(text):
         raise StoreError(f"{file} does not match its own checksum; delete {folder} and convert again.")
 
 
 def _manifest_from(body: Mapping[str, Any]) -> Manifest:
-    _check_names(body, {"format", "version", "sha256", *(field.name for field in fields(Manifest))})
-    entries = tuple(_entry_from(values) for values in _typed(body, "entries", list))
-    for name, count in Counter(entry.name for entry in entries).items():
-        if count > 1:
-            raise ValueError(f"tensor {name!r:.80} is there {count} times")
+    check_fields(body, {"format", "version", "sha256", *(field.name for field in fields(Manifest))})
     return Manifest(
         quantizer=_typed(body, "quantizer", str),
         vocabulary_quantizer=_typed(body, "vocabulary_quantizer", str),
         source=_typed(body, "source", dict),
+        files=_unique("file", [_copied_file_from(values) for values in _typed(body, "files", list)]),
         weights_bytes=_typed(body, "weights_bytes", int),
-        weights_sha256=_typed(body, "weights_sha256", str),
-        entries=entries,
+        entries=_unique("tensor", [entry_from(values) for values in _typed(body, "entries", list)]),
     )
 
 
-def _entry_from(values: Any) -> Entry:
+def _unique(kind: str, found: list[R]) -> tuple[R, ...]:
+    for name, count in Counter(record.name for record in found).items():
+        if count > 1:
+            raise ValueError(f"{kind} {name!r:.80} is there {count} times")
+    return tuple(found)
+
+
+def _copied_file_from(values: Any) -> CopiedFile:
+    if not isinstance(values, dict):
+        raise ValueError(f"a file is {values!r:.40}, expected an object")
+    check_fields(values, {field.name for field in fields(CopiedFile)})
+    file = CopiedFile(_typed(values, "name", str), _typed(values, "n_bytes", int), _typed(values, "sha256", str))
+    if file.name not in SMALL_FILES or file.n_bytes < 0 or not _is_checksum(file.sha256):
+        raise ValueError(f"file {file.name!r:.80} has an impossible name, size or checksum")
+    return file
+
+
+def entry_from(values: Any) -> Entry:
+    """The tensor that a parsed JSON object describes. Raises ValueError."""
     if not isinstance(values, dict):
         raise ValueError(f"an entry is {values!r:.40}, expected an object")
-    _check_names(values, {field.name for field in fields(Entry)})
+    check_fields(values, {field.name for field in fields(Entry)})
     entry = Entry(
         name=_typed(values, "name", str),
         layout=_typed(values, "layout", str),
@@ -143,6 +231,8 @@ def _entry_from(values: Any) -> Entry:
         scales_offset=_typed(values, "scales_offset", int),
         exponent=_typed(values, "exponent", int),
         codebook=None if values["codebook"] is None else _integers(values, "codebook"),
+        sha256=_typed(values, "sha256", str),
+        scales_sha256=_typed(values, "scales_sha256", str),
     )
     problem = _problem(entry)
     if problem:
@@ -163,6 +253,10 @@ def _problem(entry: Entry) -> str | None:
         return "exponent"
     if entry.layout == "fp32" and entry.scales_offset != 0:
         return "scales_offset"
+    if not _is_checksum(entry.sha256):
+        return "sha256"
+    if not (entry.scales_sha256 == "" if entry.layout == "fp32" else _is_checksum(entry.scales_sha256)):
+        return "scales_sha256"
     return None
 
 
@@ -173,7 +267,11 @@ def _is_codebook(values: tuple[int, ...] | None) -> bool:
     return values[0] >= -128 and values[-1] <= 127
 
 
-def _check_names(values: Mapping[str, Any], expected: set[str]) -> None:
+def _is_checksum(text: str) -> bool:
+    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+def check_fields(values: Mapping[str, Any], expected: set[str]) -> None:
     """A field too many is refused like one too few: what this version does not know it must not skip."""
     for name in sorted(expected ^ values.keys()):
         raise ValueError(f"field {name!r:.40} is {'missing' if name in expected else 'unknown'}")
@@ -194,27 +292,19 @@ def _integers(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check_file(folder: Path, manifest: Manifest) -> None:
-    """Regions must lie inside weights.bin, aligned, in order and without overlap; the file must have its size."""
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        raise StoreError(f"{file} is missing; delete {folder} and convert again.")
-    size = file.stat().st_size
-    if size != manifest.weights_bytes:
-        raise StoreError(
-            f"{file} has {size} bytes, its manifest says {manifest.weights_bytes!r:.20}; "
-            f"delete {folder} and convert again."
-        )
+def _check_places(manifest: Manifest) -> None:
+    """Regions must be aligned, in order and without overlap; the file must end with the last of them."""
     end = 0
     for entry in manifest.entries:
-        for start, n_bytes in entry.regions:
-            if start < end or start % ALIGNMENT_BYTES or start + n_bytes > size:
-                raise StoreError(
-                    f"{folder}: the place of tensor {entry.name!r:.80} is impossible; "
-                    "delete that folder and convert again."
-                )
-            end = start + n_bytes
+        for region in entry.regions:
+            if region.offset != aligned(end):
+                raise ValueError(f"the place of tensor {entry.name!r:.80} is impossible")
+            end = region.end
+    if manifest.weights_bytes != end:
+        raise ValueError(
+            f"weights_bytes is {shown(manifest.weights_bytes)}, but the last tensor ends at byte {shown(end)}"
+        )
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _checksum_field(text: bytes) -> bytes:
+    return f'{CHECKSUM_FIELD}{hashlib.sha256(text).hexdigest()}"\n}}\n'.encode()

@@ -1,18 +1,21 @@
-"""Quantizers: from a float matrix to tiles. One interface, four choices, all deterministic.
+"""Quantizers: from a float matrix to tiles. One interface, five choices, all deterministic.
 
 Error minimised: sum over w of h (w - s q)^2, s the group's scale, q a codebook entry, h the column's importance (1, or
 the second moment of the activation that meets it). For fixed q the best s is sum(h w q) / sum(h q q) (least squares).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, MIN_EXPONENT, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # rows are quantized in chunks of about this many weights, which stay in the cache
@@ -22,14 +25,17 @@ SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
 CODEBOOK_SAMPLE_GROUPS = 2**12  # groups a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
 QUANTIZER_VERSION = 1  # raised whenever the same weights would give other bytes: cached stores are then made anew
-INT4_QUANTIZERS = ("codebook", "search", "rtn")
+INT4_QUANTIZERS = ("codebook", "search", "rtn", "nf4")
 DEFAULT_QUANTIZER = "codebook"  # least KL divergence of those of its size: docs/quality.md
+
+
+T = TypeVar("T")
 
 
 class Workers(Protocol):
     """Runs one function over many arguments, in order: the built-in map, or the map of a pool of threads."""
 
-    def __call__(self, function: Callable[[int], Tensor], first_rows: Iterable[int], /) -> Iterable[Tensor]: ...
+    def __call__(self, function: Callable[[int], T], first_rows: Iterable[int], /) -> Iterable[T]: ...
 
 
 class Quantizer(Protocol):
@@ -75,6 +81,32 @@ class FittedCodebook:
 
 
 @dataclass(frozen=True, slots=True)
+class NormalFloat:
+    """NF4 (arXiv 2305.14314) as bitsandbytes quantizes it, in blocks of 32: its codes and scales, its table in int8.
+
+    No search, no importance. Raises UsageError where bitsandbytes is not installed.
+    """
+
+    name: str = "nf4"
+
+    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
+        quantize_4bit = _bitsandbytes_quantize_4bit()
+        n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
+
+        def quantized(first: int) -> tuple[Tensor, Tensor, Tensor]:
+            groups = _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
+            packed, state = quantize_4bit(groups, blocksize=layout.TILE_COLUMNS, quant_type="nf4")
+            codes = unpacked(packed.flatten()).view(len(groups), -1)
+            return layout.pack_int4(codes), state.absmax.view(groups.shape[:2]), state.code
+
+        tiles, absmax, tables = zip(*workers(quantized, range(0, len(weight), n_rows)), strict=True)
+        codebook = table_codebook(tables[0])
+        assert codebook is not None, "NF4's values lie apart, in ascending order"
+        scales, exponent = to_fp16_scales(torch.cat(absmax) * codebook.unit, magnitude)
+        return TileWeight(torch.cat(tiles), layout.pack_scales(scales), exponent, codebook.entries, *weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class EightBit:
     """int8 tiles, symmetric, for embedding and head."""
 
@@ -92,9 +124,17 @@ class EightBit:
 
 def quantizer_named(name: str) -> Quantizer:
     """The quantizer called `name`. Raises KeyError."""
-    return {quantizer.name: quantizer for quantizer in (RoundToNearest(), ScaleSearch(), FittedCodebook(), EightBit())}[
-        name
-    ]
+    quantizers = (RoundToNearest(), ScaleSearch(), FittedCodebook(), NormalFloat(), EightBit())
+    return {quantizer.name: quantizer for quantizer in quantizers}[name]
+
+
+def to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
+    """fp32 scales in units of 2^magnitude -> fp16 scales and the power of two that all of them are multiplied by."""
+    largest = scales.abs().max()
+    if largest == 0:
+        return scales.half(), 0
+    exponent = max(int(torch.frexp(largest).exponent) - 1 - SCALE_EXPONENT + magnitude, MIN_EXPONENT)
+    return (scales * 2.0 ** (magnitude - exponent)).half(), exponent
 
 
 class _Codebook:
@@ -147,7 +187,7 @@ def _quantize(
 
     scales_of: groups (n, g, 32) -> scales (n, g). pack: groups divided by their scales as stored -> tiles.
     """
-    n_rows = max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
+    n_rows = _chunk_rows(weight)
     first_rows = range(0, len(weight), n_rows)
     magnitude = _magnitude(weight)
 
@@ -155,7 +195,7 @@ def _quantize(
         return _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
 
     found = torch.cat(list(workers(lambda first: scales_of(groups_of(first)), first_rows)))
-    scales, exponent = _to_fp16_scales(found, magnitude)
+    scales, exponent = to_fp16_scales(found, magnitude)
     inverse = _safe_inverse(scales.float() * 2.0 ** (exponent - magnitude))
 
     def tiles_of(first: int) -> Tensor:
@@ -163,6 +203,31 @@ def _quantize(
 
     tiles = torch.cat(list(workers(tiles_of, first_rows)))
     return TileWeight(tiles, layout.pack_scales(scales), exponent, entries, *weight.shape)
+
+
+def _bitsandbytes_quantize_4bit() -> Any:
+    """bitsandbytes' function, imported without the word on a kernel for multiplications, which are not its task here.
+
+    Importing takes seconds, so it waits until the quantizer is used.
+    """
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from bitsandbytes.functional import quantize_4bit
+    except ImportError as error:
+        raise UsageError(
+            "quantizer nf4 needs bitsandbytes, which is not installed here: pip install bitsandbytes, "
+            f"or choose quantizer {DEFAULT_QUANTIZER}."
+        ) from error
+    finally:
+        logger.setLevel(level)
+    return quantize_4bit
+
+
+def _chunk_rows(weight: Tensor) -> int:
+    """Rows of a chunk: whole tiles."""
+    return max(1, CHUNK_ELEMENTS // (weight.shape[1] * layout.TILE_ROWS)) * layout.TILE_ROWS
 
 
 def _magnitude(weight: Tensor) -> int:
@@ -240,15 +305,6 @@ def _rounded_codebook(entries: Tensor) -> tuple[int, ...]:
     for index in range(14, -1, -1):
         values[index] = min(values[index], values[index + 1] - 1)
     return tuple(values)
-
-
-def _to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
-    """fp32 scales in units of 2^magnitude -> fp16 scales and the power of two that all of them are multiplied by."""
-    largest = scales.abs().max()
-    if largest == 0:
-        return scales.half(), 0
-    exponent = max(int(torch.frexp(largest).exponent) - 1 - SCALE_EXPONENT + magnitude, MIN_EXPONENT)
-    return (scales * 2.0 ** (magnitude - exponent)).half(), exponent
 
 
 def _safe_inverse(scales: Tensor) -> Tensor:

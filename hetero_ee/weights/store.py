@@ -1,68 +1,60 @@
 """The store: one folder with int4 weights, their manifest, and the model's configuration and tokenizer files.
 
-Written beside its final name and renamed when complete, so that a folder of that name is always whole.
+Opened by mmap, its checksums looked at first, but for those of the tiles. How it comes to be: store_writer.py.
 """
 
-import glob
 import hashlib
 import mmap
 import os
-import platform
-import uuid
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
 
-import psutil
 import torch
 from torch import Tensor
 
 from hetero_ee.errors import StoreError
+from hetero_ee.models.model_files import SMALL_FILES
+from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.filesystem import FileSystem
+from hetero_ee.weights.checksums import first_damaged
 from hetero_ee.weights.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
+    CopiedFile,
     Entry,
     Manifest,
-    aligned,
     read_manifest,
 )
 from hetero_ee.weights.model_weights import ModelWeights, check_complete
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
 from hetero_ee.weights.weight import TileWeight
 
-COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
 
 def is_store(folder: Path) -> bool:
     """Whether `folder` claims to be a store."""
-    return (folder / MANIFEST_FILE).is_file()
+    return os.path.lexists(folder / MANIFEST_FILE)
 
 
 def copied_files(model_folder: Path) -> list[Path]:
     """The small files of a model that its store gets a copy of."""
-    return [model_folder / name for name in COPIED_FILES if (model_folder / name).is_file()]
+    return [file for name in SMALL_FILES if (file := find_file(model_folder, name))]
 
 
 def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
-    """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError."""
+    """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError.
+
+    Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not.
+    """
     manifest = read_manifest(folder)
+    check_copies(folder, manifest)
+    _check_regions(folder, manifest)
+    weights = mapped_weights(folder, manifest, spec)
+    _check_finite(folder, weights)
+    return weights
+
+
+def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWeights:
+    """The weights that the manifest describes, unread. Raises StoreError unless they are those of the model."""
     buffer = _mapped(folder / WEIGHTS_FILE)
     weights = ModelWeights({}, {}, manifest.quantizer)
     for entry in manifest.entries:
@@ -73,6 +65,56 @@ def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
             weights.matrices[entry.name] = _tile_weight(buffer, entry)
     check_complete(weights, spec, folder)
     return weights
+
+
+def check_copies(folder: Path, manifest: Manifest) -> None:
+    """Raises StoreError unless the small files are those that the manifest names, unchanged."""
+    known = {file.name: file for file in manifest.files}
+    for name in SMALL_FILES:
+        problem = copy_problem(folder / name, known.get(name))
+        if problem:
+            raise StoreError(f"{folder / name} {problem}; put the original back, or convert the model again.")
+
+
+def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
+    """What is wrong with a small file of a store; `known` is what its manifest says of it."""
+    if known is None:
+        return "is not in the store's manifest" if os.path.lexists(file) else None
+    try:
+        if find_file(file.parent, file.name, StoreError) is None:
+            return "is missing"
+        n_bytes = file.stat().st_size
+        if n_bytes != known.n_bytes:
+            return f"has {n_bytes} bytes, its store's manifest says {known.n_bytes}"
+        if hashlib.sha256(file.read_bytes()).hexdigest() != known.sha256:
+            return "does not match its checksum in the store's manifest"
+    except (OSError, StoreError) as error:
+        return f"can't be read ({error})"
+    return None
+
+
+def _check_regions(folder: Path, manifest: Manifest) -> None:
+    places = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
+    try:
+        damaged = first_damaged(folder / WEIGHTS_FILE, places)
+    except OSError as error:
+        raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
+    if damaged:
+        raise StoreError(
+            f"{folder}: the {damaged.part} of tensor {places[damaged].name!r:.80} do not match their checksum; "
+            "delete that folder and convert again."
+        )
+
+
+def _check_finite(folder: Path, weights: ModelWeights) -> None:
+    """A checksum says who wrote a number, not that it is one. Read with the checksums, these bytes cost 0.05 s a GB."""
+    scales = {name: weight.scales for name, weight in weights.matrices.items() if isinstance(weight, TileWeight)}
+    for name, values in (weights.vectors | scales).items():
+        if not all(map(torch.isfinite, values.aminmax())):  # a NaN is both
+            raise StoreError(
+                f"{folder}: tensor {name} holds values or scales that are no numbers; "
+                "delete that folder and convert again."
+            )
 
 
 def _mapped(file: Path) -> Tensor:
@@ -108,141 +150,3 @@ def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
         n_rows=entry.shape[0],
         n_columns=entry.shape[1],
     )
-
-
-class StoreWriter:
-    """Writes tensors one after another; used as a context manager, it leaves a whole store or nothing.
-
-    Raises StoreError when the disk refuses.
-    """
-
-    def __init__(self, target: Path, files: FileSystem) -> None:
-        self._target, self._files = target, files
-        self._folder = target.with_name(f"{target.name}{_partial_suffix()}{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._entries: list[Entry] = []
-        self._hash = hashlib.sha256()
-        self._offset = 0
-        self._finished = False
-        self._output: BinaryIO | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._guard(self._remove_abandoned)
-            self._guard(lambda: self._files.create_folder(self._folder))
-            self._guard(self._create_weights_file)
-        except BaseException:  # __exit__ is not called for a failure in here
-            self._discard()
-            raise
-        return self
-
-    def _remove_abandoned(self) -> None:
-        """Removes what killed conversions of this model have left: on this machine, by processes that are gone."""
-        prefix = f"{self._target.name}{_partial_suffix()}"
-        for folder in self._target.parent.glob(f"{glob.escape(prefix)}*"):
-            process = folder.name.removeprefix(prefix).partition("-")[0]
-            if process.isdecimal() and not psutil.pid_exists(int(process)):
-                self._files.remove_tree(folder)
-
-    def _create_weights_file(self) -> None:
-        self._output = self._files.create_file(self._folder / WEIGHTS_FILE)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._finished:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Takes back what was written. A disk that refuses even this must not hide the first error."""
-        with suppress(OSError):
-            if self._output is not None:
-                self._output.close()
-        with suppress(OSError):
-            self._files.remove_tree(self._folder)
-
-    def add_tiles(self, name: str, weight: TileWeight) -> None:
-        """A quantized matrix."""
-        offset = self._append(weight.tiles)
-        scales_offset = self._append(weight.scales)
-        layout = "int8" if weight.codebook is None else "int4"
-        self._entries.append(Entry(name, layout, weight.shape, offset, scales_offset, weight.exponent, weight.codebook))
-
-    def add_values(self, name: str, values: Tensor) -> None:
-        """A tensor kept in fp32."""
-        offset = self._append(values.float())
-        self._entries.append(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None))
-
-    def finish(self, model_folder: Path, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
-        """Copies the small files, writes the manifest last, and gives the folder its name. Returns where it lies.
-
-        Where another process has finished the same store meanwhile, that one stays.
-        """
-        output = self._open_output()
-        self._guard(lambda: self._files.close_durably(output))
-        for file in copied_files(model_folder):
-            self._write_file(file.name, file.read_bytes)
-        digest = self._hash.hexdigest()
-        manifest = Manifest(quantizer, vocabulary_quantizer, source, self._offset, digest, tuple(self._entries))
-        self._write_file(MANIFEST_FILE, manifest.to_json)
-        self._guard(lambda: self._files.sync_folder(self._folder))
-        self._guard(self._give_name)
-        return self._target
-
-    def _give_name(self) -> None:
-        try:
-            self._files.rename(self._folder, self._target)
-        except OSError:
-            if is_store(self._target):
-                return
-            raise
-        self._folder = self._target  # so that a failure from here on takes the renamed folder back
-        self._files.sync_folder(self._target.parent)
-        self._finished = True
-
-    def _write_file(self, name: str, read: Callable[[], bytes]) -> None:
-        def write() -> None:
-            data = read()
-            file = self._files.create_file(self._folder / name)
-            try:
-                self._files.write(file, data)
-            finally:
-                self._files.close_durably(file)
-
-        self._guard(write)
-
-    def _append(self, tensor: Tensor) -> int:
-        """Writes the tensor's bytes at the next page; returns their offset."""
-        data = _bytes_of(tensor)
-        offset = aligned(self._offset)
-        for piece in (bytes(offset - self._offset), data):
-            self._hash.update(piece)
-            self._guard(partial(self._files.write, self._open_output(), piece))
-        self._offset = offset + data.nbytes
-        return offset
-
-    def _open_output(self) -> BinaryIO:
-        assert self._output is not None, "used outside of its with-block"
-        return self._output
-
-    def _guard(self, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except OSError as error:
-            raise StoreError(
-                f"{self._target} can't be written ({error}); make room there, or set HETERO_EE_CACHE_DIR to a folder "
-                "on another disk."
-            ) from error
-
-
-def _partial_suffix() -> str:
-    """Marks an unfinished store; the process id and a random word follow, since one process may convert twice at once.
-
-    The machine's name keeps containers on one disk apart.
-    """
-    return f".partial-{platform.node()}-"
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes as they lie in memory, without a copy where it is contiguous."""
-    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)

@@ -4,6 +4,9 @@ import sys
 
 import psutil
 
+from hetero_ee_profiles.cpu import cpu_info
+from hetero_ee_profiles.host import this_host
+
 
 def peak_memory_bytes() -> int:
     """Largest resident memory of this process since it started, in bytes."""
@@ -16,6 +19,5 @@ def peak_memory_bytes() -> int:
 
 
 def physical_core_count() -> int:
-    """Cores this process may use, counting two hardware threads of one core as one; at least 1."""
-    usable = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, usable or 1))
+    """Cores this process may use and a container's quota lets it keep busy, two hardware threads of one counted once."""
+    return cpu_info(this_host()).n_usable

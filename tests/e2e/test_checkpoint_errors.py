@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.checkpoint import MAX_INDEX_BYTES, Checkpoint
+from hetero_ee.models.weight_index import MAX_INDEX_BYTES
+from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import edit_config, random_model, save_checkpoint
 
@@ -95,7 +96,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / SINGLE).unlink()
     assert "holds no weights" in refusal(folder)
     (folder / SINGLE).mkdir()
-    assert "holds no weights" in refusal(folder)
+    assert "is a folder, expected a regular file" in refusal(folder)
 
 
 def header_bytes(file: Path) -> int:
@@ -204,9 +205,9 @@ ODD = ["nul\0.safetensors", "\x1b[2J.safetensors", "\ud800.safetensors", "x" * 5
 
 
 @pytest.mark.parametrize("name", ODD, ids=["nul", "escape", "surrogate", "long"])
-def test_odd_file_names_in_an_index_are_absent_files(folder: Path, name: str) -> None:
+def test_odd_file_names_in_an_index_are_refused(folder: Path, name: str) -> None:
     write_index(folder, dict.fromkeys(shard(folder), name))
-    assert "lacks weight files" in refusal(folder)
+    assert "beside it" in refusal(folder)
 
 
 INDICES = {

@@ -1,6 +1,5 @@
 """hetero-ee as its users meet it: its options, its output, and one line for everything that can go wrong."""
 
-import inspect
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetero_ee import Engine, __version__
-from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended, refused
+from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended, refused, stores
 from tests.families import edit_config
 
 CONVERTING, COMPILING = "Converting to int4, once ...\n", "Compiling the CPU kernels, once ...\n"
@@ -64,7 +63,7 @@ def test_what_takes_long_says_so_once(cli: Cli, tiny: Path, empty_cache: Path) -
     assert first.code == second.code == 0 and first.out == second.out
     assert re.fullmatch(re.escape(CONVERTING + COMPILING) + CLOSING_LINE, first.err)
     assert re.fullmatch(CLOSING_LINE, second.err)
-    (store,) = empty_cache.glob("stores/*")
+    (store,) = stores(empty_cache)
     assert sorted(path.name for path in empty_cache.iterdir()) == ["kernels", "stores"]
     from_store = cli("generate", PROMPT, "-m", store, "-t", 1, "-n", 5)
     assert from_store.out == first.out and re.fullmatch(CLOSING_LINE, from_store.err)
@@ -92,13 +91,6 @@ def test_version_and_bare_call(cli: Cli) -> None:
     bare = cli()
     assert bare.code == 0 and "generate" in bare.out and bare.err == ""
     assert cli("--help") == bare == cli("-h")
-
-
-def test_the_default_quantizer_is_the_librarys() -> None:
-    from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
-    from hetero_ee_cli.generate import generate
-
-    assert inspect.signature(generate).parameters["quantizer"].default == DEFAULT_QUANTIZER
 
 
 # Where the prompt comes from.
@@ -159,9 +151,9 @@ def test_unusable_prompts(
         (["--seed", str(2**64)], "seed is 18446744073709551616"),
         (["-n", "0"], "max_new_tokens is 0"),
         (["--stop", ""], "stop holds 1 strings"),
-        (["--quantizer", "int3"], "quantizer is 'int3'; expected one of codebook, search, rtn, none"),
+        (["--quantizer", "int3"], "quantizer is 'int3'; expected one of codebook, search, rtn, nf4, none"),
         (["-t", "-1"], "threads is -1"),
-        (["-c", "-5"], "context size is -5"),
+        (["-c", "-5"], "--ctx-size is -5"),
         (["--colour"], "No such option: --colour"),
         (["--model"], "--model"),
     ],
@@ -292,7 +284,7 @@ def test_a_given_store_of_another_version_is_refused_and_kept(
     cli: Cli, tiny: Path, tmp_path: Path, cache: Path
 ) -> None:
     assert cli("generate", PROMPT, "-m", tiny, "-t", 1, "-n", 2, "--quantizer", "rtn").code == 0
-    (store,) = cache.glob("stores/*")
+    (store,) = stores(cache)
     moved = Path(shutil.move(store, tmp_path / "store"))
     manifest = json.loads((moved / "manifest.json").read_text())
     (moved / "manifest.json").write_text(json.dumps(manifest | {"version": 999}))
@@ -307,8 +299,8 @@ def test_control_characters_in_names_do_not_reach_the_terminal(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # long paths are cut
     name = "two\nlines\x1b[31m"
-    for sentence in ("there is no folder", "is a file"):
+    for sentence, code in (("there is no folder", 2), ("is a file", 1)):
         ended = cli("generate", PROMPT, "-m", name)
-        assert refused(ended, cache) == 1
+        assert refused(ended, cache) == code
         assert r"two\nlines\x1b[31m" in ended.err and sentence in ended.err
         Path(name).touch()

@@ -31,7 +31,7 @@ def whole(engine: Engine) -> GenerationResult:
 
 
 def kv_bytes(engine: Engine) -> int:
-    return engine._open_executor().cache.n_bytes
+    return engine.executor.cache.n_bytes
 
 
 def joined(tokens: list[GeneratedToken]) -> str:
@@ -218,7 +218,7 @@ def test_streams_may_run_side_by_side(engine: Engine, whole: GenerationResult) -
 def test_ctrl_c_inside_a_pass_leaves_the_engine_usable(
     engine: Engine, whole: GenerationResult, monkeypatch: pytest.MonkeyPatch, n_passes: int
 ) -> None:
-    executor = engine._open_executor()
+    executor = engine.executor
     real, passes = executor._attend, itertools.count()
 
     def interrupted(*args: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, StoreError, UsageError
 from hetero_ee.weights.conversion import CONVERTING
+from tests.command_line import stores
 from tests.families import edit_config, random_model, save_checkpoint
 
 PROMPT = "Once upon a time"
@@ -29,10 +32,6 @@ class Converted:
 def tokens(folder: Path, prompt: str = PROMPT, **options: Any) -> tuple[int, ...]:
     with Engine.from_pretrained(folder, threads=1, **options) as engine:
         return engine.generate(prompt, max_new_tokens=20).token_ids
-
-
-def stores(cache: Path) -> list[Path]:
-    return sorted(cache.glob("stores/*"))
 
 
 def refusal(folder: Path | str, **options: Any) -> str:
@@ -137,14 +136,43 @@ def test_a_changed_checkpoint_is_converted_anew(own_tiny: Path, cache: Path) -> 
     assert len(stores(cache)) == 4
 
 
-def test_an_interrupted_conversion_leaves_nothing(tiny: Path, cache: Path) -> None:
+def test_an_interrupted_conversion_is_gone_on_with(tiny: Path, cache: Path) -> None:
+    calls = []
+
     def interrupt(stage: str, n_done: int, n_all: int) -> None:
         assert stage == CONVERTING
-        raise KeyboardInterrupt
+        calls.append(n_done)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         tokens(tiny, quantizer="rtn", progress=interrupt)
-    assert stores(cache) == []
+    (partial,) = stores(cache)
+    assert partial.suffix == ".partial"
+    assert any("running it again goes on from there" in note for note in caught.value.__notes__)
+    said = tokens(tiny, quantizer="rtn")
+    (store,) = stores(cache)
+    shutil.rmtree(store)
+    assert tokens(tiny, quantizer="rtn") == said
+
+
+def flipped(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "weights.bin"])
+def test_a_store_with_a_flipped_bit_is_refused_and_in_the_cache_made_anew(tiny: Path, cache: Path, name: str) -> None:
+    """Before anything of it is read: a configuration that is wrong must not be what the model is opened by."""
+    said = tokens(tiny, quantizer="rtn")
+    (store,) = stores(cache)
+    flipped(store / name, -100)
+    message = refusal(store)
+    assert "checksum" in message and re.search(r"convert (again|the model again)\.$", message)
+    repaired = Converted()
+    assert tokens(tiny, quantizer="rtn", progress=repaired) == said and repaired.calls
+    assert stores(cache) == [store]
 
 
 def test_the_models_own_sampling_is_the_default(own_tiny: Path) -> None:
@@ -264,7 +292,7 @@ def test_no_code_from_the_folder_is_run(own_tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"quantizer": "int4"}, "expected one of codebook, search, rtn, none"),
+        ({"quantizer": "int4"}, "expected one of codebook, search, rtn, nf4, none"),
         ({"quantizer": ""}, "expected one of"),
         ({"threads": -1}, "threads is -1"),
         ({"threads": True}, "threads is True"),

@@ -285,10 +285,10 @@ def test_what_is_no_configuration_is_refused() -> None:
 
 
 FILES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "not valid JSON"),
+    "empty": (b"", "is empty"),
     "cut": (json.dumps(LLAMA).encode()[:-5], "not valid JSON"),
     "not utf-8": (b'{"hidden_size": "\xff"}', "not valid JSON"),
-    "byte order mark": (b"\xef\xbb\xbf{}", "not valid JSON"),
+    "byte order mark": (b"\xef\xbb\xbf{}", "byte order mark"),
     "deep": (b"[" * 100_000, "not valid JSON"),
     "deep object": (b'{"a":' * 100_000, "not valid JSON"),
     "huge number": (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "not valid JSON"),
@@ -321,7 +321,7 @@ def test_a_file_the_system_does_not_give_is_refused(tmp_path: Path, monkeypatch:
     def denied(*_: Any, **__: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     assert "Permission denied" in refusal(tmp_path)
 
 

@@ -1,0 +1,1 @@
+"""What `hetero-ee doctor` looks at: each check is a function that returns a finding."""

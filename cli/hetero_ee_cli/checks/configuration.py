@@ -1,0 +1,47 @@
+"""Checks of settings: the configuration file, HETERO_EE_ variables, and what huggingface_hub is told."""
+
+import difflib
+from pathlib import Path
+
+from hetero_ee.config.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings
+from hetero_ee.config.toml_file import CONFIG_VARIABLE
+from hetero_ee.errors import UsageError
+from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def configuration(settings: Settings, problem: UsageError | None) -> Finding:
+    """problem: why the file couldn't be used, None where it could."""
+    try:
+        if problem:
+            raise problem
+        resolved = [settings.resolve(setting.name) for setting in SETTINGS]
+    except UsageError as error:
+        return fail(str(error), "Correct it; until then every command refuses to start.")
+    n_set = sum(found.setting.name in settings.in_file for found in resolved)
+    there = f"{n_set} settings" if settings.file.exists() else "not there"
+    return ok(f"{settings.file}: {there}")
+
+
+def variables(settings: Settings) -> Finding:
+    known = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS)]
+    unknown = settings.unknown_variables()
+    if unknown:
+        names = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
+        near = difflib.get_close_matches(unknown[0].removeprefix(ENVIRONMENT_PREFIX), names, n=1)
+        advice = f"Did you mean {names[near[0]]}?" if near else f"There are {', '.join(known)}."
+        return warn(f"without a meaning: {', '.join(unknown)}", advice)
+    given = [name for name in known if settings.environment.get(name)]
+    return ok(f"set: {', '.join(given)}" if given else "no HETERO_EE_ variable is set")
+
+
+def hugging_face(settings: Settings) -> Finding:
+    """Whether there is a token, which is never read, and whether downloads are allowed."""
+    from huggingface_hub import constants
+
+    has_token = any(settings.environment.get(name) for name in TOKEN_VARIABLES)
+    has_token = has_token or Path(constants.HF_TOKEN_PATH).is_file()
+    offline = constants.HF_HUB_OFFLINE or settings.value("offline")
+    network = "offline: nothing is downloaded" if offline else "downloads allowed"
+    return ok(f"{'a' if has_token else 'no'} token, {network}, cache {constants.HF_HUB_CACHE}")

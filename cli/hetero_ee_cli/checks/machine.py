@@ -1,0 +1,141 @@
+"""Checks of the machine: system, processor, memory, GPU, clock."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_profiles.cpu import CpuInfo, cpu_info
+from hetero_ee_profiles.gpu import GpuInfo, gpu_inventory
+from hetero_ee_profiles.host import Host
+from hetero_ee_profiles.instruction_set import GENERIC, kernel_instruction_set, rank, system_instruction_set
+from hetero_ee_profiles.memory import MemoryInfo, memory_info
+from hetero_ee_profiles.system import system_info
+from hetero_ee_profiles.torch_build import TorchBuild
+
+GIB = 2**30
+LOW_MEMORY_BYTES = 2**30
+NUMBA_VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
+INSTALL_TORCH = "Install the torch that the selector on pytorch.org names for this GPU."
+
+
+def operating_system(host: Host) -> Finding:
+    system = system_info(host)
+    inside = [name for name, is_there in (("WSL", system.is_wsl), ("container", system.is_container)) if is_there]
+    parts = [system.distribution or system.name, f"kernel {system.release}", system.libc, *inside]
+    text = ", ".join(part for part in parts if part)
+    if system.name != "Linux":
+        return warn(text, "Nothing was ever tried on this system; Linux is tested, and WSL is one.")
+    if not system.libc.startswith("glibc"):
+        return warn(f"{text}, no glibc", "torch is built for glibc; use a distribution that has it.")
+    return ok(text)
+
+
+def processor(host: Host) -> Finding:
+    cpu = cpu_info(host)
+    parts = [cpu.model, _cores(cpu)]
+    if cpu.n_efficiency:
+        parts.append(f"{cpu.n_performance} performance and {cpu.n_efficiency} efficiency cores")
+    if cpu.quota_cores is not None:
+        parts.append(f"a container's limit of {cpu.quota_cores:g} cores")
+    parts.append(f"{cpu.n_usable} usable")
+    text = ", ".join(parts)
+    if cpu.n_usable < cpu.n_allowed:
+        return warn(text, f"Set HETERO_EE_THREADS={cpu.n_usable}: threads beyond the limit are put to sleep.")
+    return ok(text)
+
+
+def _cores(cpu: CpuInfo) -> str:
+    threads = f" with {cpu.n_logical} hardware threads" if cpu.n_logical != cpu.n_physical else ""
+    return f"{cpu.n_physical} {'core' if cpu.n_physical == 1 else 'cores'}{threads} ({cpu.architecture})"
+
+
+def instructions(
+    host: Host, environment: Mapping[str, str], compiled_for: Callable[[], str] = kernel_instruction_set
+) -> Finding:
+    """Which of the instruction sets that the processor has the kernels are compiled for."""
+    has = system_instruction_set(cpu_info(host).features)
+    try:
+        uses = compiled_for()
+    except Exception as error:
+        return fail(f"Numba can't be used ({type(error).__name__}: {error})", "Install hetero-ee anew.")
+    if rank(uses) < rank(has):
+        limits = ", ".join(name for name in NUMBA_VARIABLES if environment.get(name) is not None)
+        advice = f"Unset {limits}." if limits else "Update numba and llvmlite."
+        return warn(f"the kernels use {uses} code although the processor has {has}", advice)
+    if uses == GENERIC:
+        return warn("the kernels use generic code", "A processor with AVX2 or Arm's dot product is many times faster.")
+    return ok(f"the kernels use {uses}")
+
+
+def memory(host: Host) -> Finding:
+    found = memory_info(host)
+    parts = [f"{_gib(found.total_bytes)}, {_gib(found.available_bytes)} available", _swap(found)]
+    if found.usable_bytes < found.total_bytes:
+        parts.append(f"a container's limit of {_gib(found.usable_bytes)}")
+    text = ", ".join(parts)
+    if min(found.available_bytes, found.usable_bytes) < LOW_MEMORY_BYTES:
+        return warn(text, "Close other programs: models of a few billion weights need several GiB.")
+    return ok(text)
+
+
+def _swap(found: MemoryInfo) -> str:
+    return f"swap {_gib(found.swap_total_bytes)}" if found.swap_total_bytes else "no swap"
+
+
+def huge_pages(host: Host) -> Finding:
+    mode = memory_info(host).huge_pages
+    return ok(f"transparent huge pages: {mode}" if mode else "no transparent huge pages")
+
+
+def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
+    """What drivers list, and what torch makes of it."""
+    inventory, build = gpu_inventory(host), torch()
+    known_driver = next((found.driver for found in inventory.gpus if found.driver), None)
+    if build.gpus:
+        driver = f", driver {known_driver}" if known_driver else ""
+        shown = [
+            f"{seen.name}, {_gib(seen.total_bytes)} ({_gib(seen.free_bytes)} free), "
+            f"compute capability {seen.compute_capability}{driver}"
+            for seen in build.gpus
+        ]
+        return ok("; ".join(shown))
+    problems = "".join(f"; {problem}" for problem in inventory.problems)
+    if not inventory.gpus:
+        if inventory.problems:
+            return warn(problems.removeprefix("; "), "Check the GPU's driver, or go on with the CPU alone.")
+        return ok("none found; the CPU does everything")
+    text = "; ".join(_listed(found) for found in inventory.gpus) + problems
+    if not known_driver:
+        return warn(f"{text}, without a driver", "Install the GPU's driver, then see this row again.")
+    built_for = {"NVIDIA": build.cuda, "AMD": build.hip}
+    if not any(built_for.get(found.vendor) for found in inventory.gpus):
+        return warn(f"{text}; torch is built for {build.platform}", INSTALL_TORCH)
+    reason = f" ({build.problem})" if build.problem else ""
+    return warn(f"{text}; torch for {build.platform} can't use it{reason}", f"Update the driver. {INSTALL_TORCH}")
+
+
+def _listed(found: GpuInfo) -> str:
+    parts = [found.name]
+    if found.total_bytes is not None:
+        free = f" ({_gib(found.free_bytes)} free)" if found.free_bytes is not None else ""
+        parts.append(_gib(found.total_bytes) + free)
+    if found.compute_capability:
+        parts.append(f"compute capability {found.compute_capability}")
+    if found.driver:
+        parts.append(f"driver {found.driver}")
+    return ", ".join(parts)
+
+
+def clock(now_s: float, installed: Path) -> Finding:
+    """A clock that is behind makes downloads fail: certificates seem not to be valid yet."""
+    text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now_s))
+    if now_s < installed.stat().st_mtime - 24 * 3600:
+        return warn(
+            f"{text}, before hetero_ee was installed", "Set the clock: downloads are refused while it is wrong."
+        )
+    return ok(text)
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB"

@@ -1,0 +1,91 @@
+"""Checks of the software: Python and the packages, imported only where nothing cheaper tells."""
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_profiles.host import TIMEOUT_S, Host
+from hetero_ee_profiles.torch_build import TorchBuild
+
+LOWEST_PYTHON = (3, 11)
+INSTALL = "Install hetero-ee anew: its dependencies are not complete."
+Version = Callable[[str], str | None]
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package that can be found for importing, None without one."""
+    try:
+        return version(package) if find_spec(package.replace("-", "_")) else None
+    except (PackageNotFoundError, ValueError):
+        return None
+
+
+def hetero_ee_version() -> Finding:
+    import hetero_ee
+
+    return ok(hetero_ee.__version__)
+
+
+def python() -> Finding:
+    bits = 64 if sys.maxsize > 2**32 else 32
+    text = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.implementation.name}, {bits}-bit)"
+    if sys.version_info < LOWEST_PYTHON or bits == 32:
+        return fail(text, "Use a 64-bit Python 3.11 or later.")
+    return ok(text)
+
+
+def torch(build: Callable[[], TorchBuild]) -> Finding:
+    """Really imported, in a process of its own."""
+    found = build()
+    if not found.version:
+        return fail(f"can't be imported ({found.problem})", "Run `python -c 'import torch'` to see why.")
+    return ok(f"{found.version}, {found.platform}")
+
+
+def transformers(version_of: Version = package_version) -> Finding:
+    return _needed(version_of("transformers"))
+
+
+def hub(version_of: Version = package_version) -> Finding:
+    return _needed(version_of("huggingface_hub"))
+
+
+def _needed(found: str | None) -> Finding:
+    return ok(found) if found else fail("not installed", INSTALL)
+
+
+def numba(version_of: Version = package_version) -> Finding:
+    found, below = version_of("numba"), version_of("llvmlite")
+    if not (found and below):
+        return fail("not installed" if not found else "llvmlite is not installed", INSTALL)
+    return ok(f"{found}, llvmlite {below}; the kernels have their own threads, not one of Numba's threading layers")
+
+
+def openmp(host: Host) -> Finding:
+    """The kernels need none and torch brings its own; bitsandbytes looks for the system's."""
+    if host.system != "linux":
+        return ok("not looked for on this system")
+    found = host.run(["/sbin/ldconfig", "-p"], TIMEOUT_S)
+    if found.problem:
+        return ok("unknown (no ldconfig); only bitsandbytes on the CPU looks for it")
+    names = [name for name in ("libgomp", "libomp", "libiomp5") if f"\t{name}.so" in found.output]
+    return ok(", ".join(names) if names else "none; only bitsandbytes on the CPU looks for it")
+
+
+def gpu_matmul(has_gpu: Callable[[], bool], version_of: Version = package_version) -> Finding:
+    """Triton compiles the GPU's kernels; bitsandbytes can take the matmul's place."""
+    triton, fallback = version_of("triton"), version_of("bitsandbytes")
+    parts = [
+        f"Triton {triton}" if triton else "no Triton",
+        f"bitsandbytes {fallback}" if fallback else "no bitsandbytes",
+    ]
+    text = ", ".join(parts)
+    if triton:
+        return ok(f"{text}; a GPU would use Triton")
+    if not has_gpu():
+        return ok(f"{text}; needed for a GPU only")
+    if fallback:
+        return warn(f"{text}; the GPU would use bitsandbytes", "Install triton, which comes with torch for GPUs.")
+    return warn(f"{text}; the GPU can't be used", "Install triton, which comes with torch for GPUs.")

@@ -1,0 +1,60 @@
+"""Checks of the cache: its disk, what is compiled and what is converted."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
+from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_profiles.disk import disk_info, try_disk
+from hetero_ee_profiles.host import Host
+
+GIB = 2**30
+MANIFEST_FILE = "manifest.json"  # as in hetero_ee.weights.manifest, whose import brings torch
+LOW_DISK_BYTES = 2 * GIB
+CHOOSE_ANOTHER = "Set HETERO_EE_CACHE_DIR to a folder on another disk."
+
+
+def cache_disk(host: Host, cache: Path) -> Finding:
+    """Really writes, maps and locks a file there; nothing is left of it."""
+    try:
+        disk = disk_info(host, cache)
+        try_disk(cache)
+    except OSError as error:
+        return fail(f"{cache} can't be used ({error.strerror or error})", CHOOSE_ANOTHER)
+    text = f"{cache}: {_gib(disk.free_bytes)} of {_gib(disk.total_bytes)} free, {disk.kind or 'unknown file system'}"
+    if disk.is_memory:
+        return warn(f"{text}, which is memory", f"Models would take memory twice. {CHOOSE_ANOTHER}")
+    if disk.free_bytes < LOW_DISK_BYTES:
+        return warn(text, f"A model of 7 billion weights needs 4 GiB. {CHOOSE_ANOTHER}")
+    if disk.is_network:
+        return warn(f"{text}, another machine's disk", f"Weights are read from there over and over. {CHOOSE_ANOTHER}")
+    return ok(f"{text}; locks and mmap work")
+
+
+def kernel_cache(cache: Path) -> Finding:
+    folder = kernel_cache_folder(cache)
+    if KernelCache(folder).is_filled():
+        return ok("filled")
+    return ok("empty; the first text waits some seconds longer while the kernels are compiled")
+
+
+def stores(cache: Path) -> Finding:
+    """A listing alone; no store is opened."""
+    folders = [entry for entry in _entries(cache / "stores") if entry.is_dir(follow_symlinks=False)]
+    n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))
+    n_whole = sum(Path(folder.path, MANIFEST_FILE).is_file() for folder in folders)
+    unfinished = f", {len(folders) - n_whole} unfinished" if len(folders) > n_whole else ""
+    return ok(f"{n_whole} converted {'model' if n_whole == 1 else 'models'}{unfinished}, {_gib(n_bytes)}")
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except FileNotFoundError:
+        return
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB"

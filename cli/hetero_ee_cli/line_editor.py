@@ -1,0 +1,97 @@
+"""A line from a terminal: editing, history and completion by readline, where Python has it."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Self
+
+import platformdirs
+
+from hetero_ee.errors import UsageError
+
+N_HISTORY_LINES = 1000
+MAX_HISTORY_BYTES = 2**20
+
+
+def history_file() -> Path:
+    """Where what was typed is kept: in the platform's folder for a program's state."""
+    return platformdirs.user_state_path("hetero_ee") / "chat_history"
+
+
+class LineEditor:
+    """Reads lines from the terminal. commands: what Tab completes. history: the file to keep them in."""
+
+    def __init__(self, commands: Sequence[str], history: Path) -> None:
+        self._commands, self._history = commands, history
+        self._readline = _readline() if sys.stdout.isatty() else None  # it shows the prompt on standard output
+
+    def __enter__(self) -> Self:
+        if self._readline is not None:
+            self._readline.set_completer(self._completion)
+            self._readline.set_completer_delims("")
+            is_libedit = "libedit" in (self._readline.__doc__ or "")
+            self._readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+            self._readline.set_history_length(N_HISTORY_LINES)
+            with suppress(OSError):  # no history is no reason not to chat
+                self._load_history(self._readline)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._readline is not None:
+            self._readline.set_completer(None)
+
+    def read(self, prompt: str) -> str | None:
+        """A line without its end; None at Ctrl-D. Raises UsageError for bytes that are no text."""
+        try:
+            line = self._line(prompt)
+            line.encode("utf-8")  # where the locale is not UTF-8, Python lets other bytes through as surrogates
+        except EOFError:
+            return None
+        except UnicodeError as error:
+            raise UsageError("that line is not UTF-8 text.") from error
+        if "\0" in line:
+            raise UsageError("that line holds a NUL character; text has none.")
+        return line
+
+    def _line(self, prompt: str) -> str:
+        """Raises EOFError at the end, UnicodeError."""
+        if self._readline is not None:
+            line = input(prompt)
+            self._keep(line)
+            return line
+        print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def _load_history(self, readline: ModuleType) -> None:
+        """Reads the file, which only its owner may read. One that is none (some link theirs to /dev/null) stays so."""
+        self._history.parent.mkdir(parents=True, exist_ok=True)
+        if not self._history.exists():
+            self._history.touch(mode=0o600)
+        if self._history.is_file():
+            self._history.chmod(0o600)
+            if self._history.stat().st_size <= MAX_HISTORY_BYTES:
+                readline.read_history_file(self._history)
+
+    def _keep(self, line: str) -> None:
+        """Line by line, so that chats side by side keep both and a killed one keeps all."""
+        append = getattr(self._readline, "append_history_file", None)  # libedit may have none
+        if line and append is not None:
+            with suppress(OSError):
+                append(1, self._history)
+
+    def _completion(self, text: str, state: int) -> str | None:
+        matching = [command for command in self._commands if text and command.startswith(text)]
+        return matching[state] if state < len(matching) else None
+
+
+def _readline() -> ModuleType | None:
+    try:
+        import readline
+    except ImportError:  # Windows
+        return None
+    return readline

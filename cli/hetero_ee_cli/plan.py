@@ -1,0 +1,130 @@
+"""`hetero-ee plan`: where every part of a model would go, why, and how fast that is expected to be."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_ee_cli.planning_options import (
+    DraftTokens,
+    GpuLayers,
+    Hardware,
+    KvType,
+    Mode,
+    ModelArgument,
+    Override,
+    RamBudget,
+    RandomWeights,
+    VramBudget,
+    VramMargin,
+    hardware_from,
+    limits_from,
+    model_spec,
+)
+from hetero_ee_cli.setting_options import CtxSize, Offline, Threads
+from hetero_ee_cli.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.planning.statistics import ExitStatistics
+    from hetero_ee_profiles.hardware import HardwareProfile
+
+JSON_SCHEMA = 1
+GIB = 2**30
+
+
+def plan(
+    model: ModelArgument = None,
+    random_weights: RandomWeights = None,
+    hardware: Hardware = None,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = 1024,
+    ram_budget: RamBudget = None,
+    gpu_layers: GpuLayers = None,
+    override: Override = None,
+    ctx_size: CtxSize = None,
+    kv_type: KvType = "fp32",
+    mode: Mode = None,
+    draft_tokens: DraftTokens = None,
+    threads: Threads = None,
+    offline: Offline = None,
+    published_exits: Annotated[
+        bool, typer.Option(help="Use exit rates published for Llama-2-7B, as if this model had them.")
+    ] = False,
+    curve: Annotated[bool, typer.Option(help="Draw expected tokens per second against the VRAM budget.")] = False,
+    curve_file: Annotated[
+        Path | None, typer.Option(help="Draw the curve into a PNG file instead; needs the extra [plot].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON document.")] = False,
+) -> None:
+    """Plan where each part of a model goes, and say what to expect. Nothing is loaded or changed.
+
+    The last line of the output is a string of flags that pins the plan.
+    """
+    limits = limits_from(
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        ram_budget=ram_budget,
+        gpu_layers=gpu_layers,
+        override=override,
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        mode=mode,
+        draft_tokens=draft_tokens,
+        threads=threads,
+    )
+    with ending_at_once():
+        from hetero_ee.planning.planner import plan as make_plan
+        from hetero_ee.planning.statistics import published_statistics
+        from hetero_ee_cli.profile import profile_for
+    from hetero_ee_cli.progress import stage_progress
+
+    with stage_progress() as progress:
+        spec, name, folder = model_spec(model, random_weights, offline=bool(offline), progress=progress)
+        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress)
+    statistics = published_statistics(spec.n_layers) if published_exits else None
+    made = make_plan(spec, profile, limits, statistics)
+    if as_json:
+        document = {"schema": JSON_SCHEMA, "model_name": name, "plan_hash": made.sha256}
+        print(json.dumps(document | dataclasses.asdict(made)))
+    elif curve or curve_file:
+        _draw(spec, profile, limits, statistics, curve_file)
+    else:
+        _explain(made, spec, profile, limits, statistics)
+
+
+def _explain(
+    made: "Plan", spec: "ModelSpec", profile: "HardwareProfile", limits: "Limits", statistics: "ExitStatistics | None"
+) -> None:
+    from hetero_ee.planning.explanation import explained, flags
+    from hetero_ee.planning.what_if import with_other_vram
+
+    print(explained(made))
+    changes = []
+    for label, extra_bytes in (("more", GIB), ("less", -GIB)):
+        other = with_other_vram(made, spec, profile, limits, statistics, extra_bytes)
+        if other is not None:
+            changes.append(f"with 1 GiB of VRAM {label} {other.prediction.generated_tokens_per_s:.2f}")
+    if changes:
+        print(f"{'':10} {', '.join(changes)} tokens/s")
+    print(f"\n{flags(made)}")
+
+
+def _draw(
+    spec: "ModelSpec",
+    profile: "HardwareProfile",
+    limits: "Limits",
+    statistics: "ExitStatistics | None",
+    file: Path | None,
+) -> None:
+    from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
+
+    points = vram_curve(spec, profile, limits, statistics)
+    if file is None:
+        print(curve_text(points, profile))
+    else:
+        curve_png(points, profile, file)

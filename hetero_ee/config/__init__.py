@@ -1,0 +1,9 @@
+"""What comes from outside the call: settings from the environment and a file, and the folders they name."""
+
+from collections.abc import Callable
+
+from hetero_ee.config.folders import cache_folder, data_folder, demo_model_folder
+
+__all__ = ["Progress", "cache_folder", "data_folder", "demo_model_folder"]
+
+Progress = Callable[[str, int, int], None]  # (stage, done, in all), called while something takes its time

@@ -1,0 +1,215 @@
+"""A conversation: turns of messages over one sequence of the KV cache.
+
+Every turn renders the whole conversation, encodes it, and computes only what follows the longest beginning that the
+cache already holds. So its ids are those of a fresh run over the whole text, whatever was said, changed or interrupted
+before; and so are its tokens, since a row's bits depend on its own sequence alone.
+"""
+
+import time
+import weakref
+from collections.abc import Generator
+from itertools import takewhile
+from types import TracebackType
+from typing import Any, Self
+
+from hetero_ee.decoding.chat_template import ChatTemplate, Message
+from hetero_ee.decoding.full import Ending, generate_from
+from hetero_ee.decoding.reply import Reply
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.runtime.executor import Executor
+
+MAX_MESSAGE_CHARACTERS = 2**20
+N_SEEDS = 2**64
+
+
+class Conversation:
+    """Messages and what the KV cache holds of them. Use as a context manager, or call close(), which frees it.
+
+    A turn is the user's message and the reply to it. Its first token makes it part of the conversation: a turn that
+    fails before leaves no trace, one that is interrupted later keeps what was said. Where a turn does not fit into the
+    context with room for a reply (a quarter, or max_new_tokens where that is less), the oldest turns are forgotten for
+    good, as many as free another quarter if that leaves any, so that the next turns find their beginning in the cache.
+    The system message stays. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        ending: Ending,
+        sampling: SamplingParams,
+        system: str | None = None,
+    ) -> None:
+        self._executor, self._tokenizer, self._template = executor, tokenizer, template
+        self._ending, self._sampling = ending, sampling
+        self._system: tuple[Message, ...] = ()
+        self._messages: list[Message] = []
+        self._reply: Reply | None = None
+        self._n_regenerated = 0
+        self._sequence = executor.cache.open_new()
+        self._cached_ids: list[int] = []  # what the sequence holds for certain; it may hold more
+        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template)
+        try:
+            self.system = system
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The system message, where there is one, then users' messages and replies in turn."""
+        return (*self._system, *self._messages)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and reply together."""
+        return self._ending.context_tokens
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Tokens whose keys and values are kept for the next turn."""
+        return len(self._cached_ids)
+
+    @property
+    def system(self) -> str | None:
+        """What the model is told before the first message. Raises ModelError where the template takes none."""
+        return self._system[0].content if self._system else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._end_reply()
+        system = (_message("system", text),) if text else ()
+        self._template.render([*system, Message("user", "?")])
+        self._system = system
+
+    def send(self, text: str, **changes: Any) -> Reply:
+        """The reply to `text`, to be iterated over; `changes` are SamplingParams fields to change for this turn.
+
+        Raises UsageError and ModelError at the call, and leaves the conversation as it was. An earlier reply that is
+        still going on ends here.
+        """
+        self._end_reply()
+        params = self._sampling.changed(**changes)
+        reply = self._begin(self._messages, _message("user", text), params)
+        self._n_regenerated = 0
+        return reply
+
+    def regenerate(self, **changes: Any) -> Reply:
+        """Another reply to the last message, in place of the last one: the n-th time with the seed n higher.
+
+        Raises UsageError where there is no reply yet.
+        """
+        self._end_reply()
+        if not self._messages:
+            raise UsageError("there is no reply yet that could be generated again; send a message first.")
+        *earlier, question, _ = self._messages
+        seed = (self._sampling.seed + self._n_regenerated + 1) % N_SEEDS
+        reply = self._begin(earlier, question, self._sampling.changed(**{"seed": seed} | changes))
+        self._n_regenerated += 1
+        return reply
+
+    def clear(self) -> None:
+        """Forgets every message but the system message."""
+        self._end_reply()
+        self._messages = []
+
+    def close(self) -> None:
+        """Frees the memory and ends the template's process. Closing twice does nothing."""
+        if self._reply is not None:
+            self._reply.close()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_reply(self) -> None:
+        if not self._finalizer.alive:
+            raise HeteroError("this conversation is closed; start another with Engine.chat.")
+        if self._reply is not None:
+            self._reply.close()
+
+    def _begin(self, earlier: list[Message], question: Message, params: SamplingParams) -> Reply:
+        n_forgotten, ids = self._fitted(earlier, question, params)
+        n_cached = min(_common_length(self._cached_ids, ids), len(ids) - 1)  # the last one's logits are wanted
+        tokens = self._generated([*earlier[n_forgotten:], question], ids, n_cached, params)
+        self._reply = Reply(tokens, params, len(ids), n_cached, n_forgotten)
+        return self._reply
+
+    def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
+        """How many of the earlier messages must be forgotten, and the ids of the rest."""
+        context = self._ending.context_tokens
+        quarter = max(1, context // 4)
+        room = context - min(params.max_new_tokens or context, quarter)
+        ids = self._encoded([*earlier, question])
+        if len(ids) <= room:
+            return 0, ids
+        enough: tuple[int, list[int]] | None = None
+        for n_forgotten in range(2, len(earlier) + 1, 2):
+            ids = self._encoded([*earlier[n_forgotten:], question])
+            if len(ids) <= room - quarter and n_forgotten < len(earlier):
+                return n_forgotten, ids
+            if len(ids) <= room:
+                enough = enough or (n_forgotten, ids)
+        if enough is None and len(ids) >= context:
+            raise UsageError(
+                f"the message has {len(ids)} tokens with all that must go with it and the context holds {context}, "
+                "one of them new; shorten it or raise the context size."
+            )
+        return enough or (len(earlier), ids)
+
+    def _encoded(self, messages: list[Message]) -> list[int]:
+        """Ids of the conversation as it would be with these messages. Special tokens are the template's to write."""
+        text = self._template.render([*self._system, *messages])
+        ids = self._tokenizer.encode(text, with_special_tokens=False)
+        if not ids:
+            raise ModelError("the chat template makes no token of these messages; use hetero-ee generate.")
+        return ids
+
+    def _generated(
+        self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
+    ) -> Generator[GeneratedToken]:
+        """Yields the reply's tokens. Each step leaves what stays true if it is the last, as Ctrl-C may have it."""
+        self._cached_ids = ids[:n_cached]
+        self._executor.cache.truncate(self._sequence, n_cached)
+        decode, clock = self._tokenizer.decode, time.perf_counter
+        tokens = generate_from(self._executor, self._sequence, ids, params, self._ending, decode, clock)
+        computed, text = ids[n_cached:], ""
+        for token in tokens:
+            self._cached_ids.extend(computed)
+            computed, text = [token.token_id], text + token.text
+            self._messages = [*messages, Message("assistant", text)]
+            yield token
+
+
+def _message(role: str, text: str) -> Message:
+    if not isinstance(text, str):
+        raise UsageError(f"a message is a string, got {type(text).__name__}.")
+    if not text:
+        raise UsageError("the message is empty; say something.")
+    if len(text) > MAX_MESSAGE_CHARACTERS:
+        raise UsageError(f"the message has {len(text)} characters; at most {MAX_MESSAGE_CHARACTERS} are taken.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the message {shown(text)} is not valid Unicode at character {error.start}.") from error
+    return Message(role, text)
+
+
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _free(executor: Executor, sequence: int, template: ChatTemplate) -> None:
+    """What a conversation holds beside itself; called once, at the latest when it is collected."""
+    executor.cache.close(sequence)
+    template.close()

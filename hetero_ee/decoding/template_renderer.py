@@ -1,0 +1,160 @@
+"""The program that renders chat templates, run as a process of its own: a template is code from outside.
+
+It imports jinja2 and nothing of ours. It says that it is ready, then answers each line of standard input, a JSON
+document with template, variables, seconds and characters (the limits), with one line: {"text"}, {"refusal"} for what
+the template itself says against the messages, or {"defect"}. It ends when standard input does.
+"""
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_REASON_CHARACTERS = 200
+
+
+class RefusalError(Exception):
+    """What a template says with raise_exception(...)."""
+
+
+class OutputTooLongError(Exception):
+    """The text has grown beyond the limit."""
+
+
+class GenerationBlock(Extension):
+    """{% generation %} marks the assistant's words for training; here its body is rendered and no more."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class PublicNamespace(Namespace):
+    """jinja2's namespace() without names that begin with an underscore: those are Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no name for self, so that namespace(self=...) works
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _require_public(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"namespace() takes no name like {name!r}")
+
+
+def _refuse(message: Any) -> None:
+    raise RefusalError(str(message))
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it is, where jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+@lru_cache(maxsize=1)
+def _compiled(template: str) -> Template:
+    """With the names that transformers offers to chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "namespace": PublicNamespace}
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type has methods, this has none
+    return environment.from_string(template)
+
+
+def _rendered(template: str, variables: dict[str, Any], max_characters: int) -> Iterator[str]:
+    """The text in pieces, so that an endless one ends at the limit and not when memory does."""
+    n_characters = 0
+    for piece in _compiled(template).generate(**variables):
+        n_characters += len(piece)
+        if n_characters > max_characters:
+            raise OutputTooLongError
+        yield piece
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """The answer to one request."""
+    try:
+        return {"text": "".join(_rendered(request["template"], request["variables"], request["characters"]))}
+    except RefusalError as refusal:
+        return {"refusal": _reason(refusal)}
+    except OutputTooLongError:
+        return {"defect": f"it makes more than {request['characters']} characters of this conversation"}
+    except MemoryError:
+        return {"defect": "it needs too much memory"}
+    except TemplateSyntaxError as error:
+        return {"defect": f"line {error.lineno}: {_reason(error)}"}
+    except TemplateError as error:
+        return {"defect": _reason(error)}
+    except Exception as error:  # whatever Python raises in a template: a TypeError, a ZeroDivisionError
+        return {"defect": f"{type(error).__name__}: {_reason(error)}"}
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:MAX_REASON_CHARACTERS].rstrip(" .")
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Where the system can; elsewhere the time limit alone holds."""
+    try:
+        import resource
+    except ImportError:
+        return
+    for kind, limit in ((resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _end_after(seconds: float) -> None:
+    """Has the system end this process, so that it does even where whoever asked was killed; 0 calls it off."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(math.ceil(seconds))
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Argument: the largest address space in bytes."""
+    _limit_memory(int(sys.argv[1]))
+    _write("{}")
+    for line in sys.stdin:
+        request = json.loads(line)
+        _end_after(request["seconds"] + 1)
+        answered = json.dumps(answer(request))
+        _end_after(0)
+        _write(answered)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Shapes of well-known models, for planning and timing where their weights are not at hand."""
+
+from typing import Any
+
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.spec import ModelSpec
+
+# hidden, ffn, layers, heads, KV heads, vocabulary, context. Source: the models' published config.json files.
+SHAPES = {
+    "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000, 2048),
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 32000, 4096),
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
+}
+
+
+def known_spec(name: str) -> ModelSpec:
+    """The shapes of the model called `name`. Raises UsageError."""
+    if name not in SHAPES:
+        raise UsageError(f"{shown(name)} is no model whose shapes are known; choose one of {', '.join(SHAPES)}.")
+    hidden, ffn, layers, heads, kv_heads, vocabulary, context = SHAPES[name]
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+    }
+    return ModelSpec.from_hf(config)

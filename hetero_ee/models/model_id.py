@@ -1,0 +1,108 @@
+"""Tells folders from Hugging Face ids, and checks an id by what may be in it before it names anything."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_ee.config import demo_model_folder
+from hetero_ee.errors import ModelError, UsageError, shown
+
+CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
+MAX_REVISION_LENGTH = 200
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+_REVISION_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(10))}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelId:
+    """A model on the Hugging Face Hub: `org/name`, or the one name that early models have; and its revision."""
+
+    name: str
+    revision: str = "main"
+
+    def __post_init__(self) -> None:
+        if not _is_id(self.name):
+            raise UsageError(
+                f"there is no folder {shown(self.name)}, and it is no Hugging Face id either; "
+                "give a folder, or an id such as Qwen/Qwen3-4B."
+            )
+        if not _is_revision(self.revision):
+            raise UsageError(f"revision is {shown(self.revision)}; expected a branch, a tag or a commit.")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return is_commit(self.revision)
+
+
+def is_commit(text: object) -> bool:
+    """Whether `text` is the full hash of a git commit."""
+    return isinstance(text, str) and _COMMIT.fullmatch(text) is not None
+
+
+def local_folder(model: str | Path | None) -> Path | None:
+    """The folder that `model` names: None is the demo model's. A string that can only be an id gives None.
+
+    Raises ModelError where `model` is a path and no folder is there.
+    """
+    if model is None:
+        return demo_model_folder()
+    if not isinstance(model, str | Path):
+        raise UsageError(f"the model is {shown(model)}; expected a folder or a Hugging Face id.")
+    folder = _expanded(model)
+    if model != "" and _exists(folder):
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
+        return folder
+    if isinstance(model, Path) or _is_path(model):
+        raise ModelError(
+            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint, a store, "
+            "or a Hugging Face id such as Qwen/Qwen3-4B."
+        )
+    return None
+
+
+def model_name(folder: Path) -> str:
+    """The folder's name; for a downloaded model its id, since its folder is named by its commit."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    is_snapshot = folder.parent.name == "snapshots" and repository.startswith(CACHED_PREFIX)
+    return repository.removeprefix(CACHED_PREFIX).replace("--", "/") if is_snapshot else folder.name
+
+
+def _expanded(model: str | Path) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~name of a user who doesn't exist
+        return Path(model)
+
+
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except (OSError, ValueError):  # a name too long for any folder, or with a NUL
+        return False
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith((".", "~", "/")) or model.count("/") > 1 or (os.sep != "/" and os.sep in model)
+
+
+def _is_id(text: str) -> bool:
+    names = text.split("/")
+    return len(names) <= 2 and "--" not in text and all(map(_is_name, names)) and not text.endswith(".git")
+
+
+def _is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and ".." not in name and name.split(".")[0].upper() not in _DEVICES
+
+
+def _is_revision(text: object) -> bool:
+    """As strict as for names: it becomes a path below the cache."""
+    if not isinstance(text, str) or len(text) > MAX_REVISION_LENGTH or ".." in text:
+        return False
+    parts = text.split("/")
+    return all(_REVISION_PART.fullmatch(part) and part.split(".")[0].upper() not in _DEVICES for part in parts)

@@ -1,0 +1,84 @@
+"""A file of a model's folder: a regular one, from no other place, and judged before it is opened."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetero_ee.errors import HeteroError, ModelError, shown
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) -> Path | None:
+    """folder / name, None where nothing has that name.
+
+    A link must end in `folder`, or among the blobs of the Hugging Face cache that `folder` lies in. Raises `error` for
+    every other link and for what is no regular file: opening a pipe would wait for ever.
+    """
+    file = folder / name
+    try:
+        mode = file.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as reason:  # ValueError: a name no file can have
+        raise error(f"{folder} can't be searched for {shown(name)} ({reason_of(reason)}).") from reason
+    if stat.S_ISLNK(mode):
+        mode = _mode_behind(file, folder, error)
+    if not stat.S_ISREG(mode):
+        raise error(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, expected a regular file.")
+    return file
+
+
+def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = ModelError) -> bytes:
+    """Content of a file that find_file has found; `what` names its kind. Raises `error` beyond max_bytes."""
+    try:
+        with file.open("rb") as opened:
+            n_bytes = os.fstat(opened.fileno()).st_size
+            content = opened.read(max_bytes + 1) if n_bytes <= max_bytes else b""
+    except OSError as reason:
+        raise error(f"{file} can't be read ({reason_of(reason)}).") from reason
+    if max(n_bytes, len(content)) > max_bytes:
+        raise error(f"{file} has {n_bytes} bytes; {what} has at most {max_bytes}.")
+    return content
+
+
+def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
+    """Raises `error` for a pipe, a socket or a device, or a link to one; whatever else it is, or is not, passes."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise error(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, expected a regular file.")
+
+
+def reason_of(error: Exception) -> str:
+    """The system's words without the path, which the sentence around them names already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _mode_behind(link: Path, folder: Path, error: type[HeteroError]) -> int:
+    try:
+        target = link.resolve(strict=True)
+        if any(target.is_relative_to(root) for root in _roots(folder)):
+            return target.stat().st_mode
+    except (OSError, RuntimeError) as reason:  # RuntimeError: Python's word for a loop of links
+        raise error(f"{link} is a link that leads nowhere ({reason_of(reason)}).") from reason
+    raise error(f"{link} is a link out of its folder, to {shown(str(target))}; put a copy of that file in its place.")
+
+
+def _roots(folder: Path) -> Iterator[Path]:
+    """The folder; and for CACHE/models--ORGANISATION--NAME/snapshots/REVISION the blobs of that model or cache."""
+    home = folder.resolve()
+    yield home
+    for snapshot in (home, *home.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            yield from (repository / "blobs", repository.parent / "blobs")

@@ -1,0 +1,118 @@
+"""Expected seconds: a part on a device, a pass through several parts, a copy between devices. From a profile alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import Part
+from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
+
+ON_GPU = ("gpu", "stream")  # places whose parts the GPU computes
+HIDDEN_BYTES = 4  # of one value of a hidden state that crosses
+N_STREAM_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """seconds: of the whole pass. cpu, gpu: its computing; link: copies of weights and crossings; waited: computing
+    that had to wait for a copy."""
+
+    seconds: float
+    cpu_s: float
+    gpu_s: float
+    crossing_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """One model on one machine with this many CPU threads (0 for the most that were measured)."""
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    threads: int = 0
+    _known: dict[object, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def cpu(self) -> DeviceTimes:
+        return self.profile.cpu_with(self.threads)
+
+    def part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
+        """Computing m rows of the part where it is placed; the cache holds context_tokens with them.
+
+        "disk" is the CPU reading every weight from the disk. Copies of streamed weights are not in it: see copy_s.
+        Parts of one kind and shape share one computation: a plan asks some ten thousand times for some hundred values.
+        """
+        key = part.shape, place, m, context_tokens
+        if key not in self._known:
+            self._known[key] = self._part_s(part, place, m, context_tokens)
+        return self._known[key]
+
+    def _part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
+        times = self._device(place)
+        seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
+        if part.layer is not None:
+            seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
+        else:
+            seconds += self._outside_s(part, times, m)
+        if part.kind is BlockKind.ATTENTION:
+            seen = min(context_tokens, part.window_tokens + m - 1) if part.window_tokens else context_tokens
+            seconds += times.attention_s(self.spec.n_heads, self.spec.head_dim, m, max(seen, m))
+        if place == "disk":
+            seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
+        return seconds
+
+    def copy_s(self, part: Part) -> float:
+        """Streaming the part's weights to the GPU from pinned memory."""
+        link = self.profile.link
+        assert link is not None
+        return link.latency.value + part.weight_bytes / link.to_gpu_bytes_per_s.value
+
+    def crossing_s(self, m: int) -> float:
+        """Bringing m rows of hidden states from one device to the other; 0 without a GPU."""
+        link = self.profile.link
+        if link is None:
+            return 0.0
+        return link.crossing.value + (m - 1) * self.spec.hidden_size * HIDDEN_BYTES / link.to_cpu_bytes_per_s.value
+
+    def pass_time(self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int) -> PassTime:
+        """m rows through these parts in order, copies of streamed parts running ahead under the computing.
+
+        Rows begin on the CPU and end there. A streamed part's buffer is free once the one before the last is done.
+        """
+        now = link_free = cpu_s = gpu_s = crossing_s = waited_s = 0.0
+        buffer_free = [0.0] * N_STREAM_BUFFERS
+        on_gpu = False
+        for part, place in zip(parts, places, strict=True):
+            seconds = self.part_s(part, place, m, context_tokens)
+            if on_gpu != (place in ON_GPU):
+                on_gpu = not on_gpu
+                crossing_s += self.crossing_s(m)
+                now += self.crossing_s(m)
+            if place == "stream":
+                link_free = max(link_free, buffer_free[0]) + self.copy_s(part)
+                waited_s += max(0.0, link_free - now)
+                now = max(now, link_free)
+                buffer_free = [*buffer_free[1:], now + seconds]
+            now += seconds
+            if on_gpu:
+                gpu_s += seconds
+            else:
+                cpu_s += seconds
+        if on_gpu:
+            crossing_s += self.crossing_s(1)
+            now += self.crossing_s(1)
+        return PassTime(now, cpu_s, gpu_s, crossing_s, waited_s)
+
+    def _device(self, place: str) -> DeviceTimes:
+        if place not in ON_GPU:
+            return self.cpu
+        assert self.profile.gpu is not None, "a part is on the GPU of a machine that has none"
+        return self.profile.gpu
+
+    def _outside_s(self, part: Part, times: DeviceTimes, m: int) -> float:
+        """What a pass costs outside of layers and products is charged to the head."""
+        if part.kind is not BlockKind.HEAD:
+            return 0.0
+        return times.pass_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m)

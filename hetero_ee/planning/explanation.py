@@ -1,0 +1,110 @@
+"""A plan in words and a map, for a terminal or a bug report."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from hetero_ee.planning.plan import PlacedPart, Plan, TimeTerm
+
+GIB, MIB = 2**30, 2**20
+LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d"}
+LEGEND = {"gpu": "G GPU", "cpu": "C CPU", "stream": "s streamed to the GPU", "disk": "d read from the disk"}
+
+
+def explained(plan: Plan) -> str:
+    """The whole explanation, in lines of at most about 100 characters."""
+    return "\n".join([_title(plan), "", *_map(plan), "", *_memory(plan), "", *_expected(plan), *_reasons(plan)])
+
+
+def sized(n_bytes: int) -> str:
+    """Bytes as people read them."""
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
+
+
+def flags(plan: Plan) -> str:
+    """The flags that pin this plan, to be pasted behind a command."""
+    words = [f"-c {plan.context_tokens}", f"-t {plan.threads}", f"--kv-type {plan.kv_type}", f"--mode {plan.mode}"]
+    if plan.mode == "exact":
+        words.append(f"--draft-tokens {plan.draft_tokens}")
+    if plan.vram_budget_bytes:
+        words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
+        words += [f"--override '{pattern}={place}'" for pattern, place in overrides(plan)]
+    return " ".join(words)
+
+
+def overrides(plan: Plan) -> list[tuple[str, str]]:
+    """Patterns and places that put every part of a layer where the plan has it."""
+    found = []
+    for kind in ("attention", "ffn"):
+        parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
+        for place in sorted({part.decode_place for part in parts} - {"disk"}):
+            layers = [str(part.layer) for part in parts if part.decode_place == place]
+            which = r"\d+" if len(layers) == len(parts) else f"({'|'.join(layers)})"
+            found.append((rf"layers\.{which}\.{kind}", place))
+    return [*found, (re.escape("head"), plan.parts[-1].decode_place)]
+
+
+def _title(plan: Plan) -> str:
+    n_layers = 1 + max(part.layer or 0 for part in plan.parts)
+    weights = sized(sum(part.weight_bytes for part in plan.parts))
+    kind = "" if plan.hardware_kind == "measured" else " (DERIVED from data sheets, nothing measured)"
+    return f"{plan.model}, {n_layers} layers, {weights} of weights, on {plan.hardware}{kind}"
+
+
+def _map(plan: Plan) -> list[str]:
+    n_layers = 1 + max(part.layer or 0 for part in plan.parts)
+    lines = [f"{'layer':10} 0{n_layers - 1:>{max(1, n_layers - 1)}}"]
+    for kind in ("attention", "ffn"):
+        parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
+        lines.append(f"{kind:10} {_letters(parts, prefill=False)}")
+    for part in (plan.parts[0], plan.parts[-1]):
+        lines.append(f"{part.name:10} {_letters([part], prefill=False)}")
+    used = {place for part in plan.parts for place in (part.decode_place, part.prefill_place)}
+    n_streamed = sum(part.prefill_place == "stream" != part.decode_place for part in plan.parts)
+    if n_streamed:
+        lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
+    return [*lines, f"{'':10} {', '.join(LEGEND[place] for place in LETTERS if place in used)}"]
+
+
+def _letters(parts: Sequence[PlacedPart], *, prefill: bool) -> str:
+    return "".join(LETTERS[part.prefill_place if prefill else part.decode_place] for part in parts)
+
+
+def _memory(plan: Plan) -> list[str]:
+    budgets = {"gpu": plan.vram_budget_bytes, "cpu": plan.ram_budget_bytes}
+    lines = []
+    for device, terms in groupby(sorted(plan.memory, key=lambda term: term.device), key=lambda term: term.device):
+        parts = ", ".join(f"{term.name} {sized(term.n_bytes)}" for term in terms if term.n_bytes)
+        budget = f" of {sized(budgets[device])}" if device in budgets else ""
+        lines.append(
+            f"{device.upper() if device != 'disk' else 'disk':10} {sized(plan.n_bytes(device))}{budget}: {parts}"
+        )
+    return lines
+
+
+def _expected(plan: Plan) -> list[str]:
+    found = plan.prediction
+    how = "every token through all layers"
+    if plan.mode == "exact":
+        how = (
+            f"drafts exit after layer {plan.boundary}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} "
+            f"tokens in a pass of at most {plan.draft_tokens}"
+        )
+    return [
+        f"{'mode':10} {plan.mode}: {how}",
+        f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s behind {found.context_tokens} tokens "
+        f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
+        f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}",
+        f"{'a token':10} {_shares(found.decode_terms)}",
+        f"{'a chunk':10} {_shares(found.prefill_terms)}",
+    ]
+
+
+def _shares(terms: Sequence[TimeTerm]) -> str:
+    total = sum(term.seconds for term in terms)
+    ordered = sorted(terms, key=lambda term: -term.seconds)
+    return ", ".join(f"{term.name} {term.seconds / total:.0%}" for term in ordered if term.seconds > total / 200)
+
+
+def _reasons(plan: Plan) -> list[str]:
+    return ["", *plan.reasons] if plan.reasons else []

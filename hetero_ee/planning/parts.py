@@ -1,0 +1,95 @@
+"""What the planner places: attention and FFN of each layer, embedding and head, with their bytes and products."""
+
+from dataclasses import dataclass, replace
+
+from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.model_weights import is_quantized
+from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+
+FLOAT_BYTES, SCALE_BYTES = 4, 2
+KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
+KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one position and head
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matmul of a part: y[m, n_rows] = x[m, n_columns] W^T."""
+
+    layout: str
+    n_rows: int
+    n_columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A unit of placement. weight_bytes: its tensors as stored. kv_bytes_per_token: what attention keeps a position.
+
+    shares_with: name of the part that holds its weights too (a tied head), None where they are its own. shape: the
+    same number for all parts that cost the same.
+    """
+
+    name: str
+    kind: BlockKind
+    layer: int | None
+    products: tuple[Product, ...]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    window_tokens: int | None
+    shares_with: str | None = None
+    shape: int = 0
+
+    def kv_bytes(self, context_tokens: int) -> int:
+        """Keys and values of one sequence of this length. A sliding window saves none: the cache keeps all."""
+        return self.kv_bytes_per_token * context_tokens
+
+
+def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_layout: str = "int8") -> list[Part]:
+    """The parts in the order a token passes them: embedding, attention and FFN of each layer, head."""
+    blocks = [block for block in decoder_blocks(spec) if block.kind is not BlockKind.FINAL_NORM]
+    shapes: dict[object, int] = {}
+    parts = []
+    for block in blocks:
+        part = _part(spec, block, kv_type, layout, vocabulary_layout)
+        shape = part.kind, part.products, part.weight_bytes, part.window_tokens
+        parts.append(replace(part, shape=shapes.setdefault(shape, len(shapes))))
+    return parts
+
+
+def layer_parts(parts: list[Part]) -> list[Part]:
+    """Those of them that belong to a layer."""
+    return [part for part in parts if part.layer is not None]
+
+
+def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
+    """Bytes of a tensor as it is held in memory, on every device alike; layout: of matrices, the rest is fp32."""
+    if not is_quantized(tensor.role):
+        return FLOAT_BYTES * tensor.n_elements
+    n_rows, n_columns = padded_shape(tensor.shape[0], tensor.shape[1])
+    n_tiles = n_rows // TILE_ROWS * (n_columns // TILE_COLUMNS)
+    return n_tiles * ((INT4_TILE_BYTES if layout == "int4" else INT8_TILE_BYTES) + TILE_ROWS * SCALE_BYTES)
+
+
+def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_layout: str) -> Part:
+    def layout_of(tensor: TensorSpec) -> str:
+        return vocabulary_layout if tensor.role is TensorRole.VOCABULARY else layout
+
+    matrices = [tensor for tensor in block.tensors.values() if is_quantized(tensor.role)]
+    is_lookup = block.kind is BlockKind.EMBEDDING
+    is_shared = block.kind is BlockKind.HEAD and spec.tied_head
+    attends = block.kind is BlockKind.ATTENTION
+    assert block.layer is not None or not attends
+    return Part(
+        name=block.name,
+        kind=block.kind,
+        layer=block.layer,
+        products=() if is_lookup else tuple(Product(layout_of(t), t.shape[0], t.shape[1]) for t in matrices),
+        weight_bytes=0 if is_shared else sum(tensor_bytes(t, layout_of(t)) for t in block.tensors.values()),
+        kv_bytes_per_token=_kv_bytes_per_token(spec, kv_type) if attends else 0,
+        window_tokens=spec.sliding_windows[block.layer] if attends and block.layer is not None else None,
+        shares_with="embedding" if is_shared else None,
+    )
+
+
+def _kv_bytes_per_token(spec: ModelSpec, kv_type: str) -> int:
+    return 2 * spec.n_kv_heads * (spec.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])

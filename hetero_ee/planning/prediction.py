@@ -1,0 +1,126 @@
+"""What a plan is expected to do: rates and where the time goes."""
+
+from collections.abc import Sequence
+
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.costs import ON_GPU, Costs, PassTime
+from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.plan import PlacedPart, Plan, Prediction, TimeTerm
+from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.schedule import Schedule
+from hetero_ee_profiles.hardware import HardwareProfile
+
+
+def predict(
+    problem: Problem,
+    places: Sequence[str],
+    prefill: Sequence[str],
+    schedule: Schedule,
+    request_s: float,
+    chunk_tokens: int,
+    context_tokens: int,
+) -> Prediction:
+    """Rates at this context: prompts of that length, and decoding behind it."""
+    costs, parts = problem.costs, problem.parts
+    decode = costs.pass_time(parts, places, 1, context_tokens)
+    prompt_s, chunk_time = prompt_times(costs, parts, prefill, context_tokens, chunk_tokens)
+    return Prediction(
+        context_tokens=context_tokens,
+        prompt_tokens_per_s=context_tokens / prompt_s,
+        generated_tokens_per_s=1 / schedule.round.seconds_per_token,
+        ceiling_tokens_per_s=1 / _reading_s(problem, places),
+        rows_per_pass=schedule.round.rows,
+        tokens_per_pass=schedule.round.tokens,
+        request_s=request_s,
+        decode_terms=_terms(costs, parts, places, decode, 1, context_tokens),
+        prefill_terms=_terms(costs, parts, prefill, chunk_time, chunk_tokens, context_tokens),
+    )
+
+
+def prompt_times(
+    costs: Costs, parts: Sequence[Part], places: Sequence[str], n_tokens: int, chunk_tokens: int, n_known: int = 0
+) -> tuple[float, PassTime]:
+    """Seconds of a prompt in chunks, the head for its last token alone; and the time of its last whole chunk.
+
+    n_known: tokens at its beginning that are in the cache already.
+    """
+    layers, head = parts[:-1], parts[-1]
+    seconds, last = 0.0, None
+    for first in range(n_known, n_tokens, chunk_tokens):
+        m = min(chunk_tokens, n_tokens - first)
+        now = costs.pass_time(layers, places[:-1], m, first + m)
+        seconds += now.seconds
+        last = last if last is not None and m < chunk_tokens else now
+    assert last is not None, "a prompt has a token"
+    return seconds + costs.part_s(head, places[-1], 1, n_tokens), last
+
+
+def predicted_run_s(
+    spec: ModelSpec, profile: HardwareProfile, made: Plan, n_prompt: int, n_gen: int, n_depth: int
+) -> float:
+    """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, behind n_depth others."""
+    costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
+    seconds = 0.0
+    if n_prompt:
+        places = [part.prefill_place for part in made.parts]
+        until = n_depth + n_prompt
+        seconds += prompt_times(costs, parts, places, until, made.prefill_chunk_tokens, n_depth)[0]
+    places = [part.decode_place for part in made.parts]
+    first = n_depth + n_prompt + 1
+    return seconds + sum(costs.pass_time(parts, places, 1, first + index).seconds for index in range(n_gen))
+
+
+def placed_parts(
+    problem: Problem, places: Sequence[str], prefill: Sequence[str], chunk_tokens: int, context_tokens: int
+) -> tuple[PlacedPart, ...]:
+    """Every part with its places and what it takes there."""
+    return tuple(
+        PlacedPart(
+            name=part.name,
+            layer=part.layer,
+            weight_bytes=part.weight_bytes,
+            kv_bytes=part.kv_bytes(problem.context_tokens),
+            decode_place=place,
+            prefill_place=prefill_place,
+            decode_s=problem.costs.part_s(part, place, 1, context_tokens),
+            prefill_s=problem.costs.part_s(part, prefill_place, chunk_tokens, chunk_tokens),
+        )
+        for part, place, prefill_place in zip(problem.parts, places, prefill, strict=True)
+    )
+
+
+def _terms(
+    costs: Costs, parts: Sequence[Part], places: Sequence[str], whole: PassTime, m: int, context_tokens: int
+) -> tuple[TimeTerm, ...]:
+    """The pass's seconds by what is computed where; crossings and waiting are the rest."""
+    seconds: dict[str, float] = {}
+    for part, place in zip(parts, places, strict=True):
+        if part.kind is BlockKind.EMBEDDING or (m > 1 and part.kind is BlockKind.HEAD):
+            continue
+        name = f"{part.kind.value} on the {'GPU' if place in ON_GPU else 'CPU'}"
+        seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, place, m, context_tokens)
+    seconds["crossings"] = whole.crossing_s
+    seconds["waiting for copies"] = whole.waited_s
+    return tuple(TimeTerm(name, value) for name, value in seconds.items() if value > 0)
+
+
+def _reading_s(problem: Problem, places: Sequence[str]) -> float:
+    """Seconds to read every weight once where it lies: no engine that reads them all can be faster."""
+    profile, costs = problem.costs.profile, problem.costs
+    seconds = 0.0
+    for part, place in zip(problem.parts, places, strict=True):
+        n_bytes = part.weight_bytes
+        if part.kind is BlockKind.EMBEDDING:
+            n_bytes = 0  # one row of it
+        if part.shares_with:
+            n_bytes = next(other.weight_bytes for other in problem.parts if other.name == part.shares_with)
+        if place == "gpu" and profile.gpu is not None:
+            seconds += n_bytes / profile.gpu.read_bytes_per_s.value
+        elif place == "stream":
+            seconds += costs.copy_s(part)
+        elif place == "disk":
+            seconds += n_bytes / profile.disk_read_bytes_per_s.value
+        else:
+            seconds += n_bytes / costs.cpu.read_bytes_per_s.value
+    return seconds

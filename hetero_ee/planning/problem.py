@@ -1,0 +1,117 @@
+"""The planner's inputs, resolved: the user's limits made numbers, and what every part costs where it may go."""
+
+from dataclasses import dataclass
+
+from hetero_ee.errors import UsageError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.costs import Costs
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.memory import part_gpu_bytes
+from hetero_ee.planning.parts import Part, layer_parts, model_parts
+from hetero_ee.planning.placement import Option
+from hetero_ee.planning.statistics import ExitStatistics
+from hetero_ee_profiles.hardware import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """context_tokens: prompt and text together. has_gpu: whether anything may lie there."""
+
+    spec: ModelSpec
+    costs: Costs
+    limits: Limits
+    statistics: ExitStatistics | None
+    parts: tuple[Part, ...]
+    context_tokens: int
+    vram_budget_bytes: int
+    ram_budget_bytes: int
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.vram_budget_bytes > 0
+
+    @property
+    def layers(self) -> list[Part]:
+        """The parts that belong to layers."""
+        return layer_parts(list(self.parts))
+
+    @property
+    def head(self) -> Part:
+        return self.parts[-1]
+
+    def options(self, part: Part, m: int, context_tokens: int) -> dict[str, Option]:
+        """Where the part may go, by the user's word or at all, and what m rows cost there.
+
+        A streamed part costs what takes longer, the copy or the computing, since copies run ahead.
+        """
+        pinned = self._pinned(part)
+        chance = self._survival(part)
+        found = {}
+        for place in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
+            if pinned not in (None, place):
+                continue
+            seconds = self.costs.part_s(part, place, m, context_tokens)
+            if place == "stream":
+                seconds = max(seconds, self.costs.copy_s(part))
+            n_bytes = part_gpu_bytes(part, place, self.context_tokens)
+            found[place] = Option(seconds * chance, n_bytes, on_gpu=place != "cpu")
+        if not found:
+            raise UsageError(
+                f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
+            )
+        return found
+
+    def _pinned(self, part: Part) -> str | None:
+        place = self.limits.pinned_place(part.name)
+        if place is None and self.limits.gpu_layers is not None and part.layer is not None:
+            place = "gpu" if part.layer < self.limits.gpu_layers else "cpu"
+        return place
+
+    def _survival(self, part: Part) -> float:
+        """The chance that a token needs the part; a little more than 0, so that memory nobody else wants is used."""
+        if self.statistics is None or self.statistics.survival is None or part.layer is None:
+            return 1.0
+        return max(self.statistics.survival[part.layer], 1e-6)
+
+
+def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: ExitStatistics | None) -> Problem:
+    """The problem that these inputs pose. Raises UsageError for wishes beyond the model or the machine."""
+    if limits.gpu_layers is not None and limits.gpu_layers > spec.n_layers:
+        raise UsageError(f"gpu_layers is {limits.gpu_layers}, the model has {spec.n_layers} layers.")
+    if statistics is not None and statistics.n_layers != spec.n_layers:
+        raise UsageError(
+            f"the exit statistics are of a model with {statistics.n_layers} layers, this one has {spec.n_layers}; "
+            "calibrate this model."
+        )
+    context = limits.context_tokens or spec.max_context_tokens
+    if spec.context_is_fixed and context > spec.max_context_tokens:
+        raise UsageError(f"context size {context} is beyond the {spec.max_context_tokens} positions this model has.")
+    return Problem(
+        spec=spec,
+        costs=Costs(spec, profile, limits.threads),
+        limits=limits,
+        statistics=statistics,
+        parts=tuple(model_parts(spec, limits.kv_type)),
+        context_tokens=context,
+        vram_budget_bytes=_vram_budget(profile, limits),
+        ram_budget_bytes=limits.ram_budget_bytes or profile.cpu[-1].free_bytes,
+    )
+
+
+def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
+    if profile.gpu is None:
+        if limits.vram_budget_bytes or limits.gpu_layers:
+            raise UsageError(
+                f"{profile.name} has no GPU; drop --vram-budget and --gpu-layers, or plan for another machine."
+            )
+        return 0
+    if limits.gpu_layers == 0:
+        return 0
+    if limits.vram_budget_bytes is None:
+        return max(0, profile.gpu.free_bytes - limits.vram_margin_bytes)
+    if limits.vram_budget_bytes > profile.gpu.free_bytes:
+        raise UsageError(
+            f"a VRAM budget of {limits.vram_budget_bytes / 2**30:.2f} GiB is more than the "
+            f"{profile.gpu.free_bytes / 2**30:.2f} GiB that are free; lower --vram-budget."
+        )
+    return limits.vram_budget_bytes

@@ -1,0 +1,83 @@
+"""What calibration knows of a model: how often rows exit at each boundary, and how often they are right then."""
+
+from dataclasses import dataclass
+
+from hetero_ee.planning.rounds import ExitRates
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryRates:
+    """Rates of exits in front of layer `boundary`, counted from 0: `boundary` layers have run."""
+
+    boundary: int
+    rates: ExitRates
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatistics:
+    """source: where it comes from, for people. boundaries: ascending. survival: for each layer the chance that a token
+    needs it, for modes that skip layers for good; None where every token passes every layer.
+    """
+
+    source: str
+    n_layers: int
+    boundaries: tuple[BoundaryRates, ...]
+    survival: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        places = [entry.boundary for entry in self.boundaries]
+        if not places or places != sorted(set(places)) or not 0 < places[0] <= places[-1] < self.n_layers:
+            raise ValueError(f"boundaries must ascend between 1 and {self.n_layers - 1}")
+        if self.survival is not None and len(self.survival) != self.n_layers:
+            raise ValueError(f"survival has {len(self.survival)} values for {self.n_layers} layers")
+        if self.survival is not None and not all(0 <= chance <= 1 for chance in self.survival):
+            raise ValueError("survival holds chances from 0 to 1")
+
+    def rates_at(self, boundary: int) -> ExitRates:
+        """Linear between the boundaries that are known; no exits before the first, the last one's rates behind it."""
+        if boundary < self.boundaries[0].boundary:
+            return ExitRates(0.0, 0.0)
+        later = [entry for entry in self.boundaries if entry.boundary >= boundary]
+        if not later:
+            return self.boundaries[-1].rates
+        right = later[0]
+        left = max((entry for entry in self.boundaries if entry.boundary <= boundary), key=lambda entry: entry.boundary)
+        if left is right:
+            return right.rates
+        share = (boundary - left.boundary) / (right.boundary - left.boundary)
+        return ExitRates(
+            left.rates.exit_rate + share * (right.rates.exit_rate - left.rates.exit_rate),
+            left.rates.precision + share * (right.rates.precision - left.rates.precision),
+        )
+
+
+# Llama-2-7B-chat, 25 K rows a layer: layer after which the exit is taken, the share of rows whose argmax there is the
+# final token and among the draft's four (percent), precision and recall of a trained predictor at threshold 0.5.
+# Source: the independent replication of SpecEE in w28ahmad/EarlyExitLLM.
+PUBLISHED_LAYERS = 32
+PUBLISHED_ROWS = (
+    (10, 3.3, 0.34, 0.98),
+    (15, 9.7, 0.44, 0.94),
+    (17, 24.2, 0.65, 0.88),
+    (19, 32.6, 0.71, 0.82),
+    (21, 40.9, 0.74, 0.85),
+    (24, 52.1, 0.82, 0.81),
+    (26, 61.8, 0.88, 0.82),
+    (28, 73.8, 0.93, 0.83),
+    (30, 85.7, 0.98, 0.85),
+)
+
+
+def published_statistics(n_layers: int) -> ExitStatistics:
+    """The published rates of Llama-2-7B-chat, at the same relative depth of a model with n_layers layers."""
+    boundaries: dict[int, ExitRates] = {}
+    for layer, oracle_percent, precision, recall in PUBLISHED_ROWS:
+        boundary = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
+        if 0 < boundary < n_layers:
+            # A share `recall` of the right rows exit, and they are a share `precision` of all that do.
+            boundaries[boundary] = ExitRates(min(1.0, oracle_percent / 100 * recall / precision), precision)
+    return ExitStatistics(
+        source="published rates of Llama-2-7B-chat (w28ahmad/EarlyExitLLM), scaled by depth",
+        n_layers=n_layers,
+        boundaries=tuple(BoundaryRates(boundary, rates) for boundary, rates in sorted(boundaries.items())),
+    )

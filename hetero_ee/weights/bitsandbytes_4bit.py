@@ -1,0 +1,245 @@
+"""Matrices that bitsandbytes saved in 4 bits, read without bitsandbytes.
+
+A matrix `X.weight` (N, K) is cut, row after row, into blocks of neighbours: W = absmax[block] x quant_map[code]. The
+checkpoint holds `X.weight` (packed codes), and beside it `.absmax`, `.quant_map` and `.quant_state.bitsandbytes__nf4`
+or `fp4` (JSON as bytes). Double quantization has absmax in bytes: absmax = nested_quant_map[byte] x nested_absmax of
+its block + nested_offset.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.models.hf_quantization import FOUR_BIT_TYPES
+from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
+from hetero_ee.weights.quantizers import to_fp16_scales
+from hetero_ee.weights.weight import TileWeight
+
+BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights that share an absmax; likewise absmax of nested ones
+STATE_SUFFIXES = {f".quant_state.bitsandbytes__{kind}": kind for kind in FOUR_BIT_TYPES}
+PLAIN_SUFFIXES, NESTED_SUFFIXES = (".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
+STATE_FIELDS = ("quant_type", "blocksize", "dtype", "shape")
+NESTED_FIELDS = ("nested_blocksize", "nested_dtype", "nested_offset")
+STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # types that packed bytes may be saved as
+COMPUTE_TYPES = ("float32", "float16", "bfloat16")
+MAX_STATE_BYTES = 4096  # real ones have 80 to 200
+MAX_OFFSET = 1e30  # no absmax comes near, and sums with it stay finite
+CHUNK_ELEMENTS = 2**16  # weights unpacked together: whole blocks of any size
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensors:
+    """A checkpoint's tensors as they lie in its files. header: name -> safetensors type and shape."""
+
+    folder: Path
+    names: Set[str]
+    header: Callable[[str], tuple[str, tuple[int, ...]]]
+    read: Callable[[str], Tensor]
+
+    def failure(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint anew.")
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """How absmax itself was quantized."""
+
+    block_size: int
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitMatrix:
+    """One matrix, its headers and its state checked; values are checked when read. Raises CheckpointError."""
+
+    name: str
+    quant_type: str
+    shape: tuple[int, int]
+    block_size: int
+    nested: Nested | None
+    tensors: RawTensors
+
+    @property
+    def n_elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.n_elements // self.block_size)
+
+    def dequantize(self) -> Tensor:
+        """fp32 (N, K): the bits that bitsandbytes computes in fp32."""
+        table, absmax = self.table(), self.absmax()
+        values = torch.empty(self.n_elements)
+        for first, codes in self._code_chunks():
+            scales = absmax[first // self.block_size : (first + CHUNK_ELEMENTS) // self.block_size]
+            scales = scales.repeat_interleave(self.block_size)[: len(codes)]
+            torch.mul(table[codes.int()], scales, out=values[first : first + len(codes)])
+        return values.view(self.shape)
+
+    def table(self) -> Tensor:
+        """The values of the codes, fp32 (16,)."""
+        return self._map(".quant_map")
+
+    def absmax(self) -> Tensor:
+        """fp32, one for each block."""
+        found = self.tensors.read(self.name + ".absmax")
+        if self.nested is not None:
+            outer = self.tensors.read(self.name + ".nested_absmax")
+            self._refuse_non_finite(outer, ".nested_absmax")
+            outer = outer.repeat_interleave(self.nested.block_size)[: self.n_blocks]
+            found = self._map(".nested_quant_map")[found.int()] * outer + self.nested.offset
+        self._refuse_non_finite(found, ".absmax")
+        return found
+
+    def write_codes(self, codes: Tensor, renamed: Tensor) -> None:
+        """Fills uint8 (N, K), contiguous, with the codes. renamed: uint8 (16,), the name that each gets."""
+        flat = codes.view(-1)
+        for first, chunk in self._code_chunks():
+            flat[first : first + len(chunk)] = renamed[chunk.int()]
+
+    def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """The index of the first code, and some codes from there on, uint8."""
+        packed = self.tensors.read(self.name).view(torch.uint8).flatten()
+        for first in range(0, self.n_elements, CHUNK_ELEMENTS):
+            chunk = packed[first // 2 : (first + CHUNK_ELEMENTS) // 2]
+            yield first, unpacked(chunk)[: self.n_elements - first]
+
+    def _map(self, suffix: str) -> Tensor:
+        values = self.tensors.read(self.name + suffix)
+        if not (values.abs() <= 1).all() or not values.any():  # NaN is not <= 1
+            raise self.tensors.failure(self.name + suffix, "is no table of values from -1 to 1")
+        return values
+
+    def _refuse_non_finite(self, values: Tensor, suffix: str) -> None:
+        finite = torch.isfinite(values)
+        if not finite.all():
+            index = int((~finite).nonzero()[0])
+            raise self.tensors.failure(self.name + suffix, f"gives {values[index].item()} at [{index}]")
+
+
+def companion_names(name: str) -> set[str]:
+    """What bitsandbytes may save beside the matrix called `name`."""
+    return {name + suffix for suffix in (*STATE_SUFFIXES, *PLAIN_SUFFIXES, *NESTED_SUFFIXES)}
+
+
+def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, ...]) -> FourBitMatrix | None:
+    """The matrix called `name`, None where it was not saved in 4 bits. shape: what the configuration promises.
+
+    Raises CheckpointError.
+    """
+    if not companion_names(name) & tensors.names or len(shape) != 2:
+        return None
+    states = [suffix for suffix in STATE_SUFFIXES if name + suffix in tensors.names]
+    if len(states) != 1:
+        raise tensors.failure(name, f"has {len(states)} tensors *.quant_state.bitsandbytes__nf4 or __fp4, expected one")
+    nested_names = {name + suffix for suffix in NESTED_SUFFIXES}
+    is_nested = bool(nested_names & tensors.names)
+    needed = {name, *(name + suffix for suffix in PLAIN_SUFFIXES), *(nested_names if is_nested else ())}
+    for missing in sorted(needed - tensors.names):
+        raise tensors.failure(missing, "is missing")
+    try:
+        state = _read_state(tensors, name + states[0])
+        block_size, nested = _checked_state(state, STATE_SUFFIXES[states[0]], shape, is_nested)
+    except (ValueError, RecursionError) as error:
+        raise tensors.failure(name + states[0], f"can't be used ({error})") from error
+    rows, columns = shape
+    matrix = FourBitMatrix(name, STATE_SUFFIXES[states[0]], (rows, columns), block_size, nested, tensors)
+    _check_headers(matrix)
+    return matrix
+
+
+def stacked_tiles(matrices: Sequence[FourBitMatrix]) -> TileWeight | None:
+    """The matrices' rows one after the other in tiles, each weight in its own code; all have the same K.
+
+    None where tiles can't hold them: K is no multiple of 32, so that a group would lie in two blocks; they have
+    different tables; or values of the table would round to one.
+    """
+    tables = [matrix.table() for matrix in matrices]
+    codebook = table_codebook(tables[0])
+    n_columns = matrices[0].shape[1]
+    if codebook is None or n_columns % layout.TILE_COLUMNS or not all(torch.equal(tables[0], t) for t in tables):
+        return None
+    row_counts = [matrix.shape[0] for matrix in matrices]
+    n_rows = sum(row_counts)
+    padded_rows, _ = layout.padded_shape(n_rows, n_columns)
+    n_groups = n_columns // layout.TILE_COLUMNS
+    codes = torch.full((padded_rows, n_columns), codebook.zero_code, dtype=torch.uint8)
+    scales = torch.zeros(padded_rows, n_groups)
+    rows_of_codes, rows_of_scales = (torch.split(rows[:n_rows], row_counts) for rows in (codes, scales))
+    for matrix, its_codes, its_scales in zip(matrices, rows_of_codes, rows_of_scales, strict=True):
+        matrix.write_codes(its_codes, codebook.codes)
+        groups = matrix.absmax().repeat_interleave(matrix.block_size // layout.TILE_COLUMNS)
+        its_scales.copy_(groups[: its_scales.numel()].view_as(its_scales))
+    fp16_scales, exponent = to_fp16_scales(scales * codebook.unit, 0)
+    tiles = layout.pack_int4(codes)
+    return TileWeight(tiles, layout.pack_scales(fp16_scales), exponent, codebook.entries, n_rows, n_columns)
+
+
+def _read_state(tensors: RawTensors, name: str) -> dict[str, Any]:
+    """The JSON object in the bytes of a tensor. Raises ValueError."""
+    kind, shape = tensors.header(name)
+    if kind != "U8" or math.prod(shape) > MAX_STATE_BYTES:
+        raise ValueError(f"it has type {kind} and shape {shown(list(shape))}, expected at most {MAX_STATE_BYTES} bytes")
+    state = json.loads(bytes(tensors.read(name).flatten().tolist()))
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds {shown(state)}, expected an object")
+    return state
+
+
+def _checked_state(
+    state: dict[str, Any], quant_type: str, shape: tuple[int, ...], is_nested: bool
+) -> tuple[int, Nested | None]:
+    """Block size and how absmax is quantized. Raises ValueError."""
+    fields = (*STATE_FIELDS, *NESTED_FIELDS) if is_nested else STATE_FIELDS
+    for field in sorted(state.keys() ^ set(fields)):
+        raise ValueError(f"field {shown(field)} is {'unknown' if field in state else 'missing'}")
+    _require(state, "quant_type", quant_type)
+    _require(state, "shape", list(shape))
+    _require(state, "dtype", *COMPUTE_TYPES)
+    _require(state, "blocksize", *BLOCK_SIZES)
+    if not is_nested:
+        return state["blocksize"], None
+    _require(state, "nested_blocksize", *BLOCK_SIZES)
+    _require(state, "nested_dtype", "float32")
+    offset = state["nested_offset"]
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= MAX_OFFSET:
+        raise ValueError(f"nested_offset is {shown(offset)}, expected a number up to {MAX_OFFSET:g}")
+    return state["blocksize"], Nested(state["nested_blocksize"], float(offset))
+
+
+def _require(state: dict[str, Any], field: str, *allowed: Any) -> None:
+    """Raises ValueError unless the field has one of these values: 64.0 and true are no whole numbers."""
+    value = state[field]
+    if not any(json.dumps(value) == json.dumps(choice) for choice in allowed):
+        raise ValueError(f"{field} is {shown(value)}, expected {' or '.join(map(str, allowed))}")
+
+
+def _check_headers(matrix: FourBitMatrix) -> None:
+    """Every tensor has the type and size that the state promises. Raises CheckpointError."""
+    tensors, n_bytes = matrix.tensors, -(-matrix.n_elements // 2)
+    kind, shape = tensors.header(matrix.name)
+    if kind not in STORAGE_BYTES or math.prod(shape) * STORAGE_BYTES[kind] != n_bytes:
+        raise tensors.failure(
+            matrix.name, f"has type {kind} and shape {shown(list(shape))}, expected {n_bytes} bytes of packed codes"
+        )
+    nested = matrix.nested
+    expected = {".quant_map": ("F32", 16), ".absmax": ("F32" if nested is None else "U8", matrix.n_blocks)}
+    if nested is not None:
+        expected[".nested_quant_map"] = ("F32", 256)
+        expected[".nested_absmax"] = ("F32", -(-matrix.n_blocks // nested.block_size))
+    for suffix, (its_kind, length) in expected.items():
+        kind, shape = tensors.header(matrix.name + suffix)
+        if kind != its_kind or shape != (length,):
+            raise tensors.failure(
+                matrix.name + suffix,
+                f"has type {kind} and shape {shown(list(shape))}, expected {its_kind} and [{length}]",
+            )

@@ -1,0 +1,90 @@
+"""The FFN's activation, fp32: out = act(gate) * up where gated, x = [gate | up] (m, 2F); else out = act(x), x (m, F).
+
+silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
+gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v where v >= threshold, else 0
+gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
+NaN stays NaN, except in fatrelu, where it becomes 0 as in torch.
+
+Each output is computed from its own inputs alone. Layout: rows contiguous.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.compilation import Compilation
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu")
+BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
+
+
+@triton.jit
+def activated(v: tl.tensor, threshold: tl.tensor, KIND: tl.constexpr) -> Any:
+    if KIND == "silu":
+        return v / (1.0 + tl.exp(-v))
+    elif KIND == "gelu":
+        return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return v / (1.0 + tl.exp(-1.5957691216057308 * v * (1.0 + 0.044715 * v * v)))
+    elif KIND == "relu":
+        return tl.where(v < 0.0, 0.0, v)
+    else:
+        return tl.where(v >= threshold, v, 0.0)
+
+
+@triton.jit
+def activate_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    threshold: tl.tensor,
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < F
+    at = x_ptr + row * (2 * F if GATED else F) + lane
+    y = activated(tl.load(at, mask=inside, other=0.0), threshold, KIND)
+    if GATED:
+        y *= tl.load(at + F, mask=inside, other=0.0)
+    tl.store(out_ptr + row * F + lane, y, mask=inside)
+
+
+def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0) -> Any:
+    """x: fp32 (m, 2F) where gated, else (m, F); out: fp32 or fp16 (m, F), allocated where None. kind: of KINDS.
+
+    Returns out. Raises ValueError for other shapes, dtypes or layouts, and for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no activation called {kind}; there are {', '.join(KINDS)}.")
+    m, n_outputs = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    out = x.new_empty(m, n_outputs) if out is None else out
+    check("x", x, (m, n_outputs * (1 + gated)))
+    check("out", out, (m, n_outputs), torch.float32, torch.float16)
+    if out.numel():
+        grid = (m, triton.cdiv(n_outputs, BLOCK))
+        activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS)
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """Every kind, of 11008 outputs."""
+    arguments = {"x_ptr": "*fp32", "out_ptr": "*fp32", "threshold": "fp32"}
+    return [
+        Compilation(
+            f"activate_{kind}",
+            activate_kernel,
+            arguments,
+            {"F": 11008, "KIND": kind, "GATED": gated, "BLOCK": BLOCK},
+            N_WARPS,
+            1,
+            True,
+            True,
+        )
+        for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
+    ]

@@ -1,0 +1,137 @@
+"""RMSNorm and LayerNorm over the rows of x (m, n), fp32, with the residual addition that comes before them.
+
+rms:    y = x / sqrt(mean(x^2) + eps) * scale              (arXiv 1910.07467)
+layer:  y = (x - mean(x)) / sqrt(var(x) + eps) * scale + bias   (arXiv 1607.06450; variance of the population)
+Where a delta is given, x += delta first, in place: one launch and one pass over the row instead of two.
+
+One program a row, the row in registers, sums in a tree fixed by n: a row's bits depend on the row alone. Valid for
+1 <= n <= 65536 and any m. Layout: rows contiguous.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.compilation import Compilation
+
+MAX_FEATURES = 65536
+HEAD_WARPS = 1  # a head is 64 to 256 features
+
+
+@triton.jit
+def norm_row(x: tl.tensor, inside: tl.tensor, eps: tl.tensor, N: tl.constexpr, CENTERED: tl.constexpr) -> Any:
+    """x divided by its root mean square, or standardized; lanes outside hold 0 in x."""
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
+) -> None:
+    lane = tl.arange(0, BLOCK)
+    inside = lane < N
+    at = tl.program_id(0).to(tl.int64) * N + lane
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        x += tl.load(delta_ptr + at, mask=inside, other=0.0)
+        tl.store(x_ptr + at, x, mask=inside)
+    y = norm_row(x, inside, eps, N, CENTERED)
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + lane, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + lane, mask=inside, other=0.0)
+    tl.store(out_ptr + at, y, mask=inside)
+
+
+@triton.jit
+def heads_kernel(
+    x_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    eps: tl.tensor,
+    FEATURES: tl.constexpr,
+    FIRST: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    lane = tl.arange(0, BLOCK)
+    inside = lane < N
+    at = tl.program_id(0).to(tl.int64) * FEATURES + FIRST + tl.program_id(1) * N + lane
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    y = norm_row(x, inside, eps, N, False) * tl.load(scale_ptr + lane, mask=inside, other=0.0)
+    tl.store(x_ptr + at, y, mask=inside)
+
+
+def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
+    """x, delta: fp32 (m, n); scale: fp32 (n,) or None; out: (m, n) fp32 or fp16, may be x. Returns out.
+
+    Raises ValueError for other shapes, dtypes or layouts.
+    """
+    return _launch(x, scale, None, eps, False, out, delta)
+
+
+def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
+    """As rms_norm, with bias: fp32 (n,) or None."""
+    return _launch(x, scale, bias, eps, True, out, delta)
+
+
+def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> None:
+    """In place, each of n_heads heads of len(scale) features from feature `first` of x (m, features) on.
+
+    Raises ValueError where they are not there, and for other dtypes or layouts.
+    """
+    n = scale.numel()
+    check("x", x, (x.shape[0], x.shape[-1]))
+    check("scale", scale, (n,))
+    if n == 0 or first < 0 or n_heads < 0 or first + n_heads * n > x.shape[1]:
+        raise ValueError(f"{n_heads} heads of {n} from feature {first} are not in x {tuple(x.shape)}.")
+    if x.shape[0] and n_heads:
+        block = triton.next_power_of_2(n)
+        heads_kernel[(x.shape[0], n_heads)](x, scale, eps, x.shape[1], first, n, block, num_warps=HEAD_WARPS)
+
+
+def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any, delta: Any) -> Any:
+    out = torch.empty_like(x) if out is None else out
+    m, n = x.shape[0], x.shape[-1]
+    check("x", x, (m, n))
+    check("out", out, (m, n), torch.float32, torch.float16)
+    for name, given, shape in (("delta", delta, (m, n)), ("scale", scale, (n,)), ("bias", bias, (n,))):
+        if given is not None:
+            check(name, given, shape)
+    if not 1 <= n <= MAX_FEATURES:
+        raise ValueError(f"rows have {n} features, expected 1 to {MAX_FEATURES}.")
+    if m:
+        block = triton.next_power_of_2(n)
+        norm_kernel[(m,)](x, delta, scale, bias, out, eps, n, block, centered, num_warps=_n_warps(block))
+    return out
+
+
+def _n_warps(block: int) -> int:
+    """About 16 features a thread."""
+    return min(16, max(1, block // 512))
+
+
+def compilations() -> list[Compilation]:
+    """The norms of a 4096 wide model, and of its heads."""
+    pointers = dict.fromkeys(("x_ptr", "delta_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*fp32")
+    wide = {"N": 4096, "BLOCK": 4096}
+    heads = {"FEATURES": 6144, "FIRST": 0, "N": 128, "BLOCK": 128}
+    rms = {name: kind for name, kind in pointers.items() if name != "bias_ptr"} | {"eps": "fp32"}
+    head_arguments = {"x_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"}
+    return [
+        Compilation("rms_norm", norm_kernel, rms, wide | {"CENTERED": False, "bias_ptr": None}, 8, 1, True, True),
+        Compilation("layer_norm", norm_kernel, pointers | {"eps": "fp32"}, wide | {"CENTERED": True}, 8, 1, True, True),
+        Compilation("rms_norm_heads", heads_kernel, head_arguments, heads, HEAD_WARPS, 1, True, True),
+    ]

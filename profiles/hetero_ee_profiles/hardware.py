@@ -1,0 +1,208 @@
+"""HardwareProfile: what one machine does in which time, and whether that was measured or derived from data sheets."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_ee_profiles.measurement import Measurement
+
+PROFILE_VERSION = 1
+MEASURED, DERIVED = "measured", "derived"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a profile is valid for: another processor, card, driver or version makes it foreign."""
+
+    cpu_model: str
+    n_cores: int
+    instruction_set: str
+    ram_bytes: int
+    gpu_model: str | None
+    vram_bytes: int
+    driver: str | None
+    versions: str
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTime:
+    """Seconds of y[m, N] = x[m, K] W^T, N = n_rows, K = n_columns, the weights cycling through cycle_bytes.
+
+    layout: "int4" or "int8".
+    """
+
+    layout: str
+    n_rows: int
+    n_columns: int
+    m: int
+    cycle_bytes: int
+    time: Measurement
+
+    def __post_init__(self) -> None:
+        _positive(n_rows=self.n_rows, n_columns=self.n_columns, m=self.m, cycle_bytes=self.cycle_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTime:
+    """Seconds of one layer's attention of m rows over a cache that holds context_tokens with them."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    m: int
+    context_tokens: int
+    time: Measurement
+
+    def __post_init__(self) -> None:
+        _positive(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim, m=self.m)
+        _positive(context_tokens=self.context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadTime:
+    """Seconds of m rows that are neither matmul nor attention: of one layer, or of a pass outside of the layers."""
+
+    hidden_size: int
+    ffn_size: int
+    m: int
+    layer: Measurement
+    whole_pass: Measurement
+
+    def __post_init__(self) -> None:
+        _positive(hidden_size=self.hidden_size, ffn_size=self.ffn_size, m=self.m)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Times of one device. threads: that the CPU used, 0 for a GPU. free_bytes: memory that can be had there."""
+
+    threads: int
+    free_bytes: int
+    read_bytes_per_s: Measurement
+    matmuls: tuple[MatmulTime, ...]
+    attentions: tuple[AttentionTime, ...]
+    overheads: tuple[OverheadTime, ...]
+
+    def __post_init__(self) -> None:
+        if self.threads < 0 or self.free_bytes < 0:
+            raise ValueError(f"threads {self.threads} and free_bytes {self.free_bytes} must be 0 or more")
+        for name in ("matmuls", "attentions", "overheads"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty")
+
+    def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int) -> float:
+        """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts.
+
+        Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
+        """
+        size = n_rows * n_columns
+        rows = [row for row in self.matmuls if row.layout == layout]
+        if not rows:
+            raise KeyError(layout)
+        nearest = min(rows, key=lambda row: _distance(row.n_rows * row.n_columns, size) + _distance(row.n_rows, n_rows))
+        shape = nearest.n_rows, nearest.n_columns
+        points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
+        return interpolated(points, m) * size / (shape[0] * shape[1])
+
+    def attention_s(self, n_heads: int, head_dim: int, m: int, context_tokens: int) -> float:
+        """Seconds of one layer's attention, linear between the measured contexts and rows."""
+        width = n_heads * head_dim
+        nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
+        rows = [row for row in self.attentions if _shape(row) == _shape(nearest)]
+        by_m = []
+        for measured_m in sorted({row.m for row in rows}):
+            points = [(row.context_tokens, row.time.value) for row in rows if row.m == measured_m]
+            by_m.append((measured_m, interpolated(points, context_tokens)))
+        return interpolated(by_m, m) * width / (nearest.n_heads * nearest.head_dim)
+
+    def layer_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
+        """Seconds of one layer's norms, rotations, activations and bookkeeping."""
+        return interpolated([(row.m, row.layer.value) for row in self._overheads(hidden_size, ffn_size)], m)
+
+    def pass_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
+        """Seconds of a pass outside of the layers and the head's product: embedding, final norm, choosing a token."""
+        return interpolated([(row.m, row.whole_pass.value) for row in self._overheads(hidden_size, ffn_size)], m)
+
+    def _overheads(self, hidden_size: int, ffn_size: int) -> list[OverheadTime]:
+        size = hidden_size + ffn_size
+        nearest = min(self.overheads, key=lambda row: _distance(row.hidden_size + row.ffn_size, size))
+        shape = nearest.hidden_size, nearest.ffn_size
+        return [row for row in self.overheads if (row.hidden_size, row.ffn_size) == shape]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Between CPU and GPU. Rates of pinned and pageable memory, of pinned both ways at once their sum.
+
+    latency: a small copy that the CPU waits for. launch: handing over one kernel; synchronize: one kernel that the CPU
+    waits for. crossing: until a row of hidden states that one device has computed can be used on the other.
+    """
+
+    to_gpu_bytes_per_s: Measurement
+    to_cpu_bytes_per_s: Measurement
+    pageable_to_gpu_bytes_per_s: Measurement
+    pageable_to_cpu_bytes_per_s: Measurement
+    both_ways_bytes_per_s: Measurement
+    latency: Measurement
+    launch: Measurement
+    synchronize: Measurement
+    crossing: Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """kind: "measured" or "derived". cpu: times for one thread count each, ascending. link: None without a GPU."""
+
+    version: int
+    name: str
+    kind: str
+    machine: Machine
+    cpu: tuple[DeviceTimes, ...]
+    gpu: DeviceTimes | None
+    link: LinkTimes | None
+    disk_read_bytes_per_s: Measurement
+    warnings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != PROFILE_VERSION:
+            raise ValueError(f"it has profile version {self.version}, this engine reads version {PROFILE_VERSION}")
+        if self.kind not in (MEASURED, DERIVED):
+            raise ValueError(f"kind is {self.kind[:40]!r}, expected {MEASURED} or {DERIVED}")
+        threads = [times.threads for times in self.cpu]
+        if not threads or threads != sorted(set(threads)) or threads[0] < 1:
+            raise ValueError("cpu must have times for ascending numbers of threads")
+        if (self.gpu is None) != (self.link is None):
+            raise ValueError("gpu and link must be there together")
+
+    def cpu_with(self, threads: int) -> DeviceTimes:
+        """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""
+        return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Linear between the points, and beyond the last by its slope; never below the first point's value.
+
+    One point alone is taken as proportional beyond it.
+    """
+    ordered = sorted(points)
+    if at <= ordered[0][0]:
+        return ordered[0][1]
+    if len(ordered) == 1:
+        return ordered[0][1] * at / ordered[0][0]
+    right = min(max(1, bisect_left(ordered, (at, 0.0))), len(ordered) - 1)
+    (x0, y0), (x1, y1) = ordered[right - 1], ordered[right]
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y0, y1))
+
+
+def _distance(a: int, b: int) -> float:
+    return max(a, b) / min(a, b)
+
+
+def _shape(row: AttentionTime) -> tuple[int, int, int]:
+    return row.n_heads, row.n_kv_heads, row.head_dim
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, expected 1 or more")

@@ -1,0 +1,25 @@
+"""This machine as a profile names it: what must stay the same for its figures to hold."""
+
+from hetero_ee_profiles.cpu import cpu_info
+from hetero_ee_profiles.gpu import gpu_inventory
+from hetero_ee_profiles.hardware import Machine
+from hetero_ee_profiles.host import Host
+from hetero_ee_profiles.instruction_set import kernel_instruction_set
+from hetero_ee_profiles.memory import memory_info
+
+
+def this_machine(host: Host, versions: str) -> Machine:
+    """versions: of the engine and of what compiles its kernels. Of several GPUs the one with most memory counts."""
+    cpu = cpu_info(host)
+    gpus = sorted(gpu_inventory(host).gpus, key=lambda gpu: gpu.total_bytes or 0)
+    gpu = gpus[-1] if gpus else None
+    return Machine(
+        cpu_model=cpu.model,
+        n_cores=cpu.n_usable,
+        instruction_set=kernel_instruction_set(),
+        ram_bytes=memory_info(host).usable_bytes,
+        gpu_model=gpu.name if gpu else None,
+        vram_bytes=(gpu.total_bytes or 0) if gpu else 0,
+        driver=gpu.driver if gpu else None,
+        versions=versions,
+    )

@@ -1,0 +1,52 @@
+"""What the probes are asked for, and the samples they return."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_ROWS, TILE_COLUMNS = 256, 512, 16, 32
+CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
+MAX_CACHE_LAYERS = 8  # layers of keys and values that attention takes turns over
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """One product of a pass: y[m, n_rows] = x[m, n_columns] W^T, layout "int4" or "int8", n_layers times a pass."""
+
+    layout: str
+    n_rows: int
+    n_columns: int
+    n_layers: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.n_rows // TILE_ROWS), -(-self.n_columns // TILE_COLUMNS)
+
+    @property
+    def tile_bytes(self) -> int:
+        return INT4_TILE_BYTES if self.layout == "int4" else INT8_TILE_BYTES
+
+    @property
+    def n_bytes(self) -> int:
+        """Of one such matrix, scales included."""
+        return self.grid[0] * self.grid[1] * (self.tile_bytes + 2 * TILE_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSamples:
+    """Seconds of one product at m rows, the weights in turn being cycle_bytes."""
+
+    shape: ProductShape
+    m: int
+    cycle_bytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSamples:
+    """Seconds of one layer's attention."""
+
+    m: int
+    context_tokens: int
+    seconds: tuple[float, ...]

@@ -1,0 +1,138 @@
+"""Frozen dataclasses to JSON and back, with suspicion: every field there, of its type, and no other.
+
+What a dataclass itself demands of its values it checks in __post_init__, by ValueError.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+MAX_FILE_BYTES = 16 * 2**20
+MAX_SHOWN = 60
+
+T = TypeVar("T")
+
+
+def to_json(record: Any) -> str:
+    """The record as an indented JSON document. Raises ValueError at NaN and infinity."""
+    return json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n"
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """The record of type `kind` that `text` holds. Raises ValueError, in one line that names the field."""
+    try:
+        body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    record: T = _read(kind, body, "")
+    return record
+
+
+def read_record(kind: type[T], file: Path) -> T:
+    """The record that `file` holds. Raises OSError, ValueError."""
+    if not file.is_file():
+        raise ValueError("it is no regular file")
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has {file.stat().st_size} bytes, more than {MAX_FILE_BYTES}")
+    return from_json(kind, file.read_text(encoding="utf-8"))
+
+
+def write_record(record: Any, file: Path) -> None:
+    """Writes the record's JSON to `file`, whole or not at all. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("x", encoding="utf-8") as output:
+            output.write(to_json(record))
+            output.flush()
+            os.fsync(output.fileno())
+        unfinished.replace(file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    """`value` as `kind`; `place` is its path in the document, for messages."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, place)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(place, value, "a list")
+        item, *rest = typing.get_args(kind)
+        if rest != [...] and len(value) != 1 + len(rest):
+            raise _wrong(place, value, f"{1 + len(rest)} values")
+        kinds = [item] * len(value) if rest == [...] else [item, *rest]
+        return tuple(
+            _read(each, entry, f"{place}[{i}]") for i, (each, entry) in enumerate(zip(kinds, value, strict=True))
+        )
+    if origin in (types.UnionType, typing.Union):
+        [inner] = [choice for choice in typing.get_args(kind) if choice is not type(None)]
+        return None if value is None else _read(inner, value, place)
+    if kind is float:
+        return _number(value, place)
+    if type(value) is not kind:
+        raise _wrong(place, value, kind.__name__)
+    return value
+
+
+def _dataclass(kind: Any, value: Any, place: str) -> Any:
+    if not isinstance(value, dict):
+        raise _wrong(place, value, "an object")
+    hints = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    for name in sorted(names ^ value.keys()):
+        raise ValueError(f"{_inside(place, name)} is {'missing' if name in names else 'unknown'}")
+    fields = {name: _read(hints[name], value[name], _inside(place, name)) for name in names}
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ValueError(f"{place or 'it'}: {error}") from error
+
+
+def _number(value: Any, place: str) -> float:
+    if type(value) not in (int, float):
+        raise _wrong(place, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise _wrong(place, "an enormous integer", "a number") from error
+    if not math.isfinite(number):
+        raise _wrong(place, value, "a finite number")
+    return number
+
+
+def _inside(place: str, name: str) -> str:
+    return _shown(name, quoted=False) if not place else f"{place}.{_shown(name, quoted=False)}"
+
+
+def _wrong(place: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{place or 'it'} is {_shown(value)}, expected {expected}")
+
+
+def _shown(value: Any, *, quoted: bool = True) -> str:
+    try:
+        text = repr(value) if quoted else str(value)
+    except ValueError:  # an integer of more than 4300 digits
+        text = f"a very large {type(value).__name__}"
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")

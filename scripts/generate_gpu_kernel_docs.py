@@ -1,0 +1,62 @@
+"""Writes docs/gpu_kernels.md: what the compiler makes of every GPU kernel, for every class of cards.
+
+python scripts/generate_gpu_kernel_docs.py
+
+Needs Triton and no GPU; takes a few minutes.
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hetero_ee_profiles.gpu_cards import CARD_CLASSES
+from hetero_ee_profiles.gpu_compilation import Compiled, compilations, compile_for
+
+PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
+HEADER = """# GPU kernels
+
+What the compiler makes of every Triton kernel, compiled ahead of time without a GPU: registers of a thread, shared
+memory of a program, and occupancy, the share of a multiprocessor's warps that can be there at once. Generated with
+Triton {version} by `scripts/generate_gpu_kernel_docs.py`; another Triton gives other figures. Registers are not spilled
+where the table doesn't say so; what memory bounds reads 16 bytes at a time (tests/gpu/test_ahead_of_time.py).
+
+| class | cards | warps of a multiprocessor | shared memory of a program |
+|---|---|---|---|
+"""
+ABSENT = "-"  # not for these cards: it needs NVIDIA's instructions, or tensor cores as Triton uses them
+
+
+def main() -> None:
+    rows = []
+    for record in compilations():
+        cards = [card for card in CARD_CLASSES if record.runs_on(card.name)]
+        rows.append((record, [compile_for(record, card) for card in cards]))
+    PAGE.write_text(page(version("triton"), rows), encoding="utf-8")
+
+
+def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str:
+    """rows: each kernel's record with what it was compiled to."""
+    lines = [
+        f"| {card.name} | {card.cards} | {card.max_warps} | {card.program_shared_bytes // 1024} KiB |"
+        for card in CARD_CLASSES
+    ]
+    lines += ["", "| kernel | warps | " + " | ".join(card.name for card in CARD_CLASSES) + " |"]
+    lines.append("|---|---|" + "---|" * len(CARD_CLASSES))
+    for record, compiled in rows:
+        of_card = {one.card.name: figures(one) for one in compiled}
+        cells = [of_card.get(card.name, ABSENT) for card in CARD_CLASSES]
+        lines.append(f"| `{record.name}` | {record.n_warps} | " + " | ".join(cells) + " |")
+    return HEADER.format(version=triton_version) + "\n".join(lines) + "\n"
+
+
+def figures(compiled: Compiled) -> str:
+    """Registers · shared memory · occupancy."""
+    shared = compiled.shared_bytes
+    room = f"{shared // 1024} KiB" if shared >= 1024 else f"{shared} B"
+    spilled = f" · {compiled.stack_bytes} B spilled" if compiled.stack_bytes else ""
+    return f"{compiled.registers} · {room} · {compiled.occupancy:.0%}{spilled}".replace("%", " %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""`hetero-ee plan`, `profile` and `bench` as users run them: what they print, keep and refuse."""
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
+from hetero_ee_profiles.reference import reference_names, reference_profile
+from tests.command_line import Cli
+
+PAPER = ["--hardware", "rtx-4060-laptop-8gb", "--random-weights", "llama-2-7b"]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder of the test's own."""
+    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def test_a_plan_on_paper_says_that_nothing_was_measured(cli: Cli, data: Path) -> None:
+    ended = cli("plan", *PAPER, "--vram-budget", 4)
+    assert (ended.code, ended.err) == (0, "")
+    assert "DERIVED from data sheets" in ended.out and not data.exists()
+    lines = dict(re.findall(r"^(attention|ffn) +([GCsd]+)$", ended.out, re.MULTILINE))
+    assert len(lines["attention"]) == len(lines["ffn"]) == 32 and {"G", "C"} <= set("".join(lines.values()))
+    assert re.search(r"with 1 GiB of VRAM more [\d.]+, with 1 GiB of VRAM less [\d.]+ tokens/s", ended.out)
+
+
+def test_the_flags_it_prints_give_the_same_plan_again(cli: Cli, data: Path) -> None:
+    import shlex
+
+    first = cli("plan", *PAPER, "--vram-budget", 4)
+    flags = shlex.split(first.out.strip().splitlines()[-1])
+    again = cli("plan", *PAPER, *flags)
+    assert again.code == 0 and re.findall(r"^(?:attention|ffn) .*$", again.out, re.M) == re.findall(
+        r"^(?:attention|ffn) .*$", first.out, re.M
+    )
+
+
+def test_json_is_one_document_that_a_plan_can_be_read_from(cli: Cli, data: Path) -> None:
+    from hetero_ee.planning.plan import Plan
+
+    body = json.loads(cli("plan", *PAPER, "--json", "--published-exits").out)
+    assert (body.pop("schema"), body.pop("model_name")) == (1, "llama-2-7b (random weights)")
+    digest = body.pop("plan_hash")
+    assert from_json(Plan, json.dumps(body)).sha256 == digest
+
+
+def test_a_curve_rises(cli: Cli, data: Path, tmp_path: Path) -> None:
+    ended = cli("plan", *PAPER, "--curve")
+    rates = [float(rate) for rate in re.findall(r"^ +[\d.]+ +([\d.]+) +#+$", ended.out, re.MULTILINE)]
+    assert ended.code == 0 and len(rates) > 5 and rates[-1] > 2 * rates[0]
+    ended = cli("plan", *PAPER, "--curve-file", tmp_path / "curve.png")
+    if ended.code == 0:
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert ended.code == 2 and "pip install" in ended.err
+
+
+def test_profiles_are_measured_once_and_used_by_plans(cli: Cli, data: Path, tiny: Path) -> None:
+    measured = cli("profile", tiny, "--quick", "--json")
+    profile = json.loads(measured.out)
+    assert measured.code == 0 and "Measuring this machine" in measured.err and profile["kind"] == "measured"
+    (file,) = (data / "profiles").iterdir()
+    assert read_record(HardwareProfile, file).machine.cpu_model == profile["machine"]["cpu_model"]
+    again = cli("profile", tiny, "--quick")
+    assert again.code == 0 and "Measuring" not in again.err and "memory read" in again.out
+    planned = cli("plan", tiny)
+    assert planned.code == 0 and "Measuring" not in planned.err and "DERIVED" not in planned.out
+
+
+@pytest.mark.parametrize("damage", ["garbage", "foreign", "old version"])
+def test_a_profile_that_does_not_fit_is_never_used_silently(cli: Cli, data: Path, tiny: Path, damage: str) -> None:
+    assert cli("profile", tiny, "--quick").code == 0
+    (file,) = (data / "profiles").iterdir()
+    profile = json.loads(file.read_text())
+    if damage == "foreign":
+        profile["machine"]["cpu_model"] = "another"
+    if damage == "old version":
+        profile["version"] = 0
+    file.write_text("{" if damage == "garbage" else json.dumps(profile))
+    ended = cli("plan", tiny)
+    assert ended.code == 0 and str(file) in ended.err and "measuring again" in ended.err
+    assert from_json(HardwareProfile, file.read_text()).kind == "measured"
+
+
+def test_a_profile_on_a_disk_that_refuses_is_used_all_the_same(cli: Cli, data: Path, tiny: Path) -> None:
+    data.write_text("in the way")
+    ended = cli("plan", tiny)
+    assert ended.code == 0 and "can't be kept" in ended.err
+
+
+def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, tiny: Path) -> None:
+    arguments = ["bench", tiny, "-p", "4,8", "-n", "3", "-d", "0,5", "-r", "2", "--quick"]
+    rows = json.loads(cli(*arguments, "--json").out)
+    assert [row["test"] for row in rows] == ["pp4", "pp4 @ d5", "pp8", "pp8 @ d5", "tg3", "tg3 @ d5"]
+    for row in rows:
+        assert row["predicted_ts"] > 0 and row["avg_ts"] > 0 and len(row["samples_ns"]) == 2
+        assert len(row["plan_hash"]) == 64 and row["n_gpu_layers"] == 0
+    (first, *_) = csv.DictReader(io.StringIO(cli(*arguments, "-o", "csv").out))
+    assert first.keys() == rows[0].keys()
+    lines = [json.loads(line) for line in cli(*arguments, "-o", "jsonl").out.splitlines()]
+    assert [line["test"] for line in lines] == [row["test"] for row in rows]
+    table = cli(*arguments).out.splitlines()
+    assert len(table) == 2 + len(rows) and "predicted t/s" in table[0]
+
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "hardware": (["plan", "--hardware", "abacus"], "is no shipped profile; there are rtx"),
+    "hardware file": (["plan", "--hardware", "./missing.json"], "can't be used"),
+    "random weights": (["plan", "--random-weights", "gpt-9"], "choose one of tinyllama"),
+    "both models": (["plan", "a/b", "--random-weights", "llama-2-7b"], "exclude each other"),
+    "budget": (["plan", *PAPER, "--vram-budget", "-1"], "expected GiB from 0"),
+    "infinite budget": (["plan", *PAPER, "--vram-budget", "inf"], "expected GiB from 0"),
+    "no such budget": (["plan", *PAPER, "--vram-budget", "nan"], "expected GiB from 0"),
+    "more than the card": (["plan", *PAPER, "--vram-budget", "99"], "lower --vram-budget"),
+    "layers": (["plan", *PAPER, "--gpu-layers", "33"], "the model has 32 layers"),
+    "override": (["plan", *PAPER, "-o", "ffn"], "has no '='"),
+    "override place": (["plan", *PAPER, "-o", "ffn=moon"], "names no place"),
+    "override pattern": (["plan", *PAPER, "-o", "(=gpu"], "no regular expression"),
+    "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
+    "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
+    "draft tokens": (["plan", *PAPER, "--draft-tokens", "0"], "expected 1 to 16"),
+    "bench numbers": (["bench", "-p", "x"], "expected whole numbers"),
+    "bench format": (["bench", "-o", "xml"], "expected one of md"),
+    "bench repetitions": (["bench", "-r", "0"], "expected 1 to"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_wishes_end_in_one_line(cli: Cli, data: Path, name: str) -> None:
+    arguments, words = BAD[name]
+    ended = cli(*arguments)
+    assert (ended.code, ended.out) == (2, "") and words in ended.err
+    assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err)
+
+
+def test_every_shipped_profile_plans(cli: Cli, data: Path, tmp_path: Path) -> None:
+    for name in reference_names():
+        assert cli("plan", "--random-weights", "llama-3-8b", "--hardware", name).code == 0
+    write_record(reference_profile("rtx-3060-12gb"), tmp_path / "mine.json")
+    ended = cli("plan", "--random-weights", "llama-3-8b", "--hardware", tmp_path / "mine.json")
+    assert ended.code == 0 and "rtx-3060-12gb" in ended.out
+    (tmp_path / "mine.json").write_text(to_json(reference_profile("rtx-3060-12gb"))[:-50])
+    assert cli("plan", "--hardware", tmp_path / "mine.json").code == 2

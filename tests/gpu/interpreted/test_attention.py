@@ -1,0 +1,244 @@
+"""Attention against float64 on the pages' own (rounded) contents: 3e-6 of the largest value seen.
+
+Cases mix sequences, positions and page orders; a row is computed again alone, in other pages and with another table,
+and must keep its bits. Places that no row may see hold NaN.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee_kernels.attention import attention
+from hetero_ee_kernels.kv_write import kv_write
+from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, PART_TOKENS, Pages, attention_workspace, new_pages
+from hetero_ee_kernels.reference import attention as reference
+from tests.gpu_support import DEVICE, Guarded, assert_same_bits, int32, random
+
+TOLERANCE = 3e-6
+N_LAYERS, LAYER, FIRST = 2, 1, 3
+
+
+@dataclass
+class Case:
+    kind: str
+    n_kv_heads: int
+    group: int
+    head_dim: int
+    window: int | None
+    texts: list[Any]  # of each sequence: keys and values fp32 (length, 2 x n_kv_heads x head_dim)
+    rows: list[tuple[int, int]]  # sequence, position
+    queries: Any
+
+    @property
+    def width(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    def pages(self, seed: int = 0, spare: int = 0) -> Pages:
+        """The texts in pages in a random order, with room for `spare` more pages each; NaN wherever nothing is."""
+        needed = [-(-len(text) // PAGE_TOKENS) for text in self.texts]
+        shape, table_shape = (N_LAYERS, self.n_kv_heads, self.head_dim), (len(self.texts), max(needed) + spare)
+        pages = new_pages(shape, self.kind, sum(needed) + 1, table_shape, DEVICE)
+        pages.codes.fill_(-128 if self.kind == "int8" else float("nan"))
+        if pages.scales is not None:
+            pages.scales.fill_(float("nan"))
+        free = torch.randperm(sum(needed) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
+        pages.table.fill_(free.pop())  # what is not used points to a page of NaN
+        for slot, text in enumerate(self.texts):
+            for page in range(needed[slot]):
+                pages.table[slot, page] = free.pop()
+            slots, positions = int32(*[slot] * len(text)), int32(*range(len(text)))
+            kv_write_quickly(text, pages, slots, positions, self.width)
+        return pages
+
+    def attend(self, pages: Pages, rows: Any = None, dtype: Any = torch.float32, workspace: Any = None) -> Any:
+        chosen = list(range(len(self.rows))) if rows is None else rows
+        slots, positions = (int32(*[self.rows[row][part] for row in chosen]) for part in (0, 1))
+        out = Guarded((len(chosen), self.group * self.width), dtype)
+        queries = self.queries[chosen].contiguous()
+        options = {"first": FIRST, "workspace": workspace}
+        assert attention(queries, pages, slots, positions, LAYER, self.window, out.tensor, **options) is out.tensor
+        return out.check()
+
+    def expected(self, pages: Pages, bug: str = "") -> Any:
+        outputs = []
+        for row, (sequence, position) in enumerate(self.rows):
+            window = self.window and self.window + (bug == "window")
+            first = max(0, position + 1 - window) if window else 0
+            keys, values = (
+                part.double() for part in reference.read(pages, sequence, LAYER, first, position + (bug != "own"))
+            )
+            query = self.queries[row, FIRST : FIRST + self.group * self.width].double()
+            query = query.view(self.n_kv_heads, self.group, self.head_dim)
+            if bug == "groups":
+                query = query.reshape(self.group, self.n_kv_heads, self.head_dim).transpose(0, 1)
+            scores = query @ keys.transpose(1, 2) / (self.head_dim - (bug == "factor")) ** 0.5
+            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+            if bug == "last of a page":
+                weights[..., PAGE_TOKENS - 1] = 0
+            if bug == "parts":
+                weights[..., :PART_TOKENS] *= 2
+            outputs.append((weights / weights.sum(-1, keepdim=True) @ values).flatten())
+        return torch.stack(outputs)
+
+    @property
+    def largest(self) -> float:
+        return max(float(text.abs().max()) for text in self.texts)
+
+    def fits(self, found: Any, pages: Pages, bug: str = "") -> bool:
+        return bool((found.double() - self.expected(pages, bug)).abs().max() <= TOLERANCE * self.largest)
+
+
+def kv_write_quickly(text: Any, pages: Pages, slots: Any, positions: Any, width: int) -> None:
+    """By the reference: the interpreter would take a second for a text. One row by the kernel, so that they agree."""
+    from hetero_ee_kernels.reference.kv_write import kv_write as write
+
+    write(text, pages, slots, positions, LAYER, 0, width)
+    kv_write(text[-1:].clone(), pages, slots[-1:].clone(), positions[-1:].clone(), LAYER, 0, width)
+
+
+def case(
+    seed: int, kind: str, heads: tuple[int, int, int], window: int | None, lengths: list[int], rows: Any = None
+) -> Case:
+    """heads: n_kv_heads, group, head_dim. rows: the last position of each sequence where None."""
+    n_kv_heads, group, head_dim = heads
+    texts = [random(seed + i, n, 2 * n_kv_heads * head_dim) for i, n in enumerate(lengths)]
+    rows = [(i, n - 1) for i, n in enumerate(lengths)] if rows is None else rows
+    queries = random(seed + 99, len(rows), FIRST + n_kv_heads * group * head_dim + 2, scale=3.0)
+    return Case(kind, n_kv_heads, group, head_dim, window, texts, rows, queries)
+
+
+SHAPES = [(1, 1, 8), (2, 3, 20), (1, 8, 64), (3, 2, 12), (1, 5, 16), (2, 4, 80), (1, 1, 128), (2, 1, 10)]
+MIXED = [(0, 69), (1, 0), (2, 32), (0, 63), (0, 64)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("heads", SHAPES)
+def test_accurate_for_every_shape(heads: tuple[int, int, int], window: int | None) -> None:
+    kind = list(KINDS)[SHAPES.index(heads) % 3]
+    mixed = case(1, kind, heads, window, [70, 1, 33], MIXED)
+    pages = mixed.pages()
+    assert mixed.fits(mixed.attend(pages), pages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accurate_for_every_kind_and_fp16_output_is_rounded(kind: str) -> None:
+    mixed = case(1, kind, (1, 3, 20), 40, [70, 1, 33], MIXED)
+    pages = mixed.pages()
+    found = mixed.attend(pages)
+    assert mixed.fits(found, pages)
+    assert_same_bits(mixed.attend(pages, dtype=torch.float16), found.half())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_length_from_1_to_70(window: int | None) -> None:
+    lengths = case(2, "fp16", (1, 2, 8), window, [70], [(0, position) for position in range(70)])
+    pages = lengths.pages()
+    assert lengths.fits(lengths.attend(pages), pages)
+
+
+@pytest.mark.parametrize("window", [None, 100, 300, 1000])
+def test_contexts_of_several_parts(window: int | None) -> None:
+    lengths = [3 * PART_TOKENS - 5, PART_TOKENS, PART_TOKENS + 1]
+    long = case(3, "fp16", (2, 2, 16), window, lengths)
+    pages = long.pages()
+    assert long.fits(long.attend(pages), pages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_depend_on_the_row_alone(kind: str) -> None:
+    """Neither on m nor on the other rows, the order of pages, the longest context or what the workspace held."""
+    rows = [(row % 3, [60, 300, 20][row % 3] - row) for row in range(16)]
+    mixed = case(4, kind, (1, 3, 8), 200, [61, 301, 21], rows)
+    pages, others = mixed.pages(seed=0), mixed.pages(seed=5, spare=9)
+    whole = mixed.attend(pages)
+    assert mixed.fits(whole, pages)
+    workspace = attention_workspace(others, 16, 3).fill_(float("nan"))
+    for m in (1, 2, 5, 16):
+        some = list(range(16 - m, 16))
+        assert_same_bits(mixed.attend(others, some, workspace=workspace), whole[some])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_moves_no_block_s_edge(kind: str) -> None:
+    """Positions before the window, made to weigh exactly 0, may as well be seen."""
+    for position, window in ((149, 30), (149, 64), (140, 1), (63, 10), (299, 40)):
+        one = case(5, kind, (1, 1, 24), window, [position + 1])
+        one.texts[0][: position + 1 - window, :24] = -1000 * one.queries[0, FIRST : FIRST + 24]
+        pages = one.pages()
+        assert_same_bits(one.attend(pages), replace(one, window=None).attend(pages))
+
+
+def test_what_a_row_does_not_see_does_not_matter() -> None:
+    one = case(6, "fp32", (2, 2, 8), 70, [150], [(0, 100)])
+    pages = one.pages()
+    before = one.attend(pages)
+    one.texts[0][:31], one.texts[0][101:] = float("nan"), float("inf")
+    assert_same_bits(one.attend(one.pages()), before)
+
+
+def test_nan_in_a_query_or_a_seen_key_spoils_that_row_alone() -> None:
+    two = case(7, "fp32", (1, 2, 8), None, [40, 30])
+    good = two.attend(two.pages())
+    two.queries[0, FIRST] = float("nan")
+    found = two.attend(two.pages())
+    assert found[0, :8].isnan().all()
+    assert_same_bits(found[0, 8:], good[0, 8:])
+    assert_same_bits(found[1], good[1])
+    two.texts[1][3, 0] = float("nan")
+    assert two.attend(two.pages())[1].isnan().all()
+
+
+@pytest.mark.parametrize("size", [60.0, 0.0])
+def test_sharp_and_flat_scores(size: float) -> None:
+    one = case(8, "fp32", (1, 2, 16), None, [400])
+    one.queries = one.queries.sign() * size
+    pages = one.pages()
+    assert (one.attend(pages) - one.expected(pages)).abs().max() <= 1e-4 * one.largest
+
+
+def test_the_torch_reference_agrees() -> None:
+    for kind in KINDS:
+        mixed = case(9, kind, (2, 3, 20), 50, [70, 130])
+        pages = mixed.pages()
+        slots, positions = int32(0, 1), int32(69, 129)
+        out = torch.empty(2, 120, device=DEVICE)
+        reference.attention(mixed.queries, pages, slots, positions, LAYER, 50, out, first=FIRST)
+        assert mixed.fits(out, pages)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    one = case(0, "fp16", (2, 2, 8), None, [9])
+    pages, queries, slots, positions = one.pages(), one.queries, int32(0), int32(8)
+    out = torch.empty(1, 32, device=DEVICE)
+    for bad in (
+        lambda: attention(queries, pages, slots, positions, 2, None, out),
+        lambda: attention(queries, pages, slots, positions, 0, 0, out),
+        lambda: attention(queries, pages, slots, positions, 0, None, out, first=6),
+        lambda: attention(queries, pages, slots, positions, 0, None, out[:, :24].contiguous()),
+        lambda: attention(queries, pages, slots, positions, 0, None, out.double()),
+        lambda: attention(queries.double(), pages, slots, positions, 0, None, out),
+        lambda: attention(queries, pages, slots.long(), positions, 0, None, out),
+        lambda: attention(queries, pages, int32(0, 0), positions, 0, None, out),
+        lambda: attention(queries, pages, slots, positions, 0, None, out, workspace=torch.empty(7, device=DEVICE)),
+    ):
+        with pytest.raises(ValueError):
+            bad()
+
+
+@pytest.mark.parametrize("bug", ["window", "own", "groups", "factor", "last of a page", "parts"])
+def test_the_tolerance_catches(bug: str) -> None:
+    one = case(10, "fp32", (2, 3, 8), 290 if bug == "window" else None, [300])
+    pages = one.pages()
+    found = one.attend(pages)
+    assert one.fits(found, pages) and not one.fits(found, pages, bug)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_neighbour_s_scale_is_caught(part: int) -> None:
+    one = case(11, "int8", (1, 2, 8), None, [50])
+    pages = one.pages()
+    found = one.attend(pages)
+    pages.scales[:, :, part] = pages.scales[:, :, part].roll(1, -1)
+    assert one.fits(found, one.pages()) and not one.fits(found, pages)

@@ -1,0 +1,236 @@
+"""A segment of layers on the GPU kernels: near the CPU's executor on the same int4 weights, exact among itself, and
+right when its launches are recorded once and replayed while contexts grow."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
+from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
+from hetero_ee.runtime.gpu_segment import MAX_ROWS, GpuSegment, recorder_for
+from hetero_ee.runtime.registry import default_registry
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.quantizers import quantizer_named
+from tests.families import random_model, save_checkpoint
+from tests.gpu_support import DEVICE, assert_same_bits
+
+INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for the CPU's kernels
+FAMILIES = {"llama-tied": "codebook", "qwen2-window": "rtn", "qwen3": "codebook", "opt": "int8", "phi3-partial": "rtn"}
+PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+MAX_TOKENS = 160
+Model = tuple[ModelSpec, ModelWeights]
+
+
+def model_of(family: str, folder: Path, **changes: int) -> Model:
+    """Two layers, matrices by the family's quantizer, on the CPU."""
+    save_checkpoint(random_model(family, **({"num_hidden_layers": 2} | changes)), folder)
+    spec, weights = ModelSpec.from_hf(folder), ModelWeights({}, {})
+    checkpoint = Checkpoint(folder, spec)
+    for tensor in checkpoint.tensors():
+        values = checkpoint.tensor(tensor.name)
+        if is_quantized(tensor.role):
+            weights.matrices[tensor.name] = quantizer_named(FAMILIES[family]).quantize(values)
+        else:
+            weights.vectors[tensor.name] = values
+    return spec, weights
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("llama-tied", tmp_path_factory.mktemp("llama"), **SMALL)
+
+
+def operations(matmul: str) -> GpuOperations:
+    """matmul: which multiplies; in the interpreter, Triton's would take a minute for every test."""
+    names = {"matmul_int4": matmul, "matmul_int8": matmul}
+    return gpu_operations(default_registry(), "cuda", names)
+
+
+def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: Any = None, **cache: Any) -> GpuSegment:
+    spec, weights = model
+    shape = (len(layers), spec.n_kv_heads, spec.head_dim)
+    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), **({"pool_tokens": 1000} | cache))
+    return GpuSegment(spec, weights, layers, held, ops or operations("torch"), recorder)
+
+
+def embedded(model: Model, rows: Rows) -> torch.Tensor:
+    return Executor(*model, MAX_TOKENS)._embed(Executor(*model, MAX_TOKENS).blocks[0], rows).to(DEVICE)
+
+
+def run(part: GpuSegment, model: Model, rows: Rows) -> torch.Tensor:
+    return part.run(embedded(model, rows), rows)
+
+
+def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.cpu() - expected).square().sum() / expected.square().sum())
+
+
+def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model: Model) -> None:
+    part, executor = segment(model), Executor(*model, MAX_TOKENS, BatchedTorchOps())
+    for owner in (part, executor):
+        owner.cache.open(0)
+    for first, tokens in ((0, PROMPT[:11]), (11, PROMPT[11:12])):
+        rows = Rows.of_sequence(0, first, tokens)
+        assert squared_error(run(part, model, rows), executor.hidden(rows)) <= INT8_ACTIVATIONS
+    for layer in range(2):
+        for found, expected in zip(part.cache.read(layer, 0, 0, 12), executor.cache.read(layer, 0, 0, 12), strict=True):
+            assert squared_error(found, expected) <= INT8_ACTIVATIONS
+
+
+def test_a_row_has_the_same_bits_whatever_m_and_the_other_rows_are(model: Model) -> None:
+    """A ragged batch of three sequences, and one row after the other."""
+    prompts = [PROMPT[:2], PROMPT[:1], PROMPT[3:5]]
+    together, alone = segment(model), segment(model, kind="fp16", n_slots=5)
+    for part in (together, alone):
+        for sequence in range(3):
+            part.cache.open(sequence)
+    alone.cache.close(0)
+    alone.cache.open(0)  # in another slot, and so other pages
+    whole = run(together, model, Rows.joined([Rows.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)]))
+    place = 0
+    for sequence, prompt in enumerate(prompts):
+        for position, token in enumerate(prompt):
+            row = run(alone, model, Rows.of_sequence(sequence, position, [token]))
+            assert_same_bits(row[0], whole[place])
+            place += 1
+
+
+def test_with_the_triton_matmul(tmp_path: Path) -> None:
+    """Near the executor, and with the same bits at m = 1 and m = 2."""
+    small = model_of("llama-tied", tmp_path, **SMALL | {"num_hidden_layers": 1})
+    together, alone = (segment(small, range(1), ops=operations("triton")) for _ in range(2))
+    executor = Executor(*small, MAX_TOKENS, BatchedTorchOps())
+    for owner in (together, alone, executor):
+        owner.cache.open(0)
+    rows = Rows.of_sequence(0, 0, PROMPT[:2])
+    whole = run(together, small, rows)
+    assert squared_error(whole, executor.hidden(rows)) <= INT8_ACTIVATIONS
+    for position, token in enumerate(PROMPT[:2]):
+        assert_same_bits(run(alone, small, Rows.of_sequence(0, position, [token]))[0], whole[position])
+
+
+def test_more_rows_than_a_pass_takes_run_in_turns(llama: Model) -> None:
+    at_once, in_parts = segment(llama), segment(llama)
+    for part in (at_once, in_parts):
+        part.cache.open(0)
+    tokens = (PROMPT + PROMPT)[: MAX_ROWS + 1]
+    whole = run(at_once, llama, Rows.of_sequence(0, 0, tokens))
+    parts = [Rows.of_sequence(0, 0, tokens[:10]), Rows.of_sequence(0, 10, tokens[10:])]
+    assert_same_bits(torch.cat([run(in_parts, llama, rows) for rows in parts]), whole)
+
+
+def test_two_segments_make_the_whole(llama: Model) -> None:
+    rows = Rows.of_sequence(0, 0, PROMPT[:4])
+    whole, first, second = segment(llama), segment(llama, range(1)), segment(llama, range(1, 2))
+    for part in (whole, first, second):
+        part.cache.open(0)
+    assert_same_bits(second.run(first.run(embedded(llama, rows), rows), rows), run(whole, llama, rows))
+
+
+def test_truncating_rolls_back_exactly(llama: Model) -> None:
+    part = segment(llama)
+    part.cache.open(0)
+    run(part, llama, Rows.of_sequence(0, 0, PROMPT[:5]))
+    expected = run(part, llama, Rows.of_sequence(0, 5, [9]))
+    run(part, llama, Rows.of_sequence(0, 6, [8, 7]))
+    part.cache.truncate(0, 5)
+    assert_same_bits(run(part, llama, Rows.of_sequence(0, 5, [9])), expected)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_other_kinds_of_cache(llama: Model, kind: str) -> None:
+    part, half = segment(llama, kind=kind), segment(llama)
+    for one in (part, half):
+        one.cache.open(0)
+    rows = Rows.of_sequence(0, 0, PROMPT[:4])
+    assert squared_error(run(part, llama, rows), run(half, llama, rows).cpu()) <= INT8_ACTIVATIONS
+
+
+class Tape:
+    """Records as a CUDA graph does: calls with the tensors and numbers of that moment, which a replay makes again."""
+
+    def __init__(self, ops: GpuOperations) -> None:
+        self.n_recorded, self.n_replayed = 0, 0
+        self._calls: list[Callable[[], Any]] | None = None
+        others = ("prepare_int4", "prepare_int8", "is_capturable")
+        names = [field.name for field in fields(ops) if field.name not in others]
+        self.operations = replace(ops, **{name: self._taped(getattr(ops, name)) for name in names})
+
+    def _taped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._calls is None:
+                return function(*arguments, **options)
+            self._calls.append(lambda: function(*arguments, **options))
+            return None
+
+        return call
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._calls = calls = []
+        work()
+        self._calls = None
+        self.n_recorded += 1
+
+        def replay() -> None:
+            self.n_replayed += 1
+            for call in calls:
+                call()
+
+        return replay
+
+
+def test_what_was_recorded_once_is_right_while_contexts_grow(llama: Model) -> None:
+    tape = Tape(operations("torch"))
+    taped, plain = segment(llama, ops=tape.operations, recorder=tape), segment(llama)
+    for part in (taped, plain):
+        for sequence in range(3):
+            part.cache.open(sequence)
+    steps = [Rows.of_sequence(0, 0, PROMPT[:2]), Rows.of_sequence(1, 0, PROMPT[:2])]
+    steps += [Rows((position, 5), (0, 1), (position, position)) for position in range(2, 4)]
+    steps += [Rows.of_sequence(2, 0, [4]), Rows.of_sequence(2, 1, [4, 4, 4]), Rows.of_sequence(1, 4, [9])]
+    for rows in steps:
+        assert_same_bits(run(taped, llama, rows), run(plain, llama, rows))
+    assert (tape.n_recorded, tape.n_replayed) == (3, len(steps) - 3)  # one recording for each of m = 1, 2 and 3
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_cuda_graphs_give_the_same_bits(llama: Model) -> None:
+    ops = operations("triton")
+    recorder = recorder_for(torch.device(DEVICE), ops)
+    assert recorder is not None
+    graphs, plain = segment(llama, ops=ops, recorder=recorder), segment(llama, ops=ops)
+    for part in (graphs, plain):
+        part.cache.open(0)
+    for position in range(80):
+        rows = Rows.of_sequence(0, position, [position])
+        assert_same_bits(run(graphs, llama, rows), run(plain, llama, rows))
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
+    part = segment(llama)
+    part.cache.open(0)
+    rows = Rows.of_sequence(0, 0, [1, 2])
+    with pytest.raises(ValueError, match="hidden states are"):
+        part.run(embedded(llama, rows)[:1], rows)
+    with pytest.raises(ValueError, match="can't follow"):
+        run(part, llama, Rows.of_sequence(0, 3, [1]))
+    assert part.cache.length(0) == 0
+    with pytest.raises(TypeError, match="multiply tiles"):
+        from hetero_ee.weights.model_weights import expanded
+
+        segment((llama[0], expanded(llama[1])))

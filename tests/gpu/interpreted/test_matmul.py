@@ -1,0 +1,158 @@
+"""The products for few rows, in both arithmetics: against float64, and the rule that a row's bits are its own.
+
+1e-9 on the activations as they were multiplied is the bound that catches defects; the CPU's tests have the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_ee_kernels.float_matmul import float_matmul
+from hetero_ee_kernels.matmul import matmul
+from hetero_ee_kernels.reference import matmul as reference
+from hetero_ee_kernels.tile_matrix import TileMatrix
+from tests.gpu_support import DEVICE, IS_INTERPRETED, Guarded, assert_same_bits, random
+from tests.gpu_tiles import CODEBOOKS, EXPONENT, KINDS, activations, nmse, random_matrix
+
+BOUND = 1e-9
+OPERATIONS: dict[str, Callable[..., Any]] = {"quantized": matmul, "float": float_matmul}
+REFERENCES: dict[str, Callable[..., Any]] = {"quantized": reference.matmul, "float": reference.float_matmul}
+SHAPES = [(16, 32, 1), (17, 33, 2), (3, 1054, 3), (33, 64, 9), (16, 2080, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_products_equal_float64(name: str, kind: str, shape: tuple[int, int, int]) -> None:
+    n_rows, n_columns, m = shape
+    weight = random_matrix(kind, (n_rows, n_columns))
+    x = activations(1, m, n_columns)
+    out = Guarded((m, n_rows))
+    assert OPERATIONS[name](x, weight, out.tensor) is out.tensor
+    assert nmse(out.check(), REFERENCES[name](x, weight)) <= BOUND
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_any_number_of_rows(name: str) -> None:
+    weight = random_matrix("linear", (16, 64))
+    for m in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+        x = random(m, m, 64)
+        found = OPERATIONS[name](x, weight)
+        assert found.shape == (m, 16) and nmse(found, REFERENCES[name](x, weight)) <= BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rows_bits_do_not_depend_on_the_others(name: str, kind: str) -> None:
+    weight = random_matrix(kind, (16, 1088))
+    x = activations(2, 17, 1088)
+    alone = [OPERATIONS[name](x[row : row + 1].clone(), weight) for row in (0, 4, 16)]
+    for chosen in ([4, 0], [16, 4, 0], list(range(17))):
+        product = OPERATIONS[name](x[chosen].clone(), weight)
+        for row, bits in zip((0, 4, 16), alone, strict=True):
+            if row in chosen:
+                place = chosen.index(row)
+                assert_same_bits(product[place : place + 1], bits)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_fp16_activations_are_those_numbers_in_fp32(name: str) -> None:
+    weight, x = random_matrix("int8", (20, 96)), random(3, 3, 96).half()
+    assert_same_bits(OPERATIONS[name](x, weight), OPERATIONS[name](x.float(), weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_the_cpu_kernels(kind: str) -> None:
+    """The same int8 codes and integer sums; only the order of the fp32 sums differs."""
+    from hetero_ee_cpu_ops.matmul import Matmul
+    from hetero_ee_cpu_ops.matmul import TileMatrix as CpuMatrix
+    from hetero_ee_cpu_ops.team import Team
+
+    weight, x = random_matrix(kind, (33, 250)), activations(4, 3, 250)
+    tiles, scales = weight.tiles.cpu().numpy(), weight.scales.cpu().numpy()
+    team = Team(1)
+    try:
+        expected = Matmul(team)(x.cpu().numpy(), CpuMatrix(tiles, scales, EXPONENT, CODEBOOKS[kind]))[:, :33]
+    finally:
+        team.close()
+    assert nmse(matmul(x, weight).cpu(), torch.from_numpy(np.ascontiguousarray(expected))) <= 1e-13
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_sums_are_exact(kind: str) -> None:
+    """All weights and activations at their ends: the integer sums are the largest there are."""
+    weight = random_matrix(kind, (16, 64))
+    ends = {"linear": (0x00, 0xFF), "codebook": (0x00, 0xFF), "int8": (0x80, 0x7F)}[kind]
+    tiles = weight.tiles.view(torch.uint8)
+    tiles[:, 0], tiles[:, 1] = ends
+    weight.scales.fill_(1.0)
+    x = torch.ones((2, 64), device=DEVICE) * 127
+    x[1, 32:] = -127
+    for name in OPERATIONS:
+        assert torch.equal(OPERATIONS[name](x, weight), REFERENCES[name](x, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_zeros_and_what_is_not_finite(name: str, kind: str) -> None:
+    weight, x = random_matrix(kind, (32, 96)), random(5, 5, 96)
+    x[0] = 0
+    x[1, 32:64] = 0
+    x[2, 70], x[3, 7] = float("nan"), float("inf")
+    expected = REFERENCES[name](x, weight)
+    found = OPERATIONS[name](x, weight)
+    assert not found[0].any() and nmse(found[1], expected[1]) <= BOUND and nmse(found[4], expected[4]) <= BOUND
+    assert found[2].isnan().all()
+    assert torch.equal(found[3].isnan(), expected[3].isnan()) and torch.equal(found[3].isinf(), expected[3].isinf())
+    assert torch.equal(found[3].sign().nan_to_num(), expected[3].sign().nan_to_num())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e15])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_very_small_and_very_large_activations(name: str, scale: float) -> None:
+    weight, x = random_matrix("linear", (16, 64)), random(6, 2, 64) * scale
+    expected = REFERENCES[name](x, weight)
+    assert nmse(OPERATIONS[name](x, weight).double() / scale, expected.double() / scale) <= BOUND
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_wrong_operands_are_refused(name: str) -> None:
+    weight, x = random_matrix("linear", (16, 64)), random(7, 2, 64)
+    for wrong in (x.double(), x[:, :32].clone(), random(7, 2, 128)[:, ::2], x[0]):
+        with pytest.raises(ValueError, match="activations are"):
+            OPERATIONS[name](wrong, weight)
+    for out in (torch.empty(2, 32), torch.empty(2, 16, dtype=torch.float64), torch.empty(16, 2).T):
+        with pytest.raises(ValueError, match="out is"):
+            OPERATIONS[name](x, weight, out.to(DEVICE))
+
+
+def test_wrong_matrices_are_refused() -> None:
+    good = random_matrix("linear", (20, 64))
+    tiles, scales, codebook = good.tiles, good.scales, CODEBOOKS["linear"]
+    odd = torch.empty(tiles.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(tiles.shape)
+    for arguments in (
+        (tiles[:, :, :100], scales, 0, codebook),
+        (tiles, scales.float(), 0, codebook),
+        (tiles, scales[:, :1], 0, codebook),
+        (tiles, scales, 0, None),
+        (tiles.transpose(0, 1), scales.transpose(0, 1), 0, codebook),
+        (odd, scales, 0, codebook),
+        (tiles, scales, 0, codebook, 33),
+        (tiles, scales, 0, codebook, 16),
+    ):
+        with pytest.raises(ValueError, match=r"tiles|scales"):
+            TileMatrix(*arguments)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU: NVIDIA's instructions against the plain arithmetic")
+def test_instructions_and_plain_arithmetic_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        weight, x = random_matrix(kind, (48, 1100)), activations(8, 5, 1100)
+        for operation in OPERATIONS.values():
+            fast = operation(x, weight)
+            with monkeypatch.context() as patch:
+                patch.setattr(f"hetero_ee_kernels.{operation.__name__}.instructions", lambda tensor: 0)
+                assert_same_bits(operation(x, weight), fast)

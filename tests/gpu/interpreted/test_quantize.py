@@ -1,0 +1,68 @@
+"""Activations to int8: bit-equal to plain torch, and so to what the CPU's kernels multiply."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee_kernels.quantize import quantize
+from hetero_ee_kernels.reference import quantize as reference
+from tests.gpu_support import DEVICE, assert_same_bits, random
+
+
+def check(x: Any) -> None:
+    codes, scales = quantize(x)
+    expected_codes, expected_scales = reference.quantize(x)
+    assert_same_bits(codes, expected_codes)
+    assert torch.equal(scales.isnan(), expected_scales.isnan())
+    assert_same_bits(scales.nan_to_num(), expected_scales.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 32), (3, 33), (2, 1056), (5, 250)])
+def test_codes_and_scales(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check((random(0, *shape) * 3).to(dtype))
+
+
+def test_halves_are_rounded_to_even() -> None:
+    x = torch.arange(-16, 16, device=DEVICE)[None] + 0.5
+    x[0, 0] = 127.0
+    codes, scales = quantize(x)
+    assert scales.item() == 1.0
+    assert codes[0, 0, 1:].tolist() == [round(value) for value in x[0, 1:].tolist()]
+
+
+def test_zeros_and_what_counts_as_zero() -> None:
+    x = random(1, 3, 64)
+    x[0] = 0
+    x[1, :32] *= 1e-32
+    x[2, 32:] *= 1e-25
+    check(x)
+    codes, scales = quantize(x)
+    assert not codes[0].any() and not scales[0].any() and not scales[1, 0] and scales[2].all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_group_alone(value: float) -> None:
+    x = random(2, 2, 96)
+    x[0, 40] = value
+    x.view(torch.int32)[0, 40] |= 0x55 * (value != value)  # a NaN may carry any bits
+    check(x)
+    _, scales = quantize(x)
+    assert scales.isfinite().tolist() == [[True, False, True], [True, True, True]]
+
+
+def test_rows_do_not_see_each_other() -> None:
+    x = random(3, 5, 320)
+    codes, scales = quantize(x)
+    for row in range(5):
+        alone = quantize(x[row : row + 1].clone())
+        assert_same_bits(alone[0], codes[row : row + 1])
+        assert_same_bits(alone[1], scales[row : row + 1])
+
+
+def test_wrong_activations_are_refused() -> None:
+    for wrong in (random(4, 32), random(4, 2, 32).double(), random(4, 2, 64)[:, ::2], random(4, 2, 0)):
+        with pytest.raises(ValueError, match="activations are"):
+            quantize(wrong)
+    assert quantize(random(4, 0, 32))[0].shape == (0, 1, 32)

@@ -1,0 +1,112 @@
+"""Every kernel compiled for every class of cards without having one: no spills, memory within bounds, vector loads.
+
+One class of cards and two records a kernel here, the rest with `pytest -m slow`: matmuls take seconds each.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee_profiles.gpu_cards import CARD_CLASSES, CardClass
+from hetero_ee_profiles.gpu_compilation import Compiled, compilations, compile_for
+from tests.gpu_support import IS_INTERPRETED
+
+pytest.importorskip("triton")
+if IS_INTERPRETED:
+    pytest.skip("Triton compiles nothing where it interprets", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+CLASS_IN_CI = "sm_86"
+RECORDS = list(compilations())
+RECORDS_OF_CLASS = [record for record in RECORDS if record.runs_on(CLASS_IN_CI)]
+RECORDS_IN_CI = [
+    record
+    for place, record in enumerate(RECORDS_OF_CLASS)
+    if place in (0, len(RECORDS_OF_CLASS) - 1)
+    or record.function is not RECORDS_OF_CLASS[place - 1].function
+    or record.function is not RECORDS_OF_CLASS[place + 1].function
+]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def check(record: Any, card: CardClass) -> Compiled:
+    compiled = compile_for(record, card)
+    assert compiled.stack_bytes == 0, f"registers are spilled: {compiled}"
+    assert compiled.shared_bytes <= card.program_shared_bytes and compiled.occupancy > 0, compiled
+    assert compiled.n_vector_loads or not record.is_memory_bound, f"no 16-byte load: {compiled}"
+    return compiled
+
+
+@pytest.mark.parametrize("record", RECORDS_IN_CI, ids=lambda record: record.name)
+def test_compiles_well(record: Any) -> None:
+    check(record, next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARD_CLASSES, ids=lambda card: card.name)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_compiles_well_for_every_class(record: Any, card: CardClass) -> None:
+    if record.runs_on(card.name):
+        check(record, card)
+
+
+def test_names_are_unique_and_every_kernel_file_has_records() -> None:
+    names = [record.name for record in RECORDS]
+    assert len(names) == len(set(names))
+    folder = ROOT / "kernels" / "hetero_ee_kernels"
+    files = {file.stem for file in folder.glob("*.py") if "\n@triton.jit" in file.read_text()}
+    covered = {record.function.__module__.rsplit(".", 1)[1] for record in RECORDS}
+    assert files - covered <= {"tile_group"}  # steps that other kernels are made of
+
+
+def test_too_few_registers_are_seen() -> None:
+    """The check for spills, on a kernel that is made to spill."""
+    import triton
+
+    record = next(record for record in RECORDS if record.name == "attention_fp16_group_4")
+    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
+    compile_kernel = triton.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            triton, "compile", lambda s, target, options: compile_kernel(s, target, options | {"maxnreg": 32})
+        )
+        assert compile_for(record, card).stack_bytes > 0
+
+
+def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
+    """The check for vector loads, on a kernel whose rows begin anywhere."""
+    from dataclasses import replace
+
+    record = next(record for record in RECORDS if record.name == "activate_relu")
+    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
+    odd = replace(record, constants=dict(record.constants) | {"F": 11007})
+    assert compile_for(record, card).n_vector_loads and not compile_for(odd, card).n_vector_loads
+
+
+def test_the_page_covers_every_kernel_and_class() -> None:
+    """Figures differ from one Triton to the next, so the page says which one made them, and is not compared."""
+    page = (ROOT / "docs" / "gpu_kernels.md").read_text(encoding="utf-8")
+    assert "Triton 3." in page
+    for record in RECORDS:
+        assert f"\n| `{record.name}` |" in page, f"{record.name} is missing: python scripts/generate_gpu_kernel_docs.py"
+    for card in CARD_CLASSES:
+        assert f"| {card.name} |" in page
+
+
+def test_the_generator_writes_a_row_a_kernel() -> None:
+    spec = importlib.util.spec_from_file_location("generator", ROOT / "scripts" / "generate_gpu_kernel_docs.py")
+    assert spec and spec.loader
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
+    compiled = Compiled("example", card, 4, 128, 0, 8192, 7)
+    page = generator.page("3.7.1", [(record, []) for record in RECORDS[:1]] + [(RECORDS[0], [compiled])])
+    assert "Triton 3.7.1" in page and "128 · 8 KiB · 33 %" in page

@@ -1,0 +1,158 @@
+"""Hardware profiles: figures between measured points, files read with suspicion, and the shipped ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.hardware import HardwareProfile, interpolated
+from hetero_ee_profiles.measurement import Origin, derived, measured
+from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
+from hetero_ee_profiles.reference import reference_names, reference_profile
+
+ORIGIN = Origin("a command", "2026-11-21", "versions")
+PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
+
+
+def changed(path: str, value: Any) -> str:
+    """The profile's JSON with one place replaced; `value` may be a function of what was there."""
+    body = json.loads(to_json(PROFILE))
+    *inner, last = [int(step) if step.isdecimal() else step for step in path.split(".")]
+    place = body
+    for step in inner:
+        place = place[step]
+    if value is DELETED:
+        del place[last]
+    else:
+        place[last] = value(place[last]) if callable(value) else value
+    return json.dumps(body)
+
+
+DELETED = object()
+BAD: dict[str, tuple[Callable[[], str], str]] = {
+    "empty": (lambda: "", "Expecting value"),
+    "cut off": (lambda: to_json(PROFILE)[:-100], "Expecting|Unterminated|delimiter"),
+    "a list": (lambda: "[]", "expected an object"),
+    "too deep": (lambda: "[" * 100_000, "nested too deeply"),
+    "a future version": (lambda: changed("version", 2), "profile version 2, this engine reads version 1"),
+    "a version as text": (lambda: changed("version", "1"), "version is '1', expected int"),
+    "a version as truth": (lambda: changed("version", True), "version is True, expected int"),
+    "another kind": (lambda: changed("kind", "guessed"), "kind is 'guessed'"),
+    "a field missing": (lambda: changed("machine.driver", DELETED), r"machine\.driver is missing"),
+    "a field too many": (lambda: changed("machine.colour", "red"), r"machine\.colour is unknown"),
+    "a negative time": (lambda: changed("cpu.0.matmuls.3.time.value", -1.0), r"cpu\[0\]\.matmuls\[3\]\.time"),
+    "a time of zero": (lambda: changed("cpu.0.matmuls.0.time.p20", 0.0), "0 < p20"),
+    "quantiles upside down": (lambda: changed("gpu.read_bytes_per_s.p80", 1.0), "does not hold"),
+    "not a number": (lambda: changed("cpu.0.matmuls.0.time.value", float("nan")), "NaN is no number"),
+    "infinity": (lambda: changed("cpu.0.matmuls.0.time.value", float("inf")), "Infinity is no number"),
+    "an enormous float": (lambda: to_json(PROFILE).replace('"count": 0', '"count": 1e999', 1), "expected int"),
+    "an enormous integer": (lambda: changed("cpu.0.matmuls.0.time.value", 10**400), "enormous integer|digits"),
+    "more digits than Python reads": (lambda: changed("version", 0).replace("0", "9" * 5000, 1), "digits"),
+    "text for a number": (lambda: changed("cpu.0.matmuls.0.m", "4"), r"matmuls\[0\]\.m is '4', expected int"),
+    "rows of zero": (lambda: changed("cpu.0.matmuls.0.m", 0), "m is 0, expected 1 or more"),
+    "no matmuls": (lambda: changed("cpu.0.matmuls", []), "matmuls is empty"),
+    "no processor": (lambda: changed("cpu", []), "ascending numbers of threads"),
+    "the same threads twice": (lambda: changed("cpu", lambda cpu: [cpu[0], cpu[0]]), "ascending numbers of threads"),
+    "negative memory": (lambda: changed("gpu.free_bytes", -1), "must be 0 or more"),
+    "a GPU without a link": (lambda: changed("link", None), "gpu and link must be there together"),
+    "control characters": (lambda: changed("kind", "\x1b[2J\n"), r"\\x1b"),
+    "a field twice": (lambda: to_json(PROFILE).replace('"version": 1,', '"version": 1, "version": 1,', 1), "twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_profile_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    make, words = BAD[name]
+    file = tmp_path / "profile.json"
+    file.write_text(make(), encoding="utf-8")
+    with pytest.raises(ValueError, match=words) as refusal:
+        read_record(HardwareProfile, file)
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 400
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**30)
+    for name in ("latin", "huge", "missing", "."):
+        with pytest.raises((ValueError, OSError)):
+            read_record(HardwareProfile, tmp_path / name)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    write_record(PROFILE, tmp_path / "new" / "profile.json")
+    assert read_record(HardwareProfile, tmp_path / "new" / "profile.json") == PROFILE
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["profile.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "profile.json"
+    write_record(PROFILE, file)
+
+    def broken(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        write_record(ORIGIN, file)
+    assert read_record(HardwareProfile, file) == PROFILE and len(list(tmp_path.iterdir())) == 1
+
+
+@given(st.binary(max_size=200), st.integers(0, 10**6))
+def test_any_damage_is_a_value_error_or_a_valid_profile(noise: bytes, place: int) -> None:
+    text = to_json(PROFILE).encode()
+    place %= len(text)
+    damaged = (text[:place] + noise + text[place + len(noise) :]).decode(errors="replace")
+    try:
+        found = from_json(HardwareProfile, damaged)
+    except ValueError:
+        return
+    assert isinstance(found, HardwareProfile) and from_json(HardwareProfile, to_json(found)) == found
+
+
+@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
+def test_shipped_profiles_are_what_their_data_sheets_give(sheet: Any) -> None:
+    shipped = reference_profile(sheet.name)
+    assert shipped == derived_profile(sheet, shipped.disk_read_bytes_per_s.origin.date)
+    assert shipped.kind == "derived" and shipped.disk_read_bytes_per_s.count == 0
+
+
+def test_there_is_a_profile_for_each_name() -> None:
+    assert reference_names() == sorted(sheet.name for sheet in DATA_SHEETS)
+    with pytest.raises(KeyError):
+        reference_profile("../rtx-3060-12gb")
+
+
+def test_interpolation() -> None:
+    points = [(1, 2.0), (4, 3.0), (8, 7.0)]
+    assert [interpolated(points, at) for at in (1, 2.5, 4, 6, 8, 10)] == [2.0, 2.5, 3.0, 5.0, 7.0, 9.0]
+    assert interpolated(points, 0.5) == 2.0 and interpolated([(4, 2.0)], 6) == 3.0
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=50))
+def test_a_measurement_is_the_median_between_its_quantiles(samples: list[float]) -> None:
+    found = measured(samples, "s", ORIGIN)
+    assert min(samples) <= found.p20 <= found.value <= found.p80 <= max(samples) and found.count == len(samples)
+
+
+def test_times_between_shapes_and_rows() -> None:
+    times = PROFILE.cpu_with(0)
+    one = times.matmul_s("int4", 4096, 4096, 1)
+    assert times.matmul_s("int4", 8192, 4096, 1) == pytest.approx(2 * one)
+    assert one <= times.matmul_s("int4", 4096, 4096, 3) <= times.matmul_s("int4", 4096, 4096, 4)
+    assert times.attention_s(32, 128, 1, 2048) > times.attention_s(32, 128, 1, 512)
+    assert times.attention_s(16, 128, 1, 1024) == pytest.approx(times.attention_s(32, 128, 1, 1024) / 2)
+    with pytest.raises(KeyError):
+        times.matmul_s("int3", 1, 1, 1)
+
+
+def test_a_derived_figure_says_so() -> None:
+    figure = derived(3.0, "B/s", ORIGIN)
+    assert (figure.count, figure.p20, figure.p80, figure.spread) == (0, 3.0, 3.0, 0.0)
+    with pytest.raises(ValueError, match="does not hold"):
+        derived(0.0, "B/s", ORIGIN)

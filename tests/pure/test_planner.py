@@ -1,0 +1,211 @@
+"""What must hold of every plan, whatever the model, the machine and the wishes."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_ee.errors import UsageError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import plan
+from hetero_ee.planning.rounds import ExitRates
+from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, published_statistics
+from hetero_ee_profiles.data_sheets import DATA_SHEETS, DataSheet, derived_profile
+from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
+from hetero_ee_profiles.records import from_json, to_json
+
+GIB = 2**30
+ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of them are within two
+
+
+def spec_of(n_layers: int = 32, hidden: int = 4096, ffn: int = 11008, tied: bool = False) -> ModelSpec:
+    return ModelSpec.from_hf(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": hidden // 128,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+specs = st.builds(
+    spec_of,
+    n_layers=st.integers(2, 40),
+    hidden=st.sampled_from([1024, 2048, 4096, 5120]),
+    ffn=st.sampled_from([2816, 5632, 11008, 13824]),
+    tied=st.booleans(),
+)
+sheets = st.builds(
+    DataSheet,
+    name=st.just("drawn"),
+    cpu_model=st.just("cpu"),
+    n_cores=st.integers(2, 32),
+    ghz=st.floats(2, 6),
+    vector_bytes=st.sampled_from([32, 64]),
+    has_dot=st.booleans(),
+    ram_gib=st.integers(8, 128),
+    ram_gb_s=st.floats(20, 400),
+    gpu_model=st.just("gpu"),
+    vram_gib=st.integers(2, 48),
+    vram_gb_s=st.floats(100, 2000),
+    fp32_tflops=st.floats(2, 100),
+    link_gb_s=st.floats(2, 64),
+    disk_gb_s=st.floats(0.5, 10),
+)
+profiles = st.builds(derived_profile, sheets, date=st.just("2026-11-21"))
+
+
+@st.composite
+def statistics_of(draw: Any, n_layers: int) -> ExitStatistics:
+    boundaries = sorted(draw(st.sets(st.integers(1, n_layers - 1), min_size=1, max_size=6)))
+    rates = st.builds(ExitRates, exit_rate=st.floats(0, 1), precision=st.floats(0, 1))
+    return ExitStatistics("drawn", n_layers, tuple(BoundaryRates(b, draw(rates)) for b in boundaries))
+
+
+@st.composite
+def problems(draw: Any) -> tuple[ModelSpec, HardwareProfile, Limits, ExitStatistics | None]:
+    spec, profile = draw(specs), draw(profiles)
+    limits = Limits(
+        vram_margin_bytes=draw(st.integers(0, GIB)),
+        context_tokens=draw(st.integers(16, 4096)),
+        gpu_layers=draw(st.none() | st.integers(0, spec.n_layers)),
+        ram_budget_bytes=draw(st.none() | st.integers(GIB, 64 * GIB)),
+        kv_type=draw(st.sampled_from(["fp32", "fp16", "int8"])),
+    )
+    return spec, profile, limits, draw(st.none() | statistics_of(spec.n_layers))
+
+
+def made(problem: tuple[ModelSpec, HardwareProfile, Limits, ExitStatistics | None]) -> Plan | None:
+    """The plan, None where the request is refused."""
+    try:
+        return plan(*problem)
+    except UsageError:
+        return None
+
+
+@settings(max_examples=30)
+@given(problems())
+def test_budgets_hold_pins_hold_and_the_head_comes_first(problem: Any) -> None:
+    spec, _, limits, _ = problem
+    found = made(problem)
+    if found is None:
+        return
+    assert found.n_bytes("gpu") <= found.vram_budget_bytes
+    assert found.n_bytes("cpu") <= found.ram_budget_bytes
+    on_gpu = {part.layer for part in found.parts if part.layer is not None and part.decode_place in ("gpu", "stream")}
+    assert not on_gpu or found.parts[-1].decode_place == "gpu"
+    if limits.gpu_layers is not None:
+        for part in found.parts:
+            if part.layer is not None:
+                assert (part.decode_place == "gpu") == (part.layer < limits.gpu_layers)
+    assert found.parts[0].name == "embedding" and len(found.parts) == 2 * spec.n_layers + 2
+    assert found.mode == "full" or problem[3] is not None
+    assert from_json(Plan, to_json(found)) == found
+
+
+@settings(max_examples=15)
+@given(specs, profiles, st.data())
+def test_more_memory_on_the_gpu_is_never_slower(spec: ModelSpec, profile: HardwareProfile, data: Any) -> None:
+    assert profile.gpu is not None
+    statistics = data.draw(st.none() | statistics_of(spec.n_layers))
+    budgets = sorted(data.draw(st.lists(st.integers(0, profile.gpu.free_bytes), min_size=2, max_size=3)))
+    plans = [
+        made((spec, profile, Limits(vram_budget_bytes=budget, context_tokens=512), statistics)) for budget in budgets
+    ]
+    times = [found.prediction.request_s for found in plans if found is not None]
+    for smaller, larger in itertools.pairwise(times):
+        assert larger <= smaller * ROUNDING
+
+
+@settings(max_examples=15)
+@given(specs, profiles, st.floats(1, 10))
+def test_a_faster_link_never_hurts(spec: ModelSpec, profile: HardwareProfile, factor: float) -> None:
+    assert profile.link is not None
+    slow, fast = (made((spec, replace(profile, link=link), Limits(context_tokens=1024), None)) for link in (
+        profile.link, faster(profile.link, factor)))  # fmt: skip
+    if slow is not None and fast is not None:
+        assert fast.prediction.request_s <= slow.prediction.request_s * ROUNDING
+
+
+def faster(link: LinkTimes, factor: float) -> LinkTimes:
+    def scaled(figure: Any) -> Any:
+        by = factor if figure.unit == "B/s" else 1 / factor
+        return replace(figure, value=figure.value * by, p20=figure.p20 * by, p80=figure.p80 * by)
+
+    return LinkTimes(*(scaled(getattr(link, name)) for name in LinkTimes.__slots__))
+
+
+@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
+def test_with_every_layer_needed_their_order_does_not_matter(sheet: DataSheet) -> None:
+    """Survival of 1 everywhere is full depth; survival that falls puts the early layers on the GPU."""
+    spec, profile = spec_of(40, 5120, 13824), derived_profile(sheet, "2026-11-21")
+    always = replace(published_statistics(40), survival=(1.0,) * 40)
+    limits = Limits(vram_budget_bytes=4 * GIB, mode="full")
+    plain, same = plan(spec, profile, limits), plan(spec, profile, limits, always)
+    assert plain.prediction == same.prediction and plain.n_bytes("gpu") == same.n_bytes("gpu")
+    falling = replace(always, survival=tuple(1 - layer / 41 for layer in range(40)))
+    early = [
+        part.layer for part in plan(spec, profile, limits, falling).parts if part.decode_place == "gpu" and part.layer
+    ]
+    assert sum(early) / len(early) < 19
+
+
+def test_overrides_win_and_the_first_that_matches_counts() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    limits = Limits(overrides=((r"layers\.3\.ffn", "cpu"), (r"layers\..*\.ffn", "stream"), ("head", "cpu")))
+    found = {part.name: part.decode_place for part in plan(spec_of(8), profile, limits).parts}
+    assert found["layers.3.ffn"] == "cpu" and found["layers.4.ffn"] == "stream" and found["head"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(vram_budget_bytes=100 * GIB), r"100\.00 GiB is more than the 7\.44 GiB"),
+        (Limits(gpu_layers=33), "gpu_layers is 33, the model has 32"),
+        (Limits(gpu_layers=32, vram_budget_bytes=GIB), r"needs \d\.\d\d GiB and the budget is 1\.00 GiB"),
+        (Limits(ram_budget_bytes=2**20), "of RAM"),
+        (Limits(vram_budget_bytes=0, overrides=((".*ffn", "gpu"),)), "pinned to gpu"),
+    ],
+    ids=range(5),
+)
+def test_the_impossible_is_refused_with_numbers(limits: Limits, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan(spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21"), limits)
+
+
+def test_without_a_gpu_everything_is_on_the_cpu() -> None:
+    profile = replace(derived_profile(DATA_SHEETS[1], "2026-11-21"), gpu=None, link=None)
+    found = plan(spec_of(), profile)
+    assert {part.decode_place for part in found.parts} == {"cpu"} and found.n_bytes("gpu") == 0
+    with pytest.raises(UsageError, match="has no GPU"):
+        plan(spec_of(), profile, Limits(vram_budget_bytes=GIB))
+
+
+def test_what_ram_cannot_hold_is_read_from_the_disk() -> None:
+    profile = replace(derived_profile(DATA_SHEETS[1], "2026-11-21"), gpu=None, link=None)
+    whole = plan(spec_of(), profile, Limits(context_tokens=512))
+    short = plan(spec_of(), profile, Limits(context_tokens=512, ram_budget_bytes=2 * GIB))
+    assert any(part.decode_place == "disk" for part in short.parts) and short.n_bytes("cpu") <= 2 * GIB
+    assert short.prediction.generated_tokens_per_s < whole.prediction.generated_tokens_per_s / 2
+
+
+def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
+    spec, profile = spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21")
+    limits = Limits(vram_budget_bytes=3 * GIB, context_tokens=512)
+    good = ExitStatistics("good", 32, (BoundaryRates(12, ExitRates(0.8, 0.95)),))
+    bad = ExitStatistics("bad", 32, (BoundaryRates(12, ExitRates(0.8, 0.2)),))
+    full, pays, declined = (plan(spec, profile, limits, statistics) for statistics in (None, good, bad))
+    assert pays.mode == "exact" and pays.boundary is not None and pays.draft_tokens > 1
+    assert pays.prediction.generated_tokens_per_s > 1.1 * full.prediction.generated_tokens_per_s
+    assert declined.mode == "full" and declined.prediction == full.prediction
+    assert plan(spec, profile, replace(limits, mode="exact", draft_tokens=3), bad).draft_tokens == 3

@@ -1,0 +1,285 @@
+"""What is measured, quickly and in full, and when a kept profile is used instead."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime import profiling
+from hetero_ee.runtime.gpu_profiling import GpuFigures
+from hetero_ee.runtime.machine_profile import Wanted, machine_profile
+from hetero_ee.runtime.overhead_probe import OverheadSamples
+from hetero_ee.runtime.profile_store import keep_profile, kept_profile, profile_file
+from hetero_ee.runtime.thoroughness import FULL, QUICK
+from hetero_ee_profiles import machine as machine_module
+from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.hardware import HardwareProfile, Machine
+from hetero_ee_profiles.measurement import Origin
+from hetero_ee_profiles.probe_samples import AttentionSamples, ProductSamples
+from tests.families import config_of
+from tests.stand_in_gpu import StandInGpu
+
+ORIGIN = Origin("a test", "2026-11-21", "versions")
+MACHINE = Machine("a processor", 4, "avx2", 2**34, None, 0, None, "versions")
+WITH_GPU = Machine("a processor", 4, "avx2", 2**34, "a card", 2**33, "560.35", "versions")
+QUICKLY = Wanted(quick=True, refresh=False, threads=(), command="hetero-ee plan")
+FIGURES = derived_profile(DATA_SHEETS[0], "2026-11-21")
+
+
+class Probes:
+    """In place of the CPU's probes: write down what they are asked, and answer at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.teams: list[int] = []
+        self.rows: list[tuple[int, ...]] = []
+        self.points: list[tuple[tuple[int, int], ...]] = []
+        self.overhead_points: list[tuple[tuple[int, int], ...]] = []
+        self.rates, self.disk_rates, self.n_closed = [1e9, 1e9, 1e9], [5e8, 6e8, 7e8], 0
+        for name in ("read_bytes_per_s", "products", "attention", "overheads", "disk_bytes_per_s"):
+            patch.setattr(profiling, f"probe_{name}", getattr(self, name))
+        patch.setattr(profiling, "Team", self.team)
+
+    def team(self, n_threads: int) -> "Probes":
+        self.teams.append(n_threads)
+        return self
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+    def read_bytes_per_s(self, team: Any, repeats: int, clock: Any) -> list[float]:
+        return self.rates
+
+    def products(
+        self, team: Any, shapes: Any, rows: Any, repeats: int, n_bytes: int, clock: Any
+    ) -> list[ProductSamples]:
+        self.rows.append(tuple(rows))
+        return [ProductSamples(shape, m, n_bytes, (1e-6 * m,) * repeats) for shape in shapes for m in rows]
+
+    def attention(self, team: Any, heads: Any, n: int, points: Any, repeats: int, clock: Any) -> list[AttentionSamples]:
+        self.points.append(tuple(points))
+        return [AttentionSamples(m, context, (2e-6,) * repeats) for m, context in points]
+
+    def overheads(self, spec: Any, threads: int, points: Any, repeats: int, clock: Any) -> list[OverheadSamples]:
+        self.overhead_points.append(tuple(points))
+        return [OverheadSamples(m, context, (5e-6, 1e-6), (9e-6,)) for m, context in points]
+
+    def disk_bytes_per_s(self, file: Path, clock: Any) -> list[float]:
+        return self.disk_rates
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
+    return Probes(monkeypatch)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    """Makes this machine that one."""
+    return lambda machine: monkeypatch.setattr(machine_module, "this_machine", lambda host, versions: machine)
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return ModelSpec.from_hf(config_of("llama"))
+
+
+class Asking:
+    """machine_profile with a data folder of its own; remarks: what it said besides stages."""
+
+    def __init__(self, spec: ModelSpec, folder: Path, cache: Path) -> None:
+        self.spec, self.folder, self._cache = spec, folder, cache
+        self.remarks: list[str] = []
+        self.stages: list[tuple[int, int]] = []
+
+    def __call__(self, wanted: Wanted = QUICKLY, open_gpu: Any = lambda model: None) -> HardwareProfile:
+        self.remarks.clear()
+        return machine_profile(
+            self.spec,
+            wanted,
+            data_folder=self.folder,
+            cache_folder=self._cache,
+            disk_file=None,
+            clock=lambda: 0.0,
+            open_gpu=open_gpu,
+            progress=self.progress,
+        )
+
+    def progress(self, stage: str, n_done: int, n_all: int) -> None:
+        if n_all:
+            self.stages.append((n_done, n_all))
+        else:
+            self.remarks.append(stage)
+
+    @property
+    def file(self) -> Path:
+        (found,) = (self.folder / "profiles").iterdir()
+        return found
+
+
+@pytest.fixture
+def ask(spec: ModelSpec, tmp_path: Path, cache: Path, probes: Probes, on: Any) -> Asking:
+    on(MACHINE)
+    return Asking(spec, tmp_path / "data", cache)
+
+
+def measure(spec: ModelSpec, threads: Sequence[int] = (1,), thoroughness: Any = QUICK, **more: Any) -> HardwareProfile:
+    arguments: dict[str, Any] = {"free_bytes": 1, "disk_file": None, "clock": lambda: 0.0} | more
+    return profiling.measure_profile(spec, MACHINE, ORIGIN, threads=threads, thoroughness=thoroughness, **arguments)
+
+
+def test_a_quick_profile(probes: Probes, spec: ModelSpec) -> None:
+    found = measure(spec, (4,))
+    assert (probes.teams, probes.rows) == ([4], [(1, 4, 128)])
+    assert probes.points == [((1, 16), (1, 1024), (4, 16), (128, 128))]
+    assert probes.overhead_points == [((1, 16), (4, 16), (128, 128))]
+    assert found.cpu[0].threads == 4 and found.gpu is None and found.warnings == ()
+
+
+def test_a_full_profile(probes: Probes, spec: ModelSpec) -> None:
+    found = measure(spec, (4, 1), FULL)
+    assert (probes.teams, probes.rows) == ([1, 4], [(1, 2, 4, 8, 16, 128, 512)] * 2)
+    wanted = {(1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (128, 128), (512, 512)}
+    assert set(probes.overhead_points[0]) == wanted
+    assert set(probes.points[0]) == wanted | {(1, 256), (1, 1024), (1, 4096), (16, 1024), (128, 1024), (512, 2048)}
+    assert [times.threads for times in found.cpu] == [1, 4] and probes.n_closed == 2
+
+
+def test_attention_is_counted_by_itself(probes: Probes, spec: ModelSpec) -> None:
+    """Its 2 us are taken from a layer's 5 us; what would be left of 1 us is next to nothing, and above it."""
+    layer = measure(spec).cpu[0].overheads[0].layer
+    assert (layer.p80, layer.p20) == (pytest.approx(3e-6), pytest.approx(1e-7))
+
+
+def test_progress_counts_threads_disk_and_gpu(probes: Probes, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuFigures(FIGURES.gpu, FIGURES.link))
+    stages: list[tuple[int, int]] = []
+    found = measure(spec, (1, 2), gpu=StandInGpu(), progress=lambda stage, done, n: stages.append((done, n)))
+    assert stages == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert (found.gpu, found.link) == (FIGURES.gpu, FIGURES.link)
+
+
+@pytest.mark.parametrize("rates, is_busy", [([1e9, 1.1e9, 1.2e9], False), ([1e9, 1.2e9, 1.5e9], True)])
+def test_a_busy_machine_is_told_of(probes: Probes, spec: ModelSpec, rates: list[float], is_busy: bool) -> None:
+    probes.rates = rates
+    warnings = measure(spec, (2,)).warnings
+    assert len(warnings) == is_busy
+    assert not is_busy or "with 2 threads memory was read at 1.0 to 1.5 GB/s" in warnings[0]
+
+
+def test_the_disk(probes: Probes, spec: ModelSpec, tmp_path: Path) -> None:
+    assert measure(spec).disk_read_bytes_per_s.count == 0
+    assert measure(spec, disk_file=tmp_path).disk_read_bytes_per_s.value == 6e8
+    probes.disk_rates = []
+    assert measure(spec, disk_file=tmp_path).disk_read_bytes_per_s.count == 0
+
+
+def test_a_profile_is_kept_and_used_again(ask: Asking, probes: Probes) -> None:
+    first = ask()
+    assert probes.teams == [4] and ask.remarks == [] and ask.file.name.endswith("-quick.json")
+    assert ask() == first and probes.teams == [4]
+
+
+def test_a_full_profile_serves_quick_wishes_and_not_the_reverse(ask: Asking, probes: Probes) -> None:
+    full = Wanted(False, False, (), "hetero-ee profile")
+    ask()
+    ask(full)
+    assert probes.teams == [4, 1, 4]
+    assert [times.threads for times in ask().cpu] == [1, 4] and probes.teams == [4, 1, 4]
+
+
+def test_refresh_measures_again(ask: Asking, probes: Probes) -> None:
+    ask()
+    ask(Wanted(True, True, (), ""))
+    assert probes.teams == [4, 4]
+
+
+def test_threads_that_a_kept_profile_lacks_are_measured(ask: Asking, probes: Probes) -> None:
+    ask()
+    found = ask(Wanted(True, False, (2, 3), ""))
+    assert probes.teams == [4, 2, 3, 4] and [times.threads for times in found.cpu] == [2, 3, 4]
+    ask(Wanted(True, False, (3,), ""))
+    assert len(probes.teams) == 4
+
+
+def test_another_machine_or_model_has_a_profile_of_its_own(ask: Asking, probes: Probes, on: Any) -> None:
+    ask()
+    on(WITH_GPU)
+    ask()
+    ask.spec = ModelSpec.from_hf(config_of("qwen3"))
+    ask()
+    assert len(probes.teams) == len(list((ask.folder / "profiles").iterdir())) == 3
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "cut off": (lambda body: json.dumps(body)[:-9], "can't be used"),
+    "another version": (lambda body: json.dumps(body | {"version": 99}), "profile version 99"),
+    "a foreign machine": (
+        lambda body: json.dumps(body | {"machine": body["machine"] | {"n_cores": 5}}),
+        "of another machine or version",
+    ),
+    "derived": (lambda body: json.dumps(body | {"kind": "derived"}), "of another machine or version"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_kept_profile_that_does_not_fit_is_measured_again(ask: Asking, probes: Probes, name: str) -> None:
+    change, words = DAMAGES[name]
+    ask()
+    ask.file.write_text(change(json.loads(ask.file.read_text())))
+    again = ask()
+    (remark,) = ask.remarks
+    assert words in remark and str(ask.file) in remark and remark.endswith("measuring again")
+    assert ask() == again and probes.teams == [4, 4]
+
+
+def test_a_profile_that_can_not_be_kept_is_used(ask: Asking, probes: Probes) -> None:
+    ask.folder.write_text("a file in the folder's place")
+    assert ask().cpu[0].threads == 4
+    assert len(ask.remarks) == 1 and "can't be kept" in ask.remarks[0] and ask.folder.is_file()
+
+
+def test_what_is_kept_lies_where_it_is_looked_for(spec: ModelSpec, tmp_path: Path, probes: Probes) -> None:
+    profile = measure(spec)
+    file = keep_profile(tmp_path, profile, spec, quick=True)
+    assert file == profile_file(tmp_path, MACHINE, spec, quick=True)
+    assert kept_profile(tmp_path, MACHINE, spec, quick_will_do=True) == (profile, "")
+    assert kept_profile(tmp_path, MACHINE, spec, quick_will_do=False) == (None, "")
+
+
+@pytest.fixture
+def with_figures(ask: Asking, on: Any, monkeypatch: pytest.MonkeyPatch) -> Asking:
+    """On a machine with a GPU whose measurement takes no time."""
+    on(WITH_GPU)
+    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuFigures(FIGURES.gpu, FIGURES.link))
+    return ask
+
+
+def test_free_memory_of_the_gpu_is_asked_anew(with_figures: Asking) -> None:
+    first = with_figures(open_gpu=lambda model: StandInGpu(1000))
+    assert first.gpu == FIGURES.gpu
+    for n_bytes in (2000, 500):
+        again = with_figures(open_gpu=lambda model, n_bytes=n_bytes: StandInGpu(n_bytes))
+        assert again.gpu is not None and again.gpu.free_bytes == n_bytes and again.link == first.link
+    assert with_figures.remarks == []
+
+
+def test_a_gpu_that_torch_can_not_use_is_told_of_each_time(ask: Asking, on: Any) -> None:
+    on(WITH_GPU)
+
+    def refuse(model: str | None) -> None:
+        raise RuntimeError(f"torch for the CPU only can't use {model}")
+
+    for _ in range(2):
+        found = ask(open_gpu=refuse)
+        assert found.gpu is None and ask.remarks == ["the GPU is left out: torch for the CPU only can't use a card"]
+
+
+def test_a_gpu_that_goes_away_takes_its_figures_along(with_figures: Asking) -> None:
+    with_figures(open_gpu=lambda model: StandInGpu())
+    found = with_figures(open_gpu=lambda model: StandInGpu(fail="free_bytes"))
+    assert found.gpu is found.link is None and "the GPU can't be used now" in with_figures.remarks[-1]
+    back = with_figures(open_gpu=lambda model: StandInGpu(77))
+    assert back.gpu is not None and back.gpu.free_bytes == 77

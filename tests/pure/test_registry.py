@@ -1,0 +1,133 @@
+"""Which implementation is chosen, when it is reported, and that nothing is imported before it is."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hetero_ee.errors import UsageError
+from hetero_ee.runtime.registry import IMPLEMENTATIONS, Implementation, Registry, default_registry, device_kind
+
+
+def only(*packages: str) -> Callable[[str], bool]:
+    """A machine that has these packages and no others."""
+    return lambda package: package in packages
+
+
+@pytest.mark.parametrize(
+    ("packages", "kind", "chosen"),
+    [
+        (("triton", "bitsandbytes", "torch"), "cuda", "triton"),
+        (("bitsandbytes", "torch"), "cuda", "bitsandbytes"),
+        (("torch",), "cuda", "torch"),
+        (("triton", "bitsandbytes", "torch"), "rocm", "triton"),
+        (("bitsandbytes", "torch"), "rocm", "torch"),
+        (("numba", "torch", "triton"), "cpu", "numba"),
+    ],
+)
+def test_the_first_that_is_there_multiplies(packages: tuple[str, ...], kind: str, chosen: str) -> None:
+    registry = default_registry(only(*packages))
+    assert registry.choose("matmul_int4", kind).name == chosen
+    assert registry.explain("matmul_int4", kind).implementation.name == chosen
+
+
+def test_eight_bit_weights_never_go_to_bitsandbytes() -> None:
+    assert default_registry(only("bitsandbytes", "torch")).choose("matmul_int8", "cuda").name == "torch"
+
+
+def test_doing_without_the_preferred_one_is_told_once() -> None:
+    told: list[str] = []
+    registry = default_registry(only("bitsandbytes", "torch"), told.append)
+    for _ in range(3):
+        registry.choose("matmul_int4", "cuda")
+    assert len(told) == 1
+    for word in ("matmul_int4", "bitsandbytes", "triton can't be imported", "pip install triton"):
+        assert word in told[0]
+    registry.choose("rms_norm", "cuda")
+    assert len(told) == 2 and "rms_norm" in told[1]
+
+
+def test_the_preferred_one_is_told_by_nobody() -> None:
+    told: list[str] = []
+    registry = default_registry(only("triton", "torch"), told.append)
+    registry.choose("matmul_int4", "cuda")
+    registry.choose("matmul_int4", "cuda", "torch")
+    assert told == []
+    assert registry.explain("matmul_int4", "cuda").reason.endswith("the fastest there is.")
+
+
+def test_one_asked_for_by_name_is_taken_or_refused() -> None:
+    told: list[str] = []
+    registry = default_registry(only("bitsandbytes", "torch"), told.append)
+    assert registry.choose("matmul_int4", "cuda", "torch").name == "torch"
+    with pytest.raises(UsageError, match="triton was asked for matmul_int4 but is not installed; `pip install triton`"):
+        registry.choose("matmul_int4", "cuda", "triton")
+    with pytest.raises(UsageError, match="no implementation called 'cutlass'; there are triton, bitsandbytes, torch"):
+        registry.choose("matmul_int4", "cuda", "cutlass")
+    assert told == []
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(UsageError, match="no operation is called 'convolve' on 'cuda'; there are activate, argmax"):
+        default_registry().choose("convolve", "cuda")
+    with pytest.raises(UsageError, match="on 'tpu'; there are none"):
+        default_registry().choose("matmul_int4", "tpu")
+    with pytest.raises(UsageError, match=r"nothing on this machine computes rope on cuda; .* or `pip install torch`"):
+        default_registry(only()).choose("rope", "cuda")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "rocm"])
+def test_every_operation_has_a_torch_reference_that_loads(kind: str) -> None:
+    registry = default_registry()
+    assert len(registry.operations(kind)) >= 10
+    for operation in registry.operations(kind):
+        assert callable(registry.choose(operation, kind, "torch").load())
+
+
+def test_everything_registered_loads() -> None:
+    for implementation in IMPLEMENTATIONS:
+        if implementation.name != "bitsandbytes":  # that import takes seconds; test_bitsandbytes_matmul.py has it
+            assert callable(implementation.load())
+        if implementation.prepare:
+            assert callable(implementation.load_prepare())
+
+
+def test_choosing_imports_nothing() -> None:
+    code = (
+        "import sys; from hetero_ee.runtime.registry import default_registry; r = default_registry(); "
+        "[r.explain(o, k) for k in ('cpu', 'cuda', 'rocm') for o in r.operations(k)]; "
+        "print([m for m in ('torch', 'triton', 'bitsandbytes', 'numba') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+TAKES_TILES = pytest.mark.xfail(
+    reason="tile_matrix.py imports tile_group.py for a few numbers, and that imports Triton"
+)
+
+
+@pytest.mark.parametrize("takes_tiles", [False, pytest.param(True, marks=TAKES_TILES)])
+def test_references_need_no_triton(takes_tiles: bool) -> None:
+    """The fallback of a machine without Triton must not import it."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import hetero_ee.runtime.gpu_segment; "
+        "from hetero_ee.runtime.registry import IMPLEMENTATIONS; "
+        "chosen = [i for i in IMPLEMENTATIONS if i.name == 'torch' and 'cuda' in i.kinds]; "
+        f"[i.load() for i in chosen if bool(i.prepare) is {takes_tiles}]; "
+        f"{takes_tiles} and __import__('hetero_ee_kernels.tile_matrix')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_device_kinds() -> None:
+    assert device_kind(torch.device("cpu")) == "cpu"
+    assert device_kind(torch.device("cuda", 0)) == ("rocm" if torch.version.hip else "cuda")
+
+
+def test_an_own_implementation_can_be_registered() -> None:
+    mine = Implementation("twice", ("cpu",), "torch", "torch:add")
+    assert Registry([mine]).choose("twice", "cpu").load() is torch.add
