@@ -66,12 +66,17 @@ def sections(application: typer.Typer, group: str) -> Iterator[str]:
 def section(command: Callable[..., Any], name: str) -> str:
     """One command, from its signature: every parameter is Annotated with what typer needs to know."""
     parameters = list(inspect.signature(command).parameters.values())
-    arguments = [
-        p.name.upper() if p.default is p.empty else f"[{p.name.upper()}]" for p in parameters if not is_option(p)
-    ]
-    usage = " ".join(["hetero-ee", name, "[OPTIONS]", *arguments])
+    usage = " ".join(["hetero-ee", name, "[OPTIONS]", *(argument(p) for p in parameters if not is_option(p))])
     head = f"\n## {name}\n\n{inspect.getdoc(command)}\n\n    {usage}\n\n| argument or option | meaning |\n|---|---|\n"
     return head + "".join(row(parameter) for parameter in parameters)
+
+
+def argument(parameter: inspect.Parameter) -> str:
+    """As in a line of usage: in brackets where it may be left out, with dots where it may be repeated."""
+    name = parameter.name.upper()
+    kinds = {typing.get_origin(kind) for kind in typing.get_args(typing.get_args(parameter.annotation)[0])}
+    is_list = list in {typing.get_origin(typing.get_args(parameter.annotation)[0]), *kinds}
+    return (name if parameter.default is parameter.empty else f"[{name}]") + ("..." if is_list else "")
 
 
 def row(parameter: inspect.Parameter) -> str:

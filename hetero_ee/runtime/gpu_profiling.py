@@ -141,7 +141,7 @@ def _link_times(
     return LinkTimes(
         to_gpu_bytes_per_s=measured(found.to_gpu, "B/s", origin),
         to_cpu_bytes_per_s=measured(found.to_cpu, "B/s", origin),
-        pageable_to_gpu_bytes_per_s=measured(found.to_gpu, "B/s", origin),
+        pageable_to_gpu_bytes_per_s=measured(found.pageable_to_gpu, "B/s", origin),
         pageable_to_cpu_bytes_per_s=measured(found.pageable_to_cpu, "B/s", origin),
         both_ways_bytes_per_s=measured(found.both_ways, "B/s", origin),
         latency=measured(found.latency_s, "s", origin),

@@ -3,7 +3,7 @@
 import datetime
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def machine_profile(
 ) -> HardwareProfile:
     """The profile of this machine at the model's shapes; a kept one where it is of this very machine and versions.
 
-    How much memory is free on the GPU is asked anew each time. Why a profile is measured, and why the GPU is left out,
-    goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same. Raises StoreError
+    How much memory is free, on the GPU too, is asked anew each time. Why a profile is measured, and why the GPU is left
+    out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same. Raises StoreError
     where the kernels have nowhere to lie.
     """
     use_kernel_cache(cache_folder)
@@ -58,13 +58,13 @@ def machine_profile(
     from hetero_ee_profiles.memory import memory_info
 
     host = this_host()
-    machine = this_machine(host, versions())
+    machine, free_bytes = this_machine(host, versions()), memory_info(host).available_bytes
     gpu, gpu_problem = _opened(open_gpu, machine.gpu_model)
     remark = progress or (lambda stage, done, in_all: None)
     kept, problem = kept_profile(data_folder, machine, spec, quick_will_do=wanted.quick)
     counts = {machine.n_cores, *wanted.threads, *([] if wanted.quick else [1])}
     if kept is not None and not wanted.refresh and counts <= {times.threads for times in kept.cpu}:
-        found = with_free_memory(kept, gpu, gpu_problem)
+        found = with_free_memory(_with_free_ram(kept, free_bytes), gpu, gpu_problem)
         if machine.gpu_model is not None and found.gpu is None:
             for warning in found.warnings:
                 remark(warning, 0, 0)
@@ -76,7 +76,7 @@ def machine_profile(
         machine,
         Origin(wanted.command, datetime.date.today().isoformat(), versions()),
         threads=sorted(counts),
-        free_bytes=memory_info(host).available_bytes,
+        free_bytes=free_bytes,
         thoroughness=QUICK if wanted.quick else FULL,
         disk_file=disk_file,
         clock=clock,
@@ -91,6 +91,10 @@ def machine_profile(
     except OSError as error:
         remark(f"the profile can't be kept ({error}); it will be measured again", 0, 0)
     return profile
+
+
+def _with_free_ram(profile: HardwareProfile, free_bytes: int) -> HardwareProfile:
+    return replace(profile, cpu=tuple(replace(times, free_bytes=free_bytes) for times in profile.cpu))
 
 
 def versions() -> str:
@@ -108,7 +112,9 @@ def _with_version(name: str) -> str:
 
 def _opened(open_gpu: OpenGpu, model: str | None) -> tuple[GpuPlatform | None, str]:
     """The GPU, or why there is none, empty where that is no surprise."""
+    from hetero_ee.runtime.gpu_profiling import reason  # brings the kernels, see above
+
     try:
         return open_gpu(model), ""
     except RuntimeError as error:
-        return None, f"the GPU is left out: {error}"
+        return None, f"the GPU is left out: {reason(error)}"

@@ -1,9 +1,11 @@
 """y[m, N] = 2^e x[m, K] W^T for few rows, W in int4 or int8 tiles, x as it is: the exact-activation form of `matmul`.
 
-A program's shape, its order of sums and so the rule that row t's bits do not depend on m are those of matmul.py; within
-a group each column is one fma in fp32 (tile_group.py). That is 2 fma a byte of int4 weights and row of x, beside 6
-instructions to unpack: consumer cards have 10 to 40 a byte of memory bandwidth, so from m = 4 on `matmul` is faster.
-Source: derived. Instructions: docs/gpu-kernels.md.
+A program's shape, its order of sums and so the rule that row t's bits do not depend on m are those of matmul.py;
+within a group each column is one fma in fp32 (tile_group.py). Source: derived.
+
+Instructions of the loop for a byte of tiles and scales, as matmul.py counts them: linear 6.6 at 1 row, 14 at 4, 24 at
+8; codebook 9.7, 17, 27; int8 tiles 3.7, 7.4, 13. Beyond a few rows they take longer than the memory: where speed
+counts, quantized activations (matmul.py) or, from 16 rows on, tensor cores (prefill_matmul.py).
 """
 
 from typing import Any

@@ -8,7 +8,9 @@ rows of one group: it reads them 16 bytes at a time, and so it does the activati
 rows of x are further programs, next to each other so that the weights come from the L2 cache. Row t's bits are the same
 for every m, because 1, 2, 4 and 8 rows a program differ in how often a step is done and in no step itself.
 
-Instructions a thread executes for a byte of int4 weights (sm_89, the loop's machine code): docs/gpu-kernels.md.
+Instructions of the loop for a byte of tiles and scales, all loads included (sm_86 and sm_89, Triton 3.7.1, never timed
+on a card): linear 1.8 at 1 row, 3.9 at 4, 6.7 at 8; codebook 4.0, 6.1, 8.8; int8 tiles 0.6, 1.7, 3.4. A card of 15
+TFLOP/s and 272 GB/s issues 28 in that time.
 """
 
 from typing import Any

@@ -34,7 +34,8 @@ class Block:
 
 
 BLOCKS = (Block(16, 64, 64, 4, 3), Block(32, 64, 32, 4, 3), Block(64, 64, 32, 4, 4), Block(128, 128, 32, 8, 3))
-SMALL_BLOCK = Block(16, 32, 32, 4, 1)  # where sums are no tensor core's but in registers, which larger blocks outgrow
+BLOCKS_AMD = BLOCKS[:3]  # the largest would leave a vector unit too few registers for its share
+BLOCKS_TURING = (Block(16, 32, 32, 4, 1),)  # sums are in each thread's registers there, which larger blocks outgrow
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def prefill_matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     m, n_columns = x.shape
     out = output(out, (m, weight.n_rows), x.device)
     if m:
-        block = block_for(m, _has_tensor_cores(x))
+        block = block_for(m, _blocks(x))
         prefill_kernel[(-(-m // block.m) * -(-weight.n_rows // block.n),)](
             weight.words,
             weight.scales,
@@ -168,16 +169,17 @@ def prefill_matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     return out
 
 
-def block_for(m: int, has_tensor_cores: bool) -> Block:
+def block_for(m: int, blocks: tuple[Block, ...]) -> Block:
     """The smallest that holds m rows, or else the largest."""
-    if not has_tensor_cores:
-        return SMALL_BLOCK
-    return next((block for block in BLOCKS if block.m >= m), BLOCKS[-1])
+    return next((block for block in blocks if block.m >= m), blocks[-1])
 
 
-def _has_tensor_cores(x: Any) -> bool:
-    """Whether Triton uses them: from Ampere on, and on AMD. The interpreter has no reason to go without."""
-    return instructions(x) != PTX or torch.cuda.get_device_capability(x.device) >= (8, 0)
+def _blocks(x: Any) -> tuple[Block, ...]:
+    """Those for the card that x lies on."""
+    if instructions(x) == GCN:
+        return BLOCKS_AMD
+    is_turing = instructions(x) == PTX and torch.cuda.get_device_capability(x.device) < (8, 0)
+    return BLOCKS_TURING if is_turing else BLOCKS
 
 
 def compilations() -> list[Compilation]:
@@ -195,8 +197,8 @@ def compilations() -> list[Compilation]:
             is_memory_bound=False,
             runs_on_hip=isa == GCN,
             runs_on_cuda=isa == PTX,
-            needs_tensor_cores=block is not SMALL_BLOCK,
+            needs_tensor_cores=block not in BLOCKS_TURING,
         )
         for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-        for block, isa in ((SMALL_BLOCK, PTX), *((block, PTX) for block in BLOCKS), (BLOCKS[-1], GCN))
+        for block, isa in [(b, PTX) for b in BLOCKS_TURING + BLOCKS] + [(BLOCKS_AMD[-1], GCN)]
     ]

@@ -20,7 +20,7 @@ pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 CTRL_C, CTRL_D, TAB, UP = b"\x03", b"\x04", b"\t", b"\x1b[A"
 PROMPT = "> "
 CLOSING = r"\[ prompt \d+ new \+ \d+ cached tok[^\]\n]*\]"
-LIMIT_S = 20
+LIMIT_S = 60
 
 
 class Terminal:
@@ -34,10 +34,16 @@ class Terminal:
             os.execve(sys.executable, [sys.executable, "-m", "hetero_ee_cli", "chat", *arguments], environment)
 
     def press(self, keys: bytes | str) -> None:
+        """Ctrl-D must wait for a prompt: before, the system takes it for the end of a line."""
         os.write(self._terminal, keys.encode() if isinstance(keys, str) else keys)
 
     def enter(self, line: str) -> None:
         self.press(line + "\r")
+
+    def press_ctrl_c_at_the_prompt(self) -> None:
+        """Python notices a signal once it waits for keys, a moment after the prompt is shown, and not before."""
+        time.sleep(0.5)
+        self.press(CTRL_C)
 
     def wait_for(self, pattern: str) -> str:
         """What is shown up to and with the next match."""
@@ -139,7 +145,8 @@ def test_ctrl_c_stops_the_reply_alone(endless: Terminal) -> None:
     assert " 0 cached" not in endless.wait_for(CLOSING)
     endless.wait_for(PROMPT)
     endless.enter("/stats")
-    assert "6 messages" in endless.wait_for(r"tokens in the context")
+    assert "6 messages" in endless.wait_for("tokens in the context")
+    endless.wait_for(PROMPT)
     endless.press(CTRL_D)
     assert endless.exit_code() == 0
     assert "Traceback" not in endless.shown
@@ -147,7 +154,8 @@ def test_ctrl_c_stops_the_reply_alone(endless: Terminal) -> None:
 
 def test_ctrl_c_at_the_prompt_leaves_the_second_time(terminal: Terminal) -> None:
     terminal.press("half a mess")
-    terminal.press(CTRL_C)
+    terminal.wait_for("half a mess")
+    terminal.press_ctrl_c_at_the_prompt()
     terminal.wait_for("Ctrl-C again")
     terminal.wait_for(PROMPT)
     terminal.enter("Hi")  # a message in between makes the next one the first again
@@ -155,16 +163,17 @@ def test_ctrl_c_at_the_prompt_leaves_the_second_time(terminal: Terminal) -> None
     terminal.wait_for(PROMPT)
     terminal.enter('"""')
     terminal.wait_for(r"\. ")
-    terminal.press(CTRL_C)
+    terminal.press_ctrl_c_at_the_prompt()
     terminal.wait_for("Ctrl-C again")
     terminal.wait_for(PROMPT)
-    terminal.press(CTRL_C)
+    terminal.press_ctrl_c_at_the_prompt()
     assert terminal.exit_code() == 130
     assert terminal.shown.count("Ctrl-C again") == 2 and "Traceback" not in terminal.shown
 
 
 def test_sigterm_ends_a_chat_that_waits(terminal: Terminal) -> None:
     (renderer,) = renderers(terminal.pid)
+    time.sleep(0.5)  # as for Ctrl-C
     os.kill(terminal.pid, signal.SIGTERM)
     assert terminal.exit_code() == 143
     renderer.wait(timeout=10)
@@ -189,6 +198,7 @@ def test_what_is_wrong_is_a_line_and_the_chat_goes_on(terminal: Terminal) -> Non
         terminal.wait_for(PROMPT)
     terminal.enter("Hi")
     terminal.wait_for(CLOSING)
+    terminal.wait_for(PROMPT)
     terminal.press(CTRL_D)
     assert terminal.exit_code() == 0
     assert "Traceback" not in terminal.shown
@@ -249,6 +259,7 @@ def test_the_history_is_bounded_and_no_condition(
     terminal.wait_for(PROMPT)
     terminal.enter("Hi")
     terminal.wait_for(CLOSING)
+    terminal.wait_for(PROMPT)
     terminal.press(CTRL_D)
     assert terminal.exit_code() == 0
     terminal.close()

@@ -12,6 +12,7 @@ from hetero_ee.runtime.gpu_profiling import GpuFigures, measured_gpu, with_free_
 from hetero_ee.runtime.profiling import attention_points, product_shapes
 from hetero_ee.runtime.registry import default_registry
 from hetero_ee.runtime.thoroughness import Thoroughness
+from hetero_ee_kernels.reference import matmul as reference
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
@@ -48,6 +49,29 @@ def test_a_gpu_that_works_is_measured_whole(family: str) -> None:
     assert found.times.threads == 0 and found.times.free_bytes == 2**28
     profile = replace(PROFILE, gpu=found.times, link=found.link)
     assert from_json(HardwareProfile, to_json(profile)) == profile
+
+
+def test_few_rows_are_multiplied_as_a_segment_does_and_many_as_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[tuple[int, torch.dtype]]] = {"matmul": set(), "prefill_matmul": set()}
+    for name in seen:
+
+        def multiply(x: Any, matrix: Any, out: Any, name: str = name) -> None:
+            seen[name].add((len(x), x.dtype))
+
+        monkeypatch.setattr(reference, name, multiply)
+    assert figures(StandInGpu()).warning == ""
+    assert seen == {"matmul": {(1, torch.float32)}, "prefill_matmul": {(17, torch.float16)}}
+
+
+def test_every_figure_of_the_link_is_in_its_place() -> None:
+    link = figures(StandInGpu()).link
+    assert link is not None
+    rates = (link.both_ways_bytes_per_s, link.to_gpu_bytes_per_s, link.to_cpu_bytes_per_s)
+    pageable = (link.pageable_to_gpu_bytes_per_s, link.pageable_to_cpu_bytes_per_s)
+    times = (link.launch, link.crossing, link.synchronize, link.latency)  # the stand-in's order
+    falling, rising = ([figure.value for figure in group] for group in ((*rates, *pageable), times))
+    assert falling == sorted(falling, reverse=True) and rising == sorted(rising) and len(set(rising)) == 4
+    assert {figure.unit for figure in (*rates, *pageable)} == {"B/s"} and {figure.unit for figure in times} == {"s"}
 
 
 @pytest.fixture(scope="module")

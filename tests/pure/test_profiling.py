@@ -15,9 +15,11 @@ from hetero_ee.runtime.overhead_probe import OverheadSamples
 from hetero_ee.runtime.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee.runtime.thoroughness import FULL, QUICK
 from hetero_ee_profiles import machine as machine_module
+from hetero_ee_profiles import memory as memory_module
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile, Machine
 from hetero_ee_profiles.measurement import Origin
+from hetero_ee_profiles.memory import MemoryInfo
 from hetero_ee_profiles.probe_samples import AttentionSamples, ProductSamples
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
@@ -82,6 +84,17 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
 
 
 @pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes so many bytes of memory free."""
+
+    def set_free(n_bytes: int) -> None:
+        found = MemoryInfo(2**40, n_bytes, 0, 0, None, None)
+        monkeypatch.setattr(memory_module, "memory_info", lambda host: found)
+
+    return set_free
+
+
+@pytest.fixture
 def spec() -> ModelSpec:
     return ModelSpec.from_hf(config_of("llama"))
 
@@ -120,8 +133,9 @@ class Asking:
 
 
 @pytest.fixture
-def ask(spec: ModelSpec, tmp_path: Path, cache: Path, probes: Probes, on: Any) -> Asking:
+def ask(spec: ModelSpec, tmp_path: Path, cache: Path, probes: Probes, on: Any, free: Any) -> Asking:
     on(MACHINE)
+    free(2**30)
     return Asking(spec, tmp_path / "data", cache)
 
 
@@ -180,6 +194,12 @@ def test_a_profile_is_kept_and_used_again(ask: Asking, probes: Probes) -> None:
     first = ask()
     assert probes.teams == [4] and ask.remarks == [] and ask.file.name.endswith("-quick.json")
     assert ask() == first and probes.teams == [4]
+
+
+def test_free_memory_is_asked_anew(ask: Asking, probes: Probes, free: Any) -> None:
+    assert ask().cpu[0].free_bytes == 2**30
+    free(2**20)
+    assert ask().cpu[0].free_bytes == 2**20 and probes.teams == [4]
 
 
 def test_a_full_profile_serves_quick_wishes_and_not_the_reverse(ask: Asking, probes: Probes) -> None:

@@ -44,7 +44,7 @@ def test_the_first_nan_wins_whatever_its_sign() -> None:
     logits = random(1, 3, PIECE + 10)
     logits[0, [PIECE + 2, PIECE + 5]] = NAN
     logits[1, 3], logits[1, 9] = INF, NAN
-    logits.view(torch.int32)[2, 7] = -1  # a NaN with its sign set
+    logits.view(torch.int32)[2, 7] = -3  # a NaN with its sign set
     assert check(logits) == [PIECE + 2, 9, 7]
 
 

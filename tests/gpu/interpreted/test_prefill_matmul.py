@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hetero_ee_kernels import prefill_matmul as module
-from hetero_ee_kernels.prefill_matmul import BLOCKS, SMALL_BLOCK, block_for, prefill_matmul
+from hetero_ee_kernels.prefill_matmul import BLOCKS, BLOCKS_TURING, block_for, prefill_matmul
 from hetero_ee_kernels.reference import matmul as reference
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
 from tests.gpu_tiles import KINDS, activations, nmse, random_matrix
@@ -25,13 +25,13 @@ def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:
 
 def test_the_block_for_cards_whose_tensor_cores_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_matrix("codebook", (40, 96)), random(2, 20, 96).half()
-    monkeypatch.setattr(module, "_has_tensor_cores", lambda x: False)
+    monkeypatch.setattr(module, "_blocks", lambda x: BLOCKS_TURING)
     assert nmse(prefill_matmul(x, weight), reference.prefill_matmul(x, weight)) <= BOUND
 
 
 def test_the_smallest_block_that_holds_the_rows() -> None:
-    assert [block_for(m, True) for m in (16, 17, 64, 65, 5000)] == [BLOCKS[i] for i in (0, 1, 2, 3, 3)]
-    assert block_for(5000, False) is SMALL_BLOCK
+    assert [block_for(m, BLOCKS) for m in (16, 17, 64, 65, 5000)] == [BLOCKS[i] for i in (0, 1, 2, 3, 3)]
+    assert block_for(5000, BLOCKS_TURING) is BLOCKS_TURING[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
