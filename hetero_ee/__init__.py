@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.decoding.sampling import SamplingParams
     from hetero_ee.engine import Engine
-    from hetero_ee.errors import CheckpointError, DiskFullError, HeteroError, ModelError, StoreError, UsageError
+    from hetero_ee.errors import (
+        CheckpointError,
+        DamagedStoreError,
+        DiskFullError,
+        HeteroError,
+        ModelError,
+        StoreError,
+        UsageError,
+    )
     from hetero_ee.models.spec import ModelSpec
 
 __version__ = "0.1.0"
@@ -31,6 +39,7 @@ _HOME_OF = {
     "UsageError": "hetero_ee.errors",
     "ModelError": "hetero_ee.errors",
     "CheckpointError": "hetero_ee.errors",
+    "DamagedStoreError": "hetero_ee.errors",
     "DiskFullError": "hetero_ee.errors",
     "StoreError": "hetero_ee.errors",
 }
@@ -38,6 +47,7 @@ _HOME_OF = {
 __all__ = [
     "CheckpointError",
     "Conversation",
+    "DamagedStoreError",
     "DiskFullError",
     "Engine",
     "GeneratedToken",

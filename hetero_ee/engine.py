@@ -25,11 +25,11 @@ from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.library import open_cached
-from hetero_ee.weights.manifest import read_manifest
+from hetero_ee.weights.manifest import Manifest
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
-from hetero_ee.weights.store import check_copies, is_store, open_store
+from hetero_ee.weights.store import checked_manifest, is_store, open_store
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.process import physical_core_count
 
@@ -81,15 +81,14 @@ class Engine:
         """
         _check_options(quantizer, context_tokens, threads)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
-        if is_store(folder):
-            check_copies(folder, read_manifest(folder))  # before anything in there is believed
+        manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
         spec = ModelSpec.from_hf(folder)
         tokenizer = Tokenizer.load(folder, spec.vocab_size)
         hf_generation = _generation_config(folder)
         sampling = _default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        weights = _load_weights(folder, spec, quantizer, threads, progress)
+        weights = _load_weights(folder, manifest, spec, quantizer, threads, progress)
         executor = open_executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
         return cls(
             executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, weights.quantizer, threads
@@ -233,11 +232,16 @@ def _context_tokens(spec: ModelSpec, asked: int) -> int:
 
 
 def _load_weights(
-    folder: Path, spec: ModelSpec, quantizer: str | None, threads: int, progress: Progress | None
+    folder: Path,
+    manifest: Manifest | None,
+    spec: ModelSpec,
+    quantizer: str | None,
+    threads: int,
+    progress: Progress | None,
 ) -> ModelWeights:
-    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache where they lie there."""
-    if is_store(folder):
-        return open_store(folder, spec)
+    """A store's weights as they are, `manifest` its own; a checkpoint's by `quantizer`, from the cache or made."""
+    if manifest is not None:
+        return open_store(folder, spec, manifest)
     if quantizer == UNQUANTIZED:
         return load_dense(Checkpoint(folder, spec))
     quantization = Quantization.of_model(folder, quantizer)

@@ -21,6 +21,10 @@ class StoreError(HeteroError):
     """An int4 store is damaged, was written in another format version, or can't be written."""
 
 
+class DamagedStoreError(StoreError):
+    """What a store holds was read, and is not what it has to be: a checksum, a size, a value, a manifest's field."""
+
+
 class DiskFullError(StoreError):
     """There is not enough room on a disk, found before or in the middle of writing; nothing half-written is left."""
 

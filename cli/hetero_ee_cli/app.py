@@ -4,6 +4,7 @@
 143 terminated.
 """
 
+import errno
 import functools
 import sys
 from collections.abc import Callable
@@ -92,13 +93,28 @@ def main() -> None:
     """Entry point of the `hetero-ee` script."""
     raise_on_sigterm()
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
+        try:
+            code = _run_app()
+        finally:
+            print(end="", flush=True)  # Python would flush at the very end, and complain in lines of its own
+    except BrokenPipeError:
+        leave(EXIT_PIPE_CLOSED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        complain(f"no room is left for what is to be written ({error.strerror}).")
+        leave(EXIT_DISK_FULL)
+    sys.exit(code)
+
+
+def _run_app() -> Any:
+    try:
+        return app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
     except Exception as error:
         if not hasattr(error, "format_message"):  # what click's errors have, and typer brings a click of its own
             raise
         message = str(error.format_message())
         _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See hetero-ee --help.", EXIT_USAGE)
-    sys.exit(code)
 
 
 def _say_notes(interrupt: BaseException) -> None:

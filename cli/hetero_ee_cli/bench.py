@@ -5,8 +5,9 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 FORMATS = ("md", "csv", "json", "jsonl")
-MAX_TOKENS, MAX_REPETITIONS = 2**20, 1000
+MAX_TOKENS, MAX_REPETITIONS, MAX_THREADS = 2**20, 1000, 1024
 NANOSECONDS = 1e9
 
 Row = dict[str, Any]
@@ -42,6 +43,7 @@ def bench(
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
+    plan: Annotated[Path | None, typer.Option(help="Predict from this plan's JSON instead of a new one.")] = None,
     quantizer: Quantizer = None,
     offline: Offline = None,
 ) -> None:
@@ -49,7 +51,7 @@ def bench(
 
     A machine without a full profile is measured first, in some minutes. Run it on a quiet machine.
     """
-    lengths = [_numbers(text, flag) for text, flag in ((n_prompt, "-p"), (n_gen, "-n"), (n_depth, "-d"))]
+    prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
     _check(style, repetitions)
     with ending_at_once():
@@ -58,53 +60,65 @@ def bench(
         from hetero_ee_profiles.process import physical_core_count
     from hetero_ee_cli.progress import stage_progress
 
-    counts = _numbers(threads, "-t") if threads else [read_settings().value("threads") or physical_core_count()]
-    tests = [
-        (p, n, d)
-        for p, n in [*((p, 0) for p in lengths[0]), *((0, n) for n in lengths[1])]
-        if p + n
-        for d in lengths[2]
-    ]
+    settings = read_settings()
+    counts = _numbers(threads, "-t") if threads else [settings.value("threads") or physical_core_count()]
+    tests = _tests(prompts, texts, depths, counts)
     rows: list[Row] = []
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline=bool(offline), progress=progress)
+        spec, name, folder = model_spec(model, random_weights, offline, progress)
+        given = _given_plan(plan, spec)
         profile = profile_for(spec, folder, progress, quick=quick, threads=tuple(counts))
         for n_threads in counts:
-            max_tokens = max(p + n + d for p, n, d in tests)
-            source = model if folder is not None else None
-            with _executor(source, folder is None, spec, n_threads, max_tokens, quantizer, progress) as executor:
+            max_tokens = max(map(sum, tests))
+            options = {"quantizer": settings.value("quantizer", quantizer), "context_tokens": max_tokens}
+            with _executor(folder, spec, options | {"threads": n_threads, "progress": progress}) as executor:
                 for test in tests:
-                    rows.append(_row(executor, name, profile, n_threads, test, repetitions))
+                    rows.append(_row(executor, name, profile, n_threads, test, repetitions, given))
                     if style in ("md", "jsonl"):
                         _print_row(rows, style)
     if style in ("json", "csv"):
         print(_document(rows, style), end="")
 
 
+def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[tuple[int, int, int]]:
+    """(prompt, text, depth) of each test: prompts first, as llama-bench has them. Raises UsageError."""
+    from hetero_ee.errors import UsageError
+
+    if not all(1 <= count <= MAX_THREADS for count in threads):
+        raise UsageError(f"-t is {','.join(map(str, threads))}; expected 1 to {MAX_THREADS} threads.")
+    pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
+    if not pairs:
+        raise UsageError("-p and -n are both 0, so there is nothing to measure; give one of them.")
+    return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
+
+
+def _given_plan(file: Path | None, spec: "ModelSpec") -> "Plan | None":
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.planning.planner import check_fits
+
+    if file is None:
+        return None
+    made = Plan.load(file)
+    check_fits(made, spec)
+    return made
+
+
 @contextmanager
-def _executor(
-    model: str | None,
-    is_random: bool,
-    spec: "ModelSpec",
-    threads: int,
-    max_tokens: int,
-    quantizer: str | None,
-    progress: Callable[[str, int, int], None],
-) -> "Iterator[Executor]":
+def _executor(folder: Path | None, spec: "ModelSpec", options: dict[str, Any]) -> "Iterator[Executor]":
+    """What runs the model in `folder`, or random weights where there is none."""
     from hetero_ee.engine import Engine, open_executor
     from hetero_ee.weights.random_weights import random_weights
 
-    if is_random:
-        executor = open_executor(spec, random_weights(spec), max_tokens, threads, progress)
-        try:
-            yield executor
-        finally:
-            executor.close()
+    if folder is not None:
+        with Engine.from_pretrained(folder, **options) as engine:
+            yield engine.executor
         return
-    with Engine.from_pretrained(
-        model, quantizer=quantizer, context_tokens=max_tokens, threads=threads, progress=progress
-    ) as engine:
-        yield engine.executor
+    weights = random_weights(spec)
+    executor = open_executor(spec, weights, options["context_tokens"], options["threads"], options["progress"])
+    try:
+        yield executor
+    finally:
+        executor.close()
 
 
 def _row(
@@ -114,16 +128,18 @@ def _row(
     threads: int,
     test: tuple[int, int, int],
     repetitions: int,
+    given: "Plan | None",
 ) -> Row:
     from hetero_ee.decoding.benchmark import bench_run
     from hetero_ee.planning.limits import Limits
-    from hetero_ee.planning.planner import plan
+    from hetero_ee.planning.planner import plan as make_plan
 
     n_prompt, n_gen, n_depth = test
     # A text of n tokens is predicted at the length it has in its middle.
     context = n_depth + (n_prompt or max(1, n_gen // 2))
-    limits = Limits(context_tokens=max(executor.cache.max_tokens, context), threads=threads)
-    made = plan(executor.spec, profile, limits, predict_at_tokens=context)
+    # Nothing runs on a GPU yet.
+    limits = Limits(context_tokens=max(executor.cache.max_tokens, context), threads=threads, gpu_layers=0)
+    made = given or make_plan(executor.spec, profile, limits, predict_at_tokens=context)
     run = bench_run(
         executor,
         n_prompt,
@@ -211,7 +227,7 @@ def _numbers(text: str, flag: str) -> list[int]:
     from hetero_ee.errors import UsageError, shown
 
     words = text.split(",")
-    if not all(word.isascii() and word.isdecimal() and int(word[:9]) <= MAX_TOKENS for word in words):
+    if not all(word.isascii() and word.isdecimal() and len(word) < 9 and int(word) <= MAX_TOKENS for word in words):
         raise UsageError(f"{flag} is {shown(text)}; expected whole numbers up to {MAX_TOKENS}, separated by commas.")
     return [int(word) for word in words]
 

@@ -15,7 +15,6 @@ ReadLine = Callable[[str], str | None]  # a prompt -> a line without its end, No
 PROMPT, PROMPT_OF_MORE = "> ", ". "
 FENCE = '"""'
 MAX_LINE_BYTES = 2**20
-MAX_MESSAGE_CHARACTERS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,8 @@ def _continued(line: str, read_line: ReadLine) -> str:
 
 
 def _joined(text: str, line: str) -> str:
+    from hetero_ee.decoding.chat_template import MAX_MESSAGE_CHARACTERS
+
     if len(text) + len(line) >= MAX_MESSAGE_CHARACTERS:
         raise UsageError(f"the message has more than {MAX_MESSAGE_CHARACTERS} characters.")
     return f"{text}\n{line}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee_cli.output import printable
 from hetero_ee_cli.setting_options import CtxSize, Model, Offline, Quantizer, Threads
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _table(resolved: "list[Resolved]", settings: "Settings", places: dict[str, P
     rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
     rows += [("", "", ""), ("path", "", "")]
     missing = "" if settings.file.exists() else "not there"
-    rows += [(name, str(place), missing if name == "config_file" else "") for name, place in places.items()]
+    rows += [(name, printable(str(place)), missing if name == "config_file" else "") for name, place in places.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}".rstrip() for name, value, source in rows)
 
@@ -77,4 +78,4 @@ def _table(resolved: "list[Resolved]", settings: "Settings", places: dict[str, P
 def _shown(found: "Resolved") -> str:
     if isinstance(found.value, bool):
         return str(found.value).lower()
-    return found.setting.default_text if found.value is None else str(found.value)
+    return found.setting.default_text if found.value is None else printable(str(found.value))

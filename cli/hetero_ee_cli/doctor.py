@@ -67,7 +67,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
         "huge pages": partial(machine.huge_pages, host),
         "torch": partial(software.torch, build),
         "GPU": partial(machine.gpu, host, build),
-        "GPU matmul": partial(software.gpu_matmul, lambda: bool(gpu_inventory(host).gpus)),
+        "GPU matmul": partial(software.gpu_matmul, lambda: gpu_inventory(host).kind),
         "transformers": software.transformers,
         "huggingface_hub": software.hub,
         "Numba": software.numba,

@@ -106,6 +106,7 @@ def _cache() -> Path:
 
 def _folders(stores: list[str]) -> list[Path]:
     """The folders that are meant; without any, those of all finished stores."""
+    from hetero_ee.config.toml_file import expanded
     from hetero_ee.weights.library import StoreState, stored_model, stored_models
 
     cache = _cache()
@@ -113,7 +114,7 @@ def _folders(stores: list[str]) -> list[Path]:
         return [model.path for model in stored_models(cache) if model.state is not StoreState.UNFINISHED]
     is_path = [os.sep in store or store in (".", "..") or store.startswith("~") for store in stores]
     return [
-        Path(store).expanduser() if path else stored_model(cache, store).path
+        expanded(store, "the store") if path else stored_model(cache, store).path
         for store, path in zip(stores, is_path, strict=True)
     ]
 
@@ -133,7 +134,9 @@ def _table(found: "list[StoredModel]") -> str:
     rows = [("name", "state", "quantizer", "size", "last used")]
     for model in found:
         day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
-        rows.append((printable(model.name), model.state.value, model.quantizer or "", _size(model.n_bytes), day))
+        rows.append(
+            (printable(model.name), model.state.value, printable(model.quantizer or ""), _size(model.n_bytes), day)
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

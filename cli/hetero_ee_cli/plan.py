@@ -1,7 +1,5 @@
 """`hetero-ee plan`: where every part of a model would go, why, and how fast that is expected to be."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from hetero_ee.planning.statistics import ExitStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
-JSON_SCHEMA = 1
 GIB = 2**30
 
 
@@ -59,11 +56,14 @@ def plan(
     curve_file: Annotated[
         Path | None, typer.Option(help="Draw the curve into a PNG file instead; needs the extra [plot].")
     ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Explain a plan that --json has printed instead of making one.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON document.")] = False,
 ) -> None:
     """Plan where each part of a model goes, and say what to expect. Nothing is loaded or changed.
 
-    The last line of the output is a string of flags that pins the plan.
+    The last line of the output is a string of flags that pins the plan, for plan itself.
     """
     limits = limits_from(
         vram_budget=vram_budget,
@@ -78,19 +78,28 @@ def plan(
         threads=threads,
     )
     with ending_at_once():
+        from hetero_ee.planning.explanation import explained
+        from hetero_ee.planning.plan import Plan
+        from hetero_ee.planning.planner import check_fits
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.statistics import published_statistics
         from hetero_ee_cli.profile import profile_for
+        from hetero_ee_profiles.records import to_json
     from hetero_ee_cli.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline=bool(offline), progress=progress)
-        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress)
+        spec, _, folder = model_spec(model, random_weights, offline, progress)
+        if plan_file is not None:
+            made = Plan.load(plan_file)
+            check_fits(made, spec)
+            print(to_json(made) if as_json else explained(made), end="" if as_json else "\n")
+            return
+        counts = (limits.threads,) if limits.threads else ()
+        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=counts)
     statistics = published_statistics(spec.n_layers) if published_exits else None
     made = make_plan(spec, profile, limits, statistics)
     if as_json:
-        document = {"schema": JSON_SCHEMA, "model_name": name, "plan_hash": made.sha256}
-        print(json.dumps(document | dataclasses.asdict(made)))
+        print(to_json(made), end="")
     elif curve or curve_file:
         _draw(spec, profile, limits, statistics, curve_file)
     else:

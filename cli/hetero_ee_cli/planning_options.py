@@ -1,8 +1,9 @@
 """Flags of the commands that plan: which model, which machine, within which limits."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 GIB, MIB = 2**30, 2**20
+Progress = Callable[[str, int, int], None]
 
 ModelArgument = Annotated[
     str | None,
@@ -91,11 +93,13 @@ def hardware_from(name: str) -> "HardwareProfile":
         )
     try:
         return read_record(HardwareProfile, Path(name).expanduser())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of a user who doesn't exist
         raise UsageError(f"the profile {name} can't be used ({error}); measure one with hetero-ee profile.") from error
 
 
-def model_spec(model: str | None, random_weights: str | None, **options: Any) -> "tuple[ModelSpec, str, Path | None]":
+def model_spec(
+    model: str | None, random_weights: str | None, offline: bool | None, progress: Progress
+) -> "tuple[ModelSpec, str, Path | None]":
     """The model's shapes, its name for people, and its folder where it has one. Raises HeteroError."""
     from hetero_ee.config.settings import read_settings
     from hetero_ee.errors import UsageError
@@ -108,7 +112,10 @@ def model_spec(model: str | None, random_weights: str | None, **options: Any) ->
         if model is not None:
             raise UsageError("MODEL and --random-weights exclude each other; give one.")
         return known_spec(random_weights), f"{random_weights} (random weights)", None
-    folder = resolve_model(read_settings().value("model", model), **options)
+    settings = read_settings()
+    folder = resolve_model(
+        settings.value("model", model), offline=settings.value("offline", offline), progress=progress
+    )
     return ModelSpec.from_hf(folder), model_name(folder), folder
 
 

@@ -39,7 +39,7 @@ def profile(
     from hetero_ee_cli.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline=bool(offline), progress=progress)
+        spec, name, folder = model_spec(model, random_weights, offline, progress)
         found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
     if as_json:
         print(json.dumps({"schema": JSON_SCHEMA, "model_name": name} | dataclasses.asdict(found)))

@@ -76,7 +76,8 @@ class Team:
         self.n_threads = n_threads
         self._memory = np.zeros(64, np.int64)
         self._shared = (self._memory.ctypes.data + 63) & ~63  # a cache line's edge
-        self._lock = threading.Lock()
+        # Its own thread may take it again: Ctrl-C between enter() and the caller's try leaves it taken for good.
+        self._lock = threading.RLock()
         self._wake = threading.Semaphore(0)
         self._asleep = 0
         self._asleep_lock = threading.Lock()

@@ -16,6 +16,7 @@ from typing import IO, Any
 from hetero_ee.errors import ModelError, shown
 
 RENDERER = Path(__file__).with_name("template_renderer.py")
+MAX_MESSAGE_CHARACTERS = 2**20  # of one user's message
 BYTES_PER_CHARACTER = 12  # at most, in JSON's ASCII
 WAY_OUT = "give another with --chat-template-file, or use hetero-ee generate"
 

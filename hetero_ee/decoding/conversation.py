@@ -12,7 +12,7 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
-from hetero_ee.decoding.chat_template import ChatTemplate, Message
+from hetero_ee.decoding.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.decoding.full import Ending, generate_from
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
@@ -21,7 +21,6 @@ from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executor import Executor
 
-MAX_MESSAGE_CHARACTERS = 2**20
 N_SEEDS = 2**64
 
 

@@ -1,14 +1,15 @@
 """Finds regular expressions that can take a lifetime: those with more ways to match a text than there is time to try.
 
 A group that is repeated must hold nothing variable itself: (a+)+ cuts n letters in 2^(n-1) ways. An alternative may
-repeat things without end a few times: each further one multiplies the ways by the length of the text.
+repeat things often a few times: each further one multiplies the ways by the length of the text, or by its bound.
 """
 
 import re
 from dataclasses import dataclass
 
 MAX_LENGTH = 10_000  # the longest published ones have about 1500 characters
-MAX_ENDLESS = 4  # repetitions without end in one alternative; published ones have up to two
+MAX_ENDLESS = 3  # repetitions without end, or nearly, in one alternative; published ones have up to two
+MAX_SPREAD = 3  # between the least and the most of a repetition that is not counted among them; published: {1,3}
 # References to groups, calls, conditions, absence, comments, free spacing and quotes: nobody splits text by these, and
 # some hide from the reading below what the expression does.
 _UNUSUAL = re.compile(r"\\[1-9kgQcCM]|\(\?(?:[R0-9&~(#]|P[=>]|[a-wyzA-Z-]*x)")
@@ -40,7 +41,7 @@ def why_slow(expression: str) -> str | None:
         elif _REPEAT.match(token) and not groups[-1].repeat(token, closed):
             return "repeats a group that matches one text in several ways"
         if groups[-1].n_endless > MAX_ENDLESS:
-            return f"repeats without end more than {MAX_ENDLESS} times in one alternative"
+            return f"repeats without end, or nearly, more than {MAX_ENDLESS} times in one alternative"
         closed = _Group()
     return None
 
@@ -60,8 +61,8 @@ def _without_classes(text: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """is_variable: whether it may match one text in several ways. n_endless: repetitions without end in the alternative
-    being read; most_endless: in those before."""
+    """is_variable: whether it may match one text in several ways. n_endless: repetitions without end, or nearly, in the
+    alternative being read; most_endless: in those before."""
 
     is_variable: bool = False
     n_endless: int = 0
@@ -83,7 +84,7 @@ class _Group:
             return False
         if least != most:
             self.is_variable = True
-            self.n_endless += most is None
+            self.n_endless += most is None or most - least > MAX_SPREAD
         return all(other[0] in "+?" for other in others[:1]) and len(others) <= 1 and not (first[1] and others)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from hetero_ee.decoding.tokenizer_file import check_tokenizer_files
 from hetero_ee.errors import ModelError, UsageError, shown
-from hetero_ee.models.model_files import TOKENIZER_FILES
-from hetero_ee.models.regular_file import find_file
+from hetero_ee.models.model_files import require_tokenizer
 
 # These two names mean "tokenizer.json as it is". Going past AutoTokenizer saves 1.5 s of its imports at every start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
@@ -25,8 +24,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
         """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
-        if not any(find_file(folder, name) for name in TOKENIZER_FILES):
-            raise ModelError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there.")
+        require_tokenizer(folder)
         check_tokenizer_files(folder)
         with _model_errors(f"the tokenizer in {folder} can't be read"):
             backend = _load_backend(folder)

@@ -15,7 +15,7 @@ from hetero_ee.config import Progress
 from hetero_ee.errors import CheckpointError, DiskFullError, ModelError, UsageError, shown
 from hetero_ee.models.download import N_ATTEMPTS, Download
 from hetero_ee.models.hub_errors import hub_error, hub_host, is_transient
-from hetero_ee.models.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from hetero_ee.models.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
 from hetero_ee.models.model_id import ModelId, is_commit, local_folder
 from hetero_ee.models.repository import RemoteFile, Repository
 from hetero_ee.models.spec import ModelSpec
@@ -83,11 +83,12 @@ class _Hub:
             raise hub_error(error, self._model) from error
 
     def _cached_folder(self) -> Path | None:
-        """Where the revision lies in the cache, if with all its weights."""
+        """Where the revision lies in the cache, if with all its weights and a tokenizer."""
         try:
             config, index = self._cached_file(CONFIG_FILE), self._cached_file(INDEX_FILE)
             is_single = self._cached_file(SINGLE_FILE) is not None
-            is_complete = is_single or (index is not None and all(map(self._cached_file, indexed_files(index))))
+            has_weights = is_single or (index is not None and all(map(self._cached_file, indexed_files(index))))
+            is_complete = has_weights and any(map(self._cached_file, TOKENIZER_FILES))
         except (CheckpointError, OSError, ValueError):  # a cache that is damaged holds nothing
             return None
         return config.parent if config and is_complete else None
@@ -167,8 +168,10 @@ class _Hub:
 
 
 def _remote_file(listed: Any) -> RemoteFile:
+    if not isinstance(listed.size, int):
+        raise TypeError(f"size {shown(listed.size)}")  # no answer of a Hub
     digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
-    return RemoteFile(listed.rfilename, listed.size or 0, digest if _DIGEST.fullmatch(digest or "") else "")
+    return RemoteFile(listed.rfilename, listed.size, digest if _DIGEST.fullmatch(digest or "") else "")
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.costs import ON_GPU
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.planning.costs import ON_GPU, STREAMED
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
 from hetero_ee.planning.memory import (
     MemoryTerm,
@@ -40,21 +41,23 @@ class Candidate:
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
-    """The candidate of least request_s. Raises UsageError where nothing fits."""
+    """The candidate of least request_s that keeps the budgets. Raises UsageError where none does."""
     options = [problem.options(part, 1, context_tokens) for part in problem.layers]
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
-    found = [
-        _completed(problem, places, chunk, context_tokens)
-        for chunk in chunks
-        for places in _placements(problem, options, chunk)
-    ]
+    placed = [(_with_disk(problem, p, chunk), chunk) for chunk in chunks for p in _placements(problem, options, chunk)]
+    if not placed:
+        raise UsageError(_does_not_fit(problem, options))
+    fitting = [each for each in placed if _ram_bytes(problem, *each) <= problem.ram_budget_bytes]
+    if not fitting:
+        raise UsageError(_too_little_ram(problem, min(_ram_bytes(problem, *each) for each in placed)))
+    every = (_completed(problem, places, chunk, context_tokens) for places, chunk in fitting)
+    found = [each for each in every if _gpu_bytes(each.memory) <= problem.vram_budget_bytes]
     if not found:
         raise UsageError(_does_not_fit(problem, options))
     return min(found, key=lambda candidate: candidate.request_s)
 
 
 def _completed(problem: Problem, places: Places, chunk: int, context_tokens: int) -> Candidate:
-    places = _with_disk(problem, places, chunk)
     prefill = _prefill_places(problem, places, chunk)
     schedule = best_schedule(problem, places, context_tokens)
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
@@ -66,28 +69,38 @@ def _completed(problem: Problem, places: Places, chunk: int, context_tokens: int
 def _placements(problem: Problem, options: Sequence[dict[str, Option]], chunk: int) -> Iterator[Places]:
     """Everything on the CPU; then with the head on the GPU: the fastest chain, and as many first layers as fit, each
     with room for streaming prompts' weights and without."""
-    head_place = problem.limits.pinned_place("head")
-    if all("cpu" in option for option in options) and head_place in (None, "cpu"):
+    pinned_head = problem.limits.pinned_place("head")
+    if all("cpu" in option for option in options) and pinned_head in (None, "cpu"):
         yield ("cpu", *("cpu" for _ in options), "cpu")
-    head_place = head_place or "gpu"
-    reserved = sum(term.n_bytes for term in _reserve(problem, head_place, chunk))
+    if not problem.has_gpu:
+        return
+    head_place = pinned_head or "gpu"
+    budget = problem.vram_budget_bytes - sum(term.n_bytes for term in _reserve(problem, head_place, chunk))
     crossing_s = problem.costs.crossing_s(1)
-    for buffer_bytes in (0, stream_buffer_bytes(problem.layers, ["stream"] * len(options))):
-        budget = problem.vram_budget_bytes - reserved - buffer_bytes
-        if budget < 0 or not problem.has_gpu:
+    for buffer_bytes in _buffers(problem, options):
+        left = budget - buffer_bytes
+        if left < 0:
             continue
         allowed = options if buffer_bytes else _without_streaming(options)
-        for places in (
-            place_chain(allowed, budget, crossing_s, ends_on_gpu=head_place == "gpu"),
-            _prefix(allowed, budget),
-        ):
-            if places is not None and any(place in ON_GPU for place in places):
+        chain = place_chain(allowed, left, crossing_s, ends_on_gpu=head_place == "gpu")
+        for places in (chain, _prefix(allowed, left)):
+            if places is not None and (pinned_head == "gpu" or any(place in ON_GPU for place in places)):
                 yield ("cpu", *places, head_place)
 
 
+def _buffers(problem: Problem, options: Sequence[dict[str, Option]]) -> list[int]:
+    """Bytes to set aside for streaming: none, what weights take, and what weights with keys and values take."""
+    streamed, visiting = (
+        stream_buffer_bytes(problem.layers, [place] * len(options), problem.context_tokens)
+        for place in ("stream", "visit")
+    )
+    is_pinned = any(set(option) == {"stream"} for option in options)
+    return [streamed, visiting] if is_pinned else [0, streamed, visiting]
+
+
 def _without_streaming(options: Sequence[dict[str, Option]]) -> list[dict[str, Option]]:
-    """The options but for streaming; what is pinned to it stays, and then fits only where there are buffers."""
-    return [{name: o for name, o in part.items() if name != "stream"} or part for part in options]
+    """The options but for streaming, to which nothing is pinned."""
+    return [{name: option for name, option in part.items() if name != "stream"} for part in options]
 
 
 def prefix_places(problem: Problem, n_layers: int) -> Places:
@@ -109,7 +122,7 @@ def _prefix(options: Sequence[dict[str, Option]], budget_bytes: int) -> Places |
 def _reserve(problem: Problem, head_place: str, chunk: int) -> list[MemoryTerm]:
     drafts = problem.limits.draft_tokens or BEST_OF_DRAFTS
     assert drafts <= MAX_DRAFT_TOKENS
-    terms = gpu_reserve_terms(problem.spec, problem.parts, chunk, drafts)
+    terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
     return [term for term in terms if head_place == "gpu" or term.name not in ("head", "logits")]
 
 
@@ -123,20 +136,22 @@ def _does_not_fit(problem: Problem, options: Sequence[dict[str, Option]]) -> str
     )
 
 
+def _too_little_ram(problem: Problem, needed_bytes: int) -> str:
+    return (
+        f"keys and values, activations and what is streamed need {needed_bytes / 2**30:.2f} GiB of RAM and "
+        f"{problem.ram_budget_bytes / 2**30:.2f} GiB can be had; choose a shorter context (--ctx-size), drop an "
+        "override, or raise --ram-budget."
+    )
+
+
 def _with_disk(problem: Problem, places: Places, chunk: int) -> Places:
-    """Parts beyond the RAM budget stay on the disk, the last first. Raises UsageError where the rest is too much."""
+    """Parts beyond the RAM budget stay on the disk, the last first."""
     places_now = list(places)
     for index in range(len(places) - 1, 0, -1):
         if _ram_bytes(problem, places_now, chunk) <= problem.ram_budget_bytes:
             break
         if places_now[index] == "cpu":
             places_now[index] = "disk"
-    needed = _ram_bytes(problem, places_now, chunk)
-    if needed > problem.ram_budget_bytes:
-        raise UsageError(
-            f"context and activations alone need {needed / 2**30:.2f} GiB of RAM and "
-            f"{problem.ram_budget_bytes / 2**30:.2f} GiB can be had; choose a shorter context (--ctx-size)."
-        )
     return tuple(places_now)
 
 
@@ -167,32 +182,46 @@ def memory_terms(problem: Problem, places: Places, prefill: Places, chunk: int) 
     layers = [(part, place) for part, place in pairs if part.layer is not None]
     weights = sum(rounded(part.weight_bytes) for part, place in layers if place == "gpu")
     kv_bytes = sum(part_gpu_bytes(part, "stream", problem.context_tokens) for part, place in layers if place in ON_GPU)
-    buffers = max(stream_buffer_bytes(problem.parts, each) for each in (places, prefill))
+    buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (places, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
     terms += [MemoryTerm("gpu", "stream buffers", buffers)] if buffers else []
     return terms + _reserve(problem, places[-1], chunk)
 
 
+def _gpu_bytes(terms: Sequence[MemoryTerm]) -> int:
+    return sum(term.n_bytes for term in terms if term.device == "gpu")
+
+
 def _prefill_places(problem: Problem, places: Places, chunk: int) -> Places:
-    """Parts in RAM are computed where they lie, or streamed where that is faster for a whole chunk and buffers fit."""
-    spare = problem.vram_budget_bytes - sum(
-        term.n_bytes for term in memory_terms(problem, places, places, chunk) if term.device == "gpu"
-    )
+    """Parts in RAM are computed where they lie, or visit the GPU where that is faster for a chunk and there is room.
+
+    What fits into the buffers' room decides who may: all, the FFNs alone, which have no keys and values, or none.
+    """
+    used = _gpu_bytes(memory_terms(problem, places, places, chunk))
+    may_visit = problem.has_gpu and places[-1] in ON_GPU
+    found = [places]
+    for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)) if may_visit else ():
+        tried = _visiting(problem, places, chunk, kinds)
+        buffers = stream_buffer_bytes(problem.parts, tried, problem.context_tokens)
+        if used + buffers <= problem.vram_budget_bytes:
+            found.append(tried)
+    costs = problem.costs
+    return min(found, key=lambda each: costs.pass_time(problem.parts, each, chunk, chunk).seconds)
+
+
+def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[BlockKind]) -> Places:
+    """The fastest chain for a chunk where parts of these kinds may visit."""
     options = []
     for part, place in zip(problem.layers, places[1:-1], strict=True):
-        allowed = ["cpu", "stream"] if place == "cpu" and problem.has_gpu and places[-1] in ON_GPU else [place]
+        allowed = ["cpu", "visit"] if place == "cpu" and part.kind in kinds else [place]
         options.append({each: _prefill_option(problem, part, each, chunk) for each in allowed})
-    streamed = place_chain(options, 0, problem.costs.crossing_s(chunk), ends_on_gpu=places[-1] in ON_GPU)
-    assert streamed is not None, "nothing here takes memory"
-    if stream_buffer_bytes(problem.layers, streamed) > spare:
-        return places
-    found = (places[0], *streamed, places[-1])
-    costs = problem.costs
-    return min((places, found), key=lambda each: costs.pass_time(problem.parts, each, chunk, chunk).seconds)
+    chain = place_chain(options, 0, problem.costs.crossing_s(chunk), ends_on_gpu=places[-1] in ON_GPU)
+    assert chain is not None, "nothing here takes memory"
+    return (places[0], *chain, places[-1])
 
 
 def _prefill_option(problem: Problem, part: Part, place: str, chunk: int) -> Option:
     seconds = problem.costs.part_s(part, place, chunk, chunk)
-    if place == "stream":
-        seconds = max(seconds, problem.costs.copy_s(part))
+    if place in STREAMED:
+        seconds = max(seconds, problem.costs.copy_s(part, place, chunk))
     return Option(seconds, 0, on_gpu=place in ON_GPU)

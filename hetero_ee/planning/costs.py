@@ -5,18 +5,20 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import Part
-from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
+from hetero_ee.planning.parts import FLOAT_BYTES, Part
+from hetero_ee_profiles.hardware import DERIVED, DeviceTimes, HardwareProfile
 
-ON_GPU = ("gpu", "stream")  # places whose parts the GPU computes
+STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
+ON_GPU = ("gpu", *STREAMED)  # places whose parts the GPU computes
+FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
 HIDDEN_BYTES = 4  # of one value of a hidden state that crosses
 N_STREAM_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """seconds: of the whole pass. cpu, gpu: its computing; link: copies of weights and crossings; waited: computing
-    that had to wait for a copy."""
+    """seconds: of the whole pass. cpu_s, gpu_s: its computing. crossing_s: hidden states between the devices. waited_s:
+    computing that had to wait for a copy."""
 
     seconds: float
     cpu_s: float
@@ -58,16 +60,17 @@ class Costs:
             seconds += self._outside_s(part, times, m)
         if part.kind is BlockKind.ATTENTION:
             seen = min(context_tokens, part.window_tokens + m - 1) if part.window_tokens else context_tokens
-            seconds += times.attention_s(self.spec.n_heads, self.spec.head_dim, m, max(seen, m))
+            seconds += self._attention_s(part, times, m, max(seen, m))
         if place == "disk":
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
-    def copy_s(self, part: Part) -> float:
-        """Streaming the part's weights to the GPU from pinned memory."""
+    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
+        """Streaming the part's weights to the GPU from pinned memory; of a visiting part keys and values too."""
         link = self.profile.link
         assert link is not None
-        return link.latency.value + part.weight_bytes / link.to_gpu_bytes_per_s.value
+        n_bytes = part.weight_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
+        return link.latency.value + n_bytes / link.to_gpu_bytes_per_s.value
 
     def crossing_s(self, m: int) -> float:
         """Bringing m rows of hidden states from one device to the other; 0 without a GPU."""
@@ -76,10 +79,13 @@ class Costs:
             return 0.0
         return link.crossing.value + (m - 1) * self.spec.hidden_size * HIDDEN_BYTES / link.to_cpu_bytes_per_s.value
 
-    def pass_time(self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int) -> PassTime:
+    def pass_time(
+        self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int, *, returns: bool = True
+    ) -> PassTime:
         """m rows through these parts in order, copies of streamed parts running ahead under the computing.
 
-        Rows begin on the CPU and end there. A streamed part's buffer is free once the one before the last is done.
+        Rows begin on the CPU, and one comes back there where it `returns`. A streamed part's buffer is free once the
+        one before the last is done.
         """
         now = link_free = cpu_s = gpu_s = crossing_s = waited_s = 0.0
         buffer_free = [0.0] * N_STREAM_BUFFERS
@@ -90,8 +96,8 @@ class Costs:
                 on_gpu = not on_gpu
                 crossing_s += self.crossing_s(m)
                 now += self.crossing_s(m)
-            if place == "stream":
-                link_free = max(link_free, buffer_free[0]) + self.copy_s(part)
+            if place in STREAMED:
+                link_free = max(link_free, buffer_free[0]) + self.copy_s(part, place, context_tokens)
                 waited_s += max(0.0, link_free - now)
                 now = max(now, link_free)
                 buffer_free = [*buffer_free[1:], now + seconds]
@@ -100,10 +106,19 @@ class Costs:
                 gpu_s += seconds
             else:
                 cpu_s += seconds
-        if on_gpu:
+        if on_gpu and returns:
             crossing_s += self.crossing_s(1)
             now += self.crossing_s(1)
         return PassTime(now, cpu_s, gpu_s, crossing_s, waited_s)
+
+    def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
+        """Of few rows in proportion to the keys and values read. A measured profile has its own cache's type; from a
+        derived one, whose figures are for fp32, the type is reckoned."""
+        spec = self.spec
+        seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= FEW_ROWS)
+        if self.profile.kind == DERIVED and m <= FEW_ROWS:
+            seconds *= part.kv_bytes_per_token / (2 * spec.kv_size * FLOAT_BYTES)
+        return seconds
 
     def _device(self, place: str) -> DeviceTimes:
         if place not in ON_GPU:

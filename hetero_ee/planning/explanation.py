@@ -26,9 +26,11 @@ def flags(plan: Plan) -> str:
     words = [f"-c {plan.context_tokens}", f"-t {plan.threads}", f"--kv-type {plan.kv_type}", f"--mode {plan.mode}"]
     if plan.mode == "exact":
         words.append(f"--draft-tokens {plan.draft_tokens}")
-    if plan.vram_budget_bytes:
-        words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
-        words += [f"--override '{pattern}={place}'" for pattern, place in overrides(plan)]
+    words.append(f"--ram-budget {plan.ram_budget_bytes / GIB:.2f}")
+    if not any(part.decode_place in ("gpu", "stream") for part in plan.parts):
+        return " ".join([*words, "--gpu-layers 0"])
+    words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
+    words += [f"--override '{pattern}={place}'" for pattern, place in overrides(plan)]
     return " ".join(words)
 
 
@@ -56,18 +58,18 @@ def _map(plan: Plan) -> list[str]:
     lines = [f"{'layer':10} 0{n_layers - 1:>{max(1, n_layers - 1)}}"]
     for kind in ("attention", "ffn"):
         parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        lines.append(f"{kind:10} {_letters(parts, prefill=False)}")
+        lines.append(f"{kind:10} {_letters(parts)}")
     for part in (plan.parts[0], plan.parts[-1]):
-        lines.append(f"{part.name:10} {_letters([part], prefill=False)}")
-    used = {place for part in plan.parts for place in (part.decode_place, part.prefill_place)}
-    n_streamed = sum(part.prefill_place == "stream" != part.decode_place for part in plan.parts)
+        lines.append(f"{part.name:10} {_letters([part])}")
+    used = {part.decode_place for part in plan.parts}
+    n_streamed = sum(part.prefill_place == "visit" for part in plan.parts)
     if n_streamed:
         lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
     return [*lines, f"{'':10} {', '.join(LEGEND[place] for place in LETTERS if place in used)}"]
 
 
-def _letters(parts: Sequence[PlacedPart], *, prefill: bool) -> str:
-    return "".join(LETTERS[part.prefill_place if prefill else part.decode_place] for part in parts)
+def _letters(parts: Sequence[PlacedPart]) -> str:
+    return "".join(LETTERS[part.decode_place] for part in parts)
 
 
 def _memory(plan: Plan) -> list[str]:

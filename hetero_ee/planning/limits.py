@@ -15,10 +15,11 @@ MAX_DRAFT_TOKENS = 16
 class Limits:
     """vram_budget_bytes, ram_budget_bytes: None for what is free, of the GPU's less the margin.
 
-    gpu_layers: whole layers on the GPU, counted from the first; None lets the planner choose. overrides: pairs of a
-    regular expression and a place ("gpu", "cpu" or "stream") for the parts whose names it matches wholly; of several
-    that match the first counts. context_tokens: 0 for the model's own. mode: "full" or "exact", draft_tokens: rows in
-    one pass of verification; None lets the planner choose. threads: 0 for all. Raises UsageError.
+    gpu_layers: whole layers on the GPU, counted from the first, 0 for no GPU at all; None lets the planner choose.
+    overrides: pairs of a regular expression and a place ("gpu", "cpu" or "stream") for the parts whose names it matches
+    wholly; of several that match the first counts. A part on the CPU may still be read from the disk, if RAM is short.
+    context_tokens: 0 for the model's own. mode: "full" or "exact", draft_tokens: rows in one pass of verification; None
+    lets the planner choose. threads: 0 for all. Raises UsageError.
     """
 
     vram_budget_bytes: int | None = None

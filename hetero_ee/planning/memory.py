@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import N_STREAM_BUFFERS
+from hetero_ee.planning.costs import N_STREAM_BUFFERS, STREAMED
 from hetero_ee.planning.parts import FLOAT_BYTES, Part
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
+SEGMENT_ROWS = 16  # of one launch of the GPU's attention
+ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allowance, not measured
 
 
@@ -38,20 +40,29 @@ def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     return chunk_tokens * width * FLOAT_BYTES
 
 
-def gpu_reserve_terms(spec: ModelSpec, parts: Sequence[Part], chunk_tokens: int, draft_tokens: int) -> list[MemoryTerm]:
+def gpu_reserve_terms(
+    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_tokens: int
+) -> list[MemoryTerm]:
     """What a GPU that computes any layer needs besides the parts placed there; the head comes first."""
-    vocabulary_bytes = sum(part.weight_bytes for part in parts if part.name == "head" or part.name == "embedding")
-    head = next(part for part in parts if part.name == "head")
-    head_bytes = vocabulary_bytes if head.shares_with else head.weight_bytes
-    return [
+    head_bytes = sum(product.n_bytes for product in parts[-1].products)
+    n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
+    terms = [
         MemoryTerm("gpu", "head", rounded(head_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_tokens * spec.vocab_size * FLOAT_BYTES)),
         MemoryTerm("gpu", "activations", rounded(working_bytes(spec, chunk_tokens))),
+        MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_ROWS * n_attended * FLOAT_BYTES)),
         MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
     ]
+    if spec.rope:
+        terms.append(MemoryTerm("gpu", "rotary angles", rounded(context_tokens * spec.head_dim * FLOAT_BYTES)))
+    return terms
 
 
-def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str]) -> int:
-    """The device buffers that streamed parts take turns in."""
-    streamed = [part.weight_bytes for part, place in zip(parts, places, strict=True) if place == "stream"]
+def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str], context_tokens: int) -> int:
+    """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
+    streamed = [
+        part.weight_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
+        for part, place in zip(parts, places, strict=True)
+        if place in STREAMED
+    ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0

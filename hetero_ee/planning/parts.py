@@ -20,13 +20,20 @@ class Product:
     n_rows: int
     n_columns: int
 
+    @property
+    def n_bytes(self) -> int:
+        """Of its matrix in tiles, scales included."""
+        n_rows, n_columns = padded_shape(self.n_rows, self.n_columns)
+        n_tiles = n_rows // TILE_ROWS * (n_columns // TILE_COLUMNS)
+        return n_tiles * ((INT4_TILE_BYTES if self.layout == "int4" else INT8_TILE_BYTES) + TILE_ROWS * SCALE_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """A unit of placement. weight_bytes: its tensors as stored. kv_bytes_per_token: what attention keeps a position.
 
-    shares_with: name of the part that holds its weights too (a tied head), None where they are its own. shape: the
-    same number for all parts that cost the same.
+    The head's are the final norm's too. shares_with: name of the part that holds its matrix too (a tied head), None
+    where it has its own. shape: the same number for all parts that cost the same.
     """
 
     name: str
@@ -46,11 +53,17 @@ class Part:
 
 def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_layout: str = "int8") -> list[Part]:
     """The parts in the order a token passes them: embedding, attention and FFN of each layer, head."""
-    blocks = [block for block in decoder_blocks(spec) if block.kind is not BlockKind.FINAL_NORM]
+    every = decoder_blocks(spec)
+    blocks = [block for block in every if block.kind is not BlockKind.FINAL_NORM]
+    norm_bytes = sum(
+        tensor_bytes(t, "fp32") for b in every if b.kind is BlockKind.FINAL_NORM for t in b.tensors.values()
+    )
     shapes: dict[object, int] = {}
     parts = []
     for block in blocks:
         part = _part(spec, block, kv_type, layout, vocabulary_layout)
+        if block.kind is BlockKind.HEAD:
+            part = replace(part, weight_bytes=part.weight_bytes + norm_bytes)
         shape = part.kind, part.products, part.weight_bytes, part.window_tokens
         parts.append(replace(part, shape=shapes.setdefault(shape, len(shapes))))
     return parts
@@ -65,9 +78,7 @@ def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
     """Bytes of a tensor as it is held in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):
         return FLOAT_BYTES * tensor.n_elements
-    n_rows, n_columns = padded_shape(tensor.shape[0], tensor.shape[1])
-    n_tiles = n_rows // TILE_ROWS * (n_columns // TILE_COLUMNS)
-    return n_tiles * ((INT4_TILE_BYTES if layout == "int4" else INT8_TILE_BYTES) + TILE_ROWS * SCALE_BYTES)
+    return Product(layout, tensor.shape[0], tensor.shape[1]).n_bytes
 
 
 def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_layout: str) -> Part:

@@ -9,13 +9,14 @@ from hetero_ee.planning.memory import MemoryTerm
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
 PLAN_VERSION = 1
-PART_PLACES = ("gpu", "cpu", "stream", "disk")
+PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk")
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """decode_place, prefill_place: "gpu" (weights stay there), "cpu", "stream" (weights wait in RAM, the GPU computes)
-    or "disk" (mapped, read when used). Seconds: at one row, and at a chunk of the prompt.
+    """decode_place, prefill_place: "gpu" (weights stay there), "cpu", "stream" (weights wait in RAM, the GPU computes),
+    "visit" (the same for a prompt alone, keys and values come along) or "disk" (mapped, read when used). Seconds: of
+    one row, and of a chunk of the prompt.
     """
 
     name: str

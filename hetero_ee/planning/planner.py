@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
+from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.candidates import best_candidate
+from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.prediction import placed_parts, predict
-from hetero_ee.planning.problem import resolve
+from hetero_ee.planning.problem import Problem, resolve
 from hetero_ee.planning.statistics import ExitStatistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -35,7 +37,7 @@ def plan(
         shapes_sha256=shapes_sha256(spec),
         hardware=profile.name,
         hardware_kind=profile.kind,
-        threads=problem.costs.cpu.threads,
+        threads=problem.limits.threads or problem.costs.cpu.threads,
         context_tokens=problem.context_tokens,
         kv_type=problem.limits.kv_type,
         mode=best.schedule.mode,
@@ -49,10 +51,31 @@ def plan(
         prediction=predict(
             problem, best.places, best.prefill, best.schedule, best.request_s, best.chunk_tokens, context
         ),
-        reasons=(),
+        reasons=tuple(_reasons(problem, best)),
     )
+
+
+def check_fits(made: Plan, spec: ModelSpec) -> None:
+    """Raises UsageError where the plan was made for a model of other shapes."""
+    if made.shapes_sha256 != shapes_sha256(spec):
+        raise UsageError(f"the plan is of a {made.model} with other shapes; make one for this model.")
 
 
 def shapes_sha256(spec: ModelSpec) -> str:
     """Identifies what a plan was made for: a model of other numbers can't use it."""
     return hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _reasons(problem: Problem, best: Candidate) -> Iterator[str]:
+    measured, asked = problem.costs.cpu.threads, problem.limits.threads
+    if asked and asked != measured:
+        yield f"Times are those of {measured} threads: the profile has none for {asked}."
+    n_on_disk = best.places.count("disk")
+    if n_on_disk:
+        yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
+    if problem.statistics is None:
+        yield "Exact mode was not considered: there are no exit statistics."
+    elif best.schedule.mode == "full":
+        yield f"Exact mode was declined: with {problem.statistics.source} it promises too little over full mode."
+    else:
+        yield f"Exits as in {problem.statistics.source}."

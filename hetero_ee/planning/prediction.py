@@ -49,11 +49,13 @@ def prompt_times(
     seconds, last = 0.0, None
     for first in range(n_known, n_tokens, chunk_tokens):
         m = min(chunk_tokens, n_tokens - first)
-        now = costs.pass_time(layers, places[:-1], m, first + m)
+        now = costs.pass_time(layers, places[:-1], m, first + m, returns=False)
         seconds += now.seconds
         last = last if last is not None and m < chunk_tokens else now
     assert last is not None, "a prompt has a token"
-    return seconds + costs.part_s(head, places[-1], 1, n_tokens), last
+    ends_on_gpu, head_on_gpu = places[-2] in ON_GPU, places[-1] in ON_GPU
+    n_crossings = int(ends_on_gpu != head_on_gpu) + int(head_on_gpu)  # to the head, and its token to the CPU
+    return seconds + n_crossings * costs.crossing_s(1) + costs.part_s(head, places[-1], 1, n_tokens), last
 
 
 def predicted_run_s(
@@ -106,15 +108,13 @@ def _terms(
 
 
 def _reading_s(problem: Problem, places: Sequence[str]) -> float:
-    """Seconds to read every weight once where it lies: no engine that reads them all can be faster."""
+    """Seconds to read every weight once from where it lies, caches aside: what full mode can't beat."""
     profile, costs = problem.costs.profile, problem.costs
     seconds = 0.0
     for part, place in zip(problem.parts, places, strict=True):
         n_bytes = part.weight_bytes
-        if part.kind is BlockKind.EMBEDDING:
-            n_bytes = 0  # one row of it
-        if part.shares_with:
-            n_bytes = next(other.weight_bytes for other in problem.parts if other.name == part.shares_with)
+        if part.layer is None:  # of the embedding one row
+            n_bytes = sum(product.n_bytes for product in part.products)
         if place == "gpu" and profile.gpu is not None:
             seconds += n_bytes / profile.gpu.read_bytes_per_s.value
         elif place == "stream":

@@ -1,8 +1,10 @@
 """The planner's inputs, resolved: the user's limits made numbers, and what every part costs where it may go."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.costs import Costs
 from hetero_ee.planning.limits import Limits
@@ -83,18 +85,22 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistic
             f"the exit statistics are of a model with {statistics.n_layers} layers, this one has {spec.n_layers}; "
             "calibrate this model."
         )
+    if limits.mode == "exact" and statistics is None:
+        raise UsageError("exact mode is planned from exit statistics; drop --mode exact, or try --published-exits.")
     context = limits.context_tokens or spec.max_context_tokens
     if spec.context_is_fixed and context > spec.max_context_tokens:
         raise UsageError(f"context size {context} is beyond the {spec.max_context_tokens} positions this model has.")
+    parts = tuple(model_parts(spec, limits.kv_type))
+    _check_overrides(limits, parts)
     return Problem(
         spec=spec,
         costs=Costs(spec, profile, limits.threads),
         limits=limits,
         statistics=statistics,
-        parts=tuple(model_parts(spec, limits.kv_type)),
+        parts=parts,
         context_tokens=context,
         vram_budget_bytes=_vram_budget(profile, limits),
-        ram_budget_bytes=limits.ram_budget_bytes or profile.cpu[-1].free_bytes,
+        ram_budget_bytes=_ram_budget(profile, limits),
     )
 
 
@@ -115,3 +121,28 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
             f"{profile.gpu.free_bytes / 2**30:.2f} GiB that are free; lower --vram-budget."
         )
     return limits.vram_budget_bytes
+
+
+def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
+    if limits.ram_budget_bytes is None:
+        return profile.cpu[-1].free_bytes
+    if limits.ram_budget_bytes > profile.machine.ram_bytes:
+        raise UsageError(
+            f"a RAM budget of {limits.ram_budget_bytes / 2**30:.2f} GiB is more than the "
+            f"{profile.machine.ram_bytes / 2**30:.2f} GiB there are; lower --ram-budget."
+        )
+    return limits.ram_budget_bytes
+
+
+def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
+    """A pattern that pins nothing is a mistake, and not every part can be everywhere."""
+    for pattern, place in limits.overrides:
+        names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
+        if not names:
+            raise UsageError(
+                f"override {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head."
+            )
+        if place != "cpu" and "embedding" in names:
+            raise UsageError("the embedding is looked up on the CPU; let the override leave it out.")
+        if place == "stream" and "head" in names:
+            raise UsageError("the head can't be streamed; pin it to gpu or cpu.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_ee.errors import UsageError
 from hetero_ee.planning.costs import ON_GPU
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
 from hetero_ee.planning.problem import Problem
@@ -48,6 +49,8 @@ def best_schedule(problem: Problem, places: Sequence[str], context_tokens: int) 
     if wanted == "full" or problem.statistics is None:
         return full
     exact = best_exact(problem, places, context_tokens)
+    if exact is None and wanted == "exact":
+        raise UsageError("nothing exits at any boundary of this model; drop --mode exact.")
     if exact is None:
         return full
     pays = exact.round.seconds_per_token < WORTH_IT * full.round.seconds_per_token

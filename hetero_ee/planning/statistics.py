@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hetero_ee.errors import UsageError
 from hetero_ee.planning.rounds import ExitRates
 
 
@@ -69,13 +70,18 @@ PUBLISHED_ROWS = (
 
 
 def published_statistics(n_layers: int) -> ExitStatistics:
-    """The published rates of Llama-2-7B-chat, at the same relative depth of a model with n_layers layers."""
+    """The published rates of Llama-2-7B-chat, at the same relative depth of a model with n_layers layers.
+
+    Raises UsageError for a model with too few.
+    """
     boundaries: dict[int, ExitRates] = {}
     for layer, oracle_percent, precision, recall in PUBLISHED_ROWS:
         boundary = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
         if 0 < boundary < n_layers:
             # A share `recall` of the right rows exit, and they are a share `precision` of all that do.
             boundaries[boundary] = ExitRates(min(1.0, oracle_percent / 100 * recall / precision), precision)
+    if not boundaries:
+        raise UsageError(f"a model with {n_layers} layers has none to exit from; drop --published-exits.")
     return ExitStatistics(
         source="published rates of Llama-2-7B-chat (w28ahmad/EarlyExitLLM), scaled by depth",
         n_layers=n_layers,

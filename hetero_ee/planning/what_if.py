@@ -60,17 +60,19 @@ def vram_curve(
     top = 2 * profile.gpu.free_bytes
     card = replace(profile, gpu=replace(profile.gpu, free_bytes=top))
     points: list[CurvePoint] = []
+    refusal = None
     for index in range(N_CURVE_POINTS):
         budget = top * index // (N_CURVE_POINTS - 1)
         try:
             found = plan(spec, card, replace(limits, vram_budget_bytes=budget), statistics)
-        except UsageError:  # pins that need more
+        except UsageError as error:  # pins that need more, or nothing helps
+            refusal = error
             continue
         points.append(CurvePoint(budget, found.prediction.generated_tokens_per_s, found.gpu_layers))
         if found.gpu_layers == spec.n_layers:
             break
-    if not points:
-        raise UsageError("what is pinned to the GPU fits no budget; drop --gpu-layers or the overrides.")
+    if refusal is not None and not points:
+        raise refusal
     return points
 
 

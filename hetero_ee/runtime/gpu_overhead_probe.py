@@ -31,7 +31,8 @@ def probe_gpu_overheads(
 ) -> list[OverheadSamples]:
     """Samples for each (m, context_tokens); layers are counted out by the difference of two depths.
 
-    A pass has in it what surrounds a segment: rows to the GPU, final norm, the winning token back to the CPU.
+    A pass has in it what surrounds a segment: slots and positions to the GPU, final norm, the winning token back to the
+    CPU. Its hidden states are made on the GPU: bringing them there is the link's crossing.
     """
     max_tokens = max(context for _, context in points)
     bare = _without_products(operations)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu_overhead_probe import probe_gpu_overheads
@@ -105,14 +103,16 @@ def _gpu_times(
     sampling, repeats = thoroughness.gpu_sampling, thoroughness.repeats
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     operations = gpu_operations(registry, platform.kind)
-    kernels = _Kernels(platform, operations, registry)
+    kernels = _product_kernels(platform, operations, registry)
     free_bytes = probe_free_bytes(platform)
     rates = probe_gpu_copy_bytes_per_s(platform, max(5, repeats), thoroughness.warm_up_s, clock)
     products = probe_gpu_products(
-        platform, shapes, thoroughness.rows, kernels.kernel, sampling, thoroughness.cycle_bytes
+        platform, shapes, thoroughness.rows, MAX_ROWS, kernels, sampling, thoroughness.cycle_bytes
     )
     can_record = registry.choose("attention", platform.kind).is_capturable
-    attentions = probe_gpu_attention(platform, heads, spec.n_layers, points, operations.attention, can_record, sampling)
+    attentions = probe_gpu_attention(
+        platform, heads, spec.n_layers, points, MAX_ROWS, operations.attention, can_record, sampling
+    )
     argmax = registry.choose("argmax", platform.kind).load()
     overhead_points = [(m, max(m, MAX_ROWS)) for m in thoroughness.rows]
     overheads = probe_gpu_overheads(spec, platform, operations, argmax, overhead_points, 3 * repeats, clock)
@@ -151,27 +151,16 @@ def _link_times(
     )
 
 
-class _Kernels:
-    """Which kernel multiplies how many rows: a segment's own up to MAX_ROWS, the prefill's above."""
+def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry: Registry) -> dict[str, ProductKernel]:
+    """By layout, those that a segment multiplies with."""
 
-    def __init__(self, platform: GpuPlatform, operations: GpuOperations, registry: Registry) -> None:
-        self._device = platform.device
-        chosen = {
-            name: registry.choose(name, platform.kind) for name in ("matmul_int4", "matmul_int8", "prefill_matmul")
-        }
-        self._few = {
-            "int4": self._made(operations.matmul_int4, operations.prepare_int4, torch.float32, chosen["matmul_int4"]),
-            "int8": self._made(operations.matmul_int8, operations.prepare_int8, torch.float32, chosen["matmul_int8"]),
-        }
-        prefill = chosen["prefill_matmul"]
-        self._many = self._made(prefill.load(), prefill.load_prepare(), torch.float16, prefill)
-
-    def kernel(self, layout: str, m: int) -> ProductKernel:
-        return self._few[layout] if m <= MAX_ROWS else self._many
-
-    def _made(self, multiply: Any, prepare: Any, x_type: torch.dtype, chosen: Any) -> ProductKernel:
+    def made(name: str, multiply: Any, prepare: Any, codebook: tuple[int, ...] | None) -> ProductKernel:
         def prepared(shape: ProductShape, tiles: Any, scales: Any) -> Any:
-            codebook = CODEBOOK if shape.layout == "int4" else None
-            return prepare(TileWeight(tiles, scales, 0, codebook, shape.n_rows, shape.n_columns), self._device)
+            return prepare(TileWeight(tiles, scales, 0, codebook, shape.n_rows, shape.n_columns), platform.device)
 
-        return ProductKernel(multiply, prepared, x_type, chosen.is_capturable)
+        return ProductKernel(multiply, prepared, registry.choose(name, platform.kind).is_capturable)
+
+    return {
+        "int4": made("matmul_int4", operations.matmul_int4, operations.prepare_int4, CODEBOOK),
+        "int8": made("matmul_int8", operations.matmul_int8, operations.prepare_int8, None),
+    }

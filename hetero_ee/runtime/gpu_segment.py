@@ -5,6 +5,7 @@ contexts grow. Without a recorder the launches are made one by one, with the sam
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +24,22 @@ from hetero_ee_kernels.rope_table import rope_table
 
 MAX_ROWS = 16  # more rows run in turns; each number of rows has a graph of its own
 Work = Callable[[], None]
-Recorder = Callable[[Work], Work]  # runs the work once in recording, returns what replays it
+Recorder = Callable[[Work], Work]  # records the launches without computing anything, returns what makes them
 
 
 class CudaGraphRecorder:
-    """Records work in CUDA graphs that share their memory, as they never run at the same time."""
+    """Records work in CUDA graphs that share their memory, as they never run at the same time.
 
-    def __init__(self) -> None:
+    On a stream of its own device: torch's for recording lies on the device that recorded first in this process.
+    """
+
+    def __init__(self, device: Any) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         replay: Work = graph.replay
         return replay
@@ -107,6 +112,10 @@ class GpuSegment:
                 f"hidden states are {tuple(hidden.shape)} for {len(rows)} rows of {self.spec.hidden_size}."
             )
         self.cache.admit(rows)
+        with _entered(self._device):
+            return self._run(hidden, rows)
+
+    def _run(self, hidden: Tensor, rows: Rows) -> Tensor:
         slots, out = self.cache.slots(rows), torch.empty(hidden.shape, device=self._device)
         for first in range(0, len(rows), MAX_ROWS):
             end = min(first + MAX_ROWS, len(rows))
@@ -119,7 +128,10 @@ class GpuSegment:
         return out
 
     def _pass(self, m: int) -> None:
-        """The first pass of m rows compiles what it needs, which recording does not allow."""
+        """The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
+
+        Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
+        """
         replay = self._replays.get(m)
         if replay is not None:
             replay()
@@ -205,4 +217,9 @@ class GpuSegment:
 
 def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
     """A recorder of CUDA graphs where the device has them and every operation allows it."""
-    return CudaGraphRecorder() if device.type == "cuda" and operations.is_capturable else None
+    return CudaGraphRecorder(device) if device.type == "cuda" and operations.is_capturable else None
+
+
+def _entered(device: Any) -> AbstractContextManager[Any]:
+    """Inside, launches go to this GPU: Triton and graphs take the current one, wherever the tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

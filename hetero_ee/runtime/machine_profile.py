@@ -63,7 +63,8 @@ def machine_profile(
     remark = progress or (lambda stage, done, in_all: None)
     kept, problem = kept_profile(data_folder, machine, spec, quick_will_do=wanted.quick)
     counts = {machine.n_cores, *wanted.threads, *([] if wanted.quick else [1])}
-    if kept is not None and not wanted.refresh and counts <= {times.threads for times in kept.cpu}:
+    known = {times.threads for times in kept.cpu} if kept else set()
+    if kept is not None and not wanted.refresh and counts <= known:
         found = with_free_memory(_with_free_ram(kept, free_bytes), gpu, gpu_problem)
         if machine.gpu_model is not None and found.gpu is None:
             for warning in found.warnings:
@@ -75,7 +76,7 @@ def machine_profile(
         spec,
         machine,
         Origin(wanted.command, datetime.date.today().isoformat(), versions()),
-        threads=sorted(counts),
+        threads=sorted(counts | known),  # what was measured once stays known
         free_bytes=free_bytes,
         thoroughness=QUICK if wanted.quick else FULL,
         disk_file=disk_file,

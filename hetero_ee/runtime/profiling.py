@@ -155,7 +155,10 @@ def _disk_rate(file: Path | None, origin: Origin, clock: Callable[[], float]) ->
 
 
 def _warnings(cpu: Sequence[DeviceTimes], gpu: DeviceTimes | None) -> list[str]:
-    devices = [(f"with {times.threads} threads memory was read", times) for times in cpu]
+    devices = [
+        (f"with {times.threads} {'thread' if times.threads == 1 else 'threads'} memory was read", times)
+        for times in cpu
+    ]
     devices += [("the GPU's memory was copied", gpu)] if gpu is not None else []
     return [
         f"{what} at {times.read_bytes_per_s.p20 / 1e9:.1f} to {times.read_bytes_per_s.p80 / 1e9:.1f} GB/s: something "

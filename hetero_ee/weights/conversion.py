@@ -105,7 +105,7 @@ def _write(
                 progress(CONVERTING, n_done, n_weights)
         writer.copy_files(source.folder)
         source.check_unchanged()
-        writer.finish(quantization.name, quantization.vocabulary, provenance(source, checkpoint.spec))
+        writer.finish(quantization.name, quantization.vocabulary, provenance(source, checkpoint.spec, quantization))
 
 
 @contextmanager
@@ -172,10 +172,11 @@ def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path,
         )
 
 
-def provenance(source: Source, spec: ModelSpec) -> dict[str, Any]:
+def provenance(source: Source, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
     """What a manifest says of where its store comes from."""
     return {
         "model": model_name(source.folder),
         "architecture": spec.architecture,
+        "matrices": quantization.matrices,
         "files": [asdict(file) for file in source.files],
     }

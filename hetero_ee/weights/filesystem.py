@@ -155,6 +155,12 @@ class LocalFileSystem:
         return opened  # type: ignore[return-value]  # a raw file, whose write may stop early
 
 
+def allocated_bytes(status: os.stat_result) -> int:
+    """Room on the disk that a file has; its size on Windows, which tells no more."""
+    n_blocks: int | None = getattr(status, "st_blocks", None)
+    return status.st_size if n_blocks is None else 512 * n_blocks
+
+
 @contextmanager
 def store_errors(target: Path) -> Iterator[None]:
     """Turns what the disk refuses while `target` is written into the engine's errors."""

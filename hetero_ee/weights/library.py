@@ -8,10 +8,12 @@ from enum import Enum
 from pathlib import Path
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import StoreError, UsageError, shown
+from hetero_ee.config.toml_file import expanded
+from hetero_ee.errors import DamagedStoreError, StoreError, UsageError, shown
+from hetero_ee.models.model_files import require_tokenizer
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.conversion import WAITING, cached_store, convert, provenance
-from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, store_errors, store_lock
+from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.manifest import (
     FORMAT_VERSION,
     WEIGHTS_FILE,
@@ -26,7 +28,7 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.source import Source
 from hetero_ee.weights.store import check_copies, is_store, open_store
-from hetero_ee.weights.store_writer import PARTIAL_SUFFIX, holds_only_store_files
+from hetero_ee.weights.store_writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
 STORES_FOLDER = "stores"
 REMOVED_SUFFIX = ".removed"
@@ -66,7 +68,10 @@ def open_cached(
     progress: Progress | None = None,
     files: FileSystem | None = None,
 ) -> tuple[Path, ModelWeights]:
-    """The store of the checkpoint in `folder` and its weights; made where it is not there, and anew where damaged."""
+    """The store of the checkpoint in `folder` and its weights; made where it is not there, and anew where damaged.
+
+    Damage is what was seen in its bytes; a store that can't be read just now stays as it is. Raises StoreError.
+    """
     target = cached_store(folder, quantization, cache)
 
     def opened() -> ModelWeights:
@@ -75,9 +80,8 @@ def open_cached(
 
     try:
         return target, opened()
-    except StoreError:
-        if not os.path.lexists(target):
-            raise
+    except DamagedStoreError:
+        pass
     _remove_damaged(target, spec, files or LocalFileSystem(), progress)
     return target, opened()
 
@@ -100,12 +104,14 @@ def make_store(
         raise UsageError(f"{folder} is a store already; there is nothing to convert.")
     if quantizer not in (None, *INT4_QUANTIZERS):
         raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
+    require_tokenizer(folder)
     spec, quantization = ModelSpec.from_hf(folder), Quantization.of_model(folder, quantizer)
     if output is None:
         return open_cached(folder, spec, quantization, cache, threads=threads, progress=progress)[0]
-    output = output.expanduser()
+    output = expanded(str(output), "the output folder")
     if os.path.lexists(output):
         if is_store(output) and _is_made_from(output, folder, spec, quantization):
+            open_store(output, spec)
             return output
         raise UsageError(f"{output} is there already, and not the store of this model; give a new folder.")
     return convert(folder, spec, output.resolve(), quantization, threads=threads, progress=progress)
@@ -115,17 +121,19 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     manifest = read_manifest(store)
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
-    return is_alike and manifest.source == provenance(Source.of(folder), spec)
+    return is_alike and manifest.source == provenance(Source.of(folder), spec, quantization)
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
     """What it was made from is still there. Another process may have had the same thought, and be done already."""
     with store_lock(target, files, lambda: progress(WAITING, 0, 0) if progress else None):
         if is_store(target):
-            with suppress(StoreError):
+            with suppress(DamagedStoreError):
                 open_store(target, spec)
                 return
-        if os.path.lexists(target) and holds_only_store_files(target):
+        with store_errors(target):
+            is_ours = holds_only_store_files(target) if is_store(target) else lacks_manifest(target)
+        if is_ours:
             _remove(target, files)
 
 
@@ -195,7 +203,7 @@ def _described(path: Path) -> StoredModel:
     n_bytes, last_used_s = 0, 0.0
     with suppress(OSError):  # another process may be removing it
         statuses = {file.name: file.stat() for file in path.iterdir()}
-        n_bytes = sum(status.st_blocks * 512 for status in statuses.values())
+        n_bytes = sum(map(allocated_bytes, statuses.values()))
         last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
     quantizer = manifest.quantizer if manifest else None
     return StoredModel(path.name, path, state, model, architecture, quantizer, n_bytes, last_used_s)

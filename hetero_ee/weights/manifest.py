@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_ee.errors import StoreError, shown
+from hetero_ee.errors import DamagedStoreError, StoreError, shown
 from hetero_ee.models.blocks import TensorRole, TensorSpec
 from hetero_ee.models.json_text import parse_json
 from hetero_ee.models.model_files import SMALL_FILES
@@ -132,10 +132,10 @@ def check_size(folder: Path, manifest: Manifest) -> None:
     """Raises StoreError unless weights.bin has the size that the manifest says."""
     file = find_file(folder, WEIGHTS_FILE, StoreError)
     if file is None:
-        raise StoreError(f"{folder / WEIGHTS_FILE} is missing; delete {folder} and convert again.")
+        raise DamagedStoreError(f"{folder / WEIGHTS_FILE} is missing; delete {folder} and convert again.")
     size = file.stat().st_size
     if size != manifest.weights_bytes:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{file} has {size} bytes, its manifest says {manifest.weights_bytes}; delete {folder} and convert again."
         )
 
@@ -148,7 +148,7 @@ def parsed_manifest(folder: Path) -> Manifest:
         manifest = _manifest_from(body)
         _check_places(manifest)
     except (ValueError, RecursionError) as error:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{folder / MANIFEST_FILE} can't be read ({error}); delete {folder} and convert again."
         ) from error
     return manifest
@@ -168,7 +168,7 @@ def _parsed(folder: Path) -> tuple[Any, bytes]:
     """The JSON of the manifest, and its bytes. Raises StoreError, ValueError."""
     file = find_file(folder, MANIFEST_FILE, StoreError)
     if file is None:
-        raise StoreError(f"{folder / MANIFEST_FILE} is missing; delete {folder} and convert again.")
+        raise DamagedStoreError(f"{folder / MANIFEST_FILE} is missing; delete {folder} and convert again.")
     data = read_file(file, MAX_MANIFEST_BYTES, "a manifest", StoreError)
     return parse_json(data, MAX_MANIFEST_VALUES), data
 
@@ -177,16 +177,16 @@ def _check_header(folder: Path, body: Any, data: bytes) -> None:
     """Format and version come first: of a manifest in another version nothing else can be said."""
     file = folder / MANIFEST_FILE
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-        raise StoreError(f"{file} is not the manifest of a hetero_ee store.")
+        raise DamagedStoreError(f"{file} is not the manifest of a hetero_ee store.")
     version = body.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{folder} has store format version {version!r:.20}, this engine reads version {FORMAT_VERSION}; "
             "delete it and convert the model again."
         )
     text, _, _ = data.rpartition(CHECKSUM_FIELD.encode())
     if data != text + _checksum_field(text):
-        raise StoreError(f"{file} does not match its own checksum; delete {folder} and convert again.")
+        raise DamagedStoreError(f"{file} does not match its own checksum; delete {folder} and convert again.")
 
 
 def _manifest_from(body: Mapping[str, Any]) -> Manifest:

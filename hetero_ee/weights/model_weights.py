@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hetero_ee.errors import StoreError
+from hetero_ee.errors import DamagedStoreError
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -54,21 +54,23 @@ def load_dense(checkpoint: Checkpoint) -> ModelWeights:
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:
-    """Raises StoreError unless the weights are the model's tensors, each in its shape and kind, and no others."""
+    """Raises DamagedStoreError unless these are the model's tensors, each in its shape and kind, and no others."""
     tensors = all_tensors(decoder_blocks(spec))
     for tensor in tensors:
         found = weights.matrices.get(tensor.name) if is_quantized(tensor.role) else weights.vectors.get(tensor.name)
         if found is None:
             kind = "quantized" if is_quantized(tensor.role) else "fp32"
-            raise StoreError(f"{folder} lacks the {kind} tensor {tensor.name}; delete {folder} and convert again.")
+            raise DamagedStoreError(
+                f"{folder} lacks the {kind} tensor {tensor.name}; delete {folder} and convert again."
+            )
         if tuple(found.shape) != tensor.shape:
-            raise StoreError(
+            raise DamagedStoreError(
                 f"{folder}: tensor {tensor.name} has shape {tuple(found.shape)}, expected {tensor.shape}; "
                 f"delete {folder} and convert again."
             )
     extra = (weights.matrices.keys() | weights.vectors.keys()) - {tensor.name for tensor in tensors}
     if extra:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{folder} holds {min(extra)!r:.80}, which {spec.architecture} does not have; "
             "delete that folder and convert again."
         )

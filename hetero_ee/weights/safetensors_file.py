@@ -71,13 +71,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             n_data_bytes = os.fstat(opened.fileno()).st_size - LENGTH_BYTES - n_bytes
             problem = _size_problem(len(start), n_bytes, n_data_bytes)
             if problem:
-                raise CheckpointError(f"{file} {stand_in(start) or _damaged(problem)}.")
+                what = None if _looks_right(start, n_bytes) else stand_in(start)
+                raise CheckpointError(f"{file} {what or _damaged(problem)}.")
             opened.seek(LENGTH_BYTES)
             return header_tensors(opened.read(n_bytes), n_data_bytes)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {_damaged(error)}.") from error
+
+
+def _looks_right(start: bytes, n_header_bytes: int) -> bool:
+    """Whether a file begins as safetensors do. The first bytes of a length may be those of something else by chance."""
+    return n_header_bytes <= MAX_HEADER_BYTES and start[LENGTH_BYTES:].startswith(b"{")
 
 
 def _damaged(reason: object) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import StoreError
-from hetero_ee.models.model_files import SMALL_FILES
-from hetero_ee.models.regular_file import find_file
+from hetero_ee.errors import DamagedStoreError, StoreError
+from hetero_ee.models.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
+from hetero_ee.models.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checksums import first_damaged
 from hetero_ee.weights.manifest import (
@@ -40,13 +40,20 @@ def copied_files(model_folder: Path) -> list[Path]:
     return [file for name in SMALL_FILES if (file := find_file(model_folder, name))]
 
 
-def open_store(folder: Path, spec: ModelSpec) -> ModelWeights:
+def checked_manifest(folder: Path) -> Manifest:
+    """The manifest, weights.bin of its size and the small files unchanged. Raises StoreError, DamagedStoreError."""
+    manifest = read_manifest(folder)
+    check_copies(folder, manifest)
+    return manifest
+
+
+def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
     """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError.
 
     Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not.
+    What differs is a DamagedStoreError. manifest: what checked_manifest has returned, where it was called before.
     """
-    manifest = read_manifest(folder)
-    check_copies(folder, manifest)
+    manifest = manifest or checked_manifest(folder)
     _check_regions(folder, manifest)
     weights = mapped_weights(folder, manifest, spec)
     _check_finite(folder, weights)
@@ -73,11 +80,14 @@ def check_copies(folder: Path, manifest: Manifest) -> None:
     for name in SMALL_FILES:
         problem = copy_problem(folder / name, known.get(name))
         if problem:
-            raise StoreError(f"{folder / name} {problem}; put the original back, or convert the model again.")
+            raise DamagedStoreError(f"{folder / name} {problem}; put the original back, or convert the model again.")
 
 
 def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
-    """What is wrong with a small file of a store; `known` is what its manifest says of it."""
+    """What is wrong with a small file of a store; `known` is what its manifest says of it.
+
+    Raises StoreError where it can't be read, which says nothing of its content.
+    """
     if known is None:
         return "is not in the store's manifest" if os.path.lexists(file) else None
     try:
@@ -86,11 +96,11 @@ def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
         n_bytes = file.stat().st_size
         if n_bytes != known.n_bytes:
             return f"has {n_bytes} bytes, its store's manifest says {known.n_bytes}"
-        if hashlib.sha256(file.read_bytes()).hexdigest() != known.sha256:
-            return "does not match its checksum in the store's manifest"
-    except (OSError, StoreError) as error:
-        return f"can't be read ({error})"
-    return None
+    except OSError as error:
+        raise StoreError(f"{file} can't be read ({reason_of(error)}).") from error
+    data = read_file(file, MAX_SMALL_FILE_BYTES, "such a file", StoreError)
+    is_same = hashlib.sha256(data).hexdigest() == known.sha256
+    return None if is_same else "does not match its checksum in the store's manifest"
 
 
 def _check_regions(folder: Path, manifest: Manifest) -> None:
@@ -100,7 +110,7 @@ def _check_regions(folder: Path, manifest: Manifest) -> None:
     except OSError as error:
         raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
     if damaged:
-        raise StoreError(
+        raise DamagedStoreError(
             f"{folder}: the {damaged.part} of tensor {places[damaged].name!r:.80} do not match their checksum; "
             "delete that folder and convert again."
         )
@@ -111,7 +121,7 @@ def _check_finite(folder: Path, weights: ModelWeights) -> None:
     scales = {name: weight.scales for name, weight in weights.matrices.items() if isinstance(weight, TileWeight)}
     for name, values in (weights.vectors | scales).items():
         if not all(map(torch.isfinite, values.aminmax())):  # a NaN is both
-            raise StoreError(
+            raise DamagedStoreError(
                 f"{folder}: tensor {name} holds values or scales that are no numbers; "
                 "delete that folder and convert again."
             )
@@ -126,7 +136,9 @@ def _mapped(file: Path) -> Tensor:
     try:
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: an empty file
+    except ValueError as error:
+        raise DamagedStoreError(f"{file} is empty; delete that folder and convert again.") from error
+    except OSError as error:
         raise StoreError(f"{file} can't be mapped into memory ({error}).") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to weights

@@ -16,10 +16,11 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import CheckpointError, HeteroError, StoreError
-from hetero_ee.models.model_files import SMALL_FILES
+from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, StoreError
+from hetero_ee.models.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
+from hetero_ee.models.regular_file import read_file
 from hetero_ee.weights.checksums import is_written
-from hetero_ee.weights.filesystem import FileSystem, store_errors
+from hetero_ee.weights.filesystem import FileSystem, allocated_bytes, store_errors
 from hetero_ee.weights.journal import JOURNAL_FILE, Journal, journal_line, read_journal
 from hetero_ee.weights.manifest import (
     MANIFEST_FILE,
@@ -49,6 +50,13 @@ def holds_only_store_files(folder: Path) -> bool:
         return all(each.name in STORE_FILES and each.is_file(follow_symlinks=False) for each in found)
 
 
+def lacks_manifest(folder: Path) -> bool:
+    """Whether this is a store but for its manifest, as the folder lists it: what can't be looked at is not missing."""
+    if not os.path.lexists(folder):
+        return False
+    return holds_only_store_files(folder) and folder / MANIFEST_FILE not in folder.iterdir()
+
+
 class StoreWriter:
     """Writes tensors one after another; used as a context manager, under the store's lock.
 
@@ -71,7 +79,8 @@ class StoreWriter:
         try:
             with store_errors(self._target):
                 if os.path.lexists(self._target):
-                    raise StoreError(f"{self._target} can't be written: something is there, and it is no store.")
+                    kind = DamagedStoreError if lacks_manifest(self._target) else StoreError
+                    raise kind(f"{self._target} can't be written: something is there, and it is no store.")
                 self._open()
         except BaseException as error:  # __exit__ is not called for a failure in here
             self._leave(error)
@@ -87,8 +96,7 @@ class StoreWriter:
     @property
     def allocated_bytes(self) -> int:
         """Room on the disk that the weights have already."""
-        n_blocks: int = getattr(os.fstat(_opened(self._weights).fileno()), "st_blocks", 0)
-        return 512 * n_blocks
+        return allocated_bytes(os.fstat(_opened(self._weights).fileno()))
 
     def allocate(self, n_bytes: int) -> None:
         """Makes sure of the room that the weights will take."""
@@ -111,12 +119,9 @@ class StoreWriter:
         self._add(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None, checksum, ""))
 
     def copy_files(self, model_folder: Path) -> None:
-        """Copies the model's small files. Raises CheckpointError for one that can't be read."""
+        """Copies the model's small files. Raises CheckpointError for one that can't be read or is too large."""
         for file in copied_files(model_folder):
-            try:
-                data = file.read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{file} can't be read ({error}).") from error
+            data = read_file(file, MAX_SMALL_FILE_BYTES, "such a file", CheckpointError)
             self._write_file(file.name, data)
             self._copies.append(CopiedFile(file.name, len(data), hashlib.sha256(data).hexdigest()))
 

@@ -8,8 +8,9 @@ from typing import BinaryIO
 import numpy as np
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import HeteroError, shown
+from hetero_ee.errors import HeteroError, StoreError, shown
 from hetero_ee.models.model_files import SMALL_FILES
+from hetero_ee.models.regular_file import reason_of
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checksums import first_set_byte, sha256_of
 from hetero_ee.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Entry, Manifest, Region, check_size, parsed_manifest
@@ -35,6 +36,14 @@ class Finding:
 
 def verify(folder: Path, progress: Progress | None = None) -> tuple[Finding, ...]:
     """What differs from what was written; empty for a store that is whole. Memory stays bounded; writes nothing."""
+    try:
+        return _findings(folder, progress)
+    except OSError as error:
+        file = Path(error.filename or folder).name
+        return (Finding(file, None, None, f"can't be read ({reason_of(error)})"),)
+
+
+def _findings(folder: Path, progress: Progress | None) -> tuple[Finding, ...]:
     if not folder.is_dir():
         return (Finding(folder.name, None, None, "is not a folder"),)
     try:
@@ -60,7 +69,10 @@ def _surplus(folder: Path) -> Iterator[Finding]:
 def _copies(folder: Path, manifest: Manifest) -> Iterator[Finding]:
     known = {file.name: file for file in manifest.files}
     for name in SMALL_FILES:
-        problem = copy_problem(folder / name, known.get(name))
+        try:
+            problem = copy_problem(folder / name, known.get(name))
+        except StoreError as error:
+            problem = f"can't be read ({error})"
         if problem:
             yield Finding(name, None, None, problem)
 

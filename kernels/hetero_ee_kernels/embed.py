@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.compilation import Compilation
-from hetero_ee_kernels.tile_group import BYTES, CODEBOOK, LINEAR
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, LINEAR
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 COLUMNS = 1024  # a program: 8 a thread

@@ -14,21 +14,8 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.compilation import Compilation
-from hetero_ee_kernels.tile_group import (
-    BYTES,
-    CODEBOOK,
-    GCN,
-    LINEAR,
-    N_WARPS,
-    PTX,
-    SLOTS,
-    add_bytes,
-    add_codes,
-    join4,
-    load_table,
-    split4,
-    sum_slots,
-)
+from hetero_ee_kernels.tile_group import N_WARPS, SLOTS, add_bytes, add_codes, join4, load_table, split4, sum_slots
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output, whole_groups
 
 MAX_ROWS = 8  # a program; 16 would need more registers than there are

@@ -22,13 +22,8 @@ import triton.language as tl
 from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
-    BYTES,
-    CODEBOOK,
-    GCN,
-    LINEAR,
     MAGIC_BITS,
     N_WARPS,
-    PTX,
     SLOTS,
     dot4,
     entry_words,
@@ -38,6 +33,7 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output
 
 MAX_ROWS = 8  # a program; 16 would need more registers than there are

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.compilation import Compilation
-from hetero_ee_kernels.tile_group import BYTES, CODEBOOK, GCN, LINEAR, PTX, codebook_entries, join4
+from hetero_ee_kernels.tile_group import codebook_entries, join4
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output
 
 SCALE_SHIFT = tl.constexpr(1 / 256)

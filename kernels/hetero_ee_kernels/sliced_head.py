@@ -15,13 +15,8 @@ import triton.language as tl
 from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
-    BYTES,
-    CODEBOOK,
-    GCN,
-    LINEAR,
     MAGIC_BITS,
     N_WARPS,
-    PTX,
     SLOTS,
     add_bytes,
     add_codes,
@@ -32,6 +27,7 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output, whole_groups
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-LINEAR, CODEBOOK, BYTES = 0, 1, 2  # kinds of tile, KIND below
-PLAIN, PTX, GCN = 0, 1, 2  # whose instructions a kernel may hold, ISA below: nobody's, NVIDIA's, AMD's
 SLOTS = tl.constexpr(32)  # 8 groups a warp, 4 warps a program
 N_WARPS = 4
 MAGIC_BITS = tl.constexpr(0x4B400000)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hetero_ee_kernels.tile_group import BYTES, CODEBOOK, GCN, LINEAR, PLAIN, PTX
+from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PLAIN, PTX
 
 GROUP = 32
 LINEAR_CODEBOOK = tuple(range(-8, 8))

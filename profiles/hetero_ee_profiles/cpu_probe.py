@@ -1,7 +1,8 @@
 """Times the CPU's operations at a model's shapes: reading memory, int4 and int8 products, attention.
 
 Weights are as many as the model really has, up to a limit beyond any cache: a small model sits in the cache, and its
-times are others. Operations take turns in the order a pass takes them, so that each finds the caches as there.
+times are others. Products take turns in the order a pass takes them, so that each finds the caches as there. Attention
+takes turns over a few layers' keys and values, with no weights read in between: short contexts may sit in the cache.
 """
 
 from collections.abc import Callable, Sequence

@@ -74,14 +74,21 @@ def _try_mmap(path: Path) -> None:
 
 def _try_lock(path: Path) -> None:
     try:
-        with FileLock(path, timeout=0):
+        with _lock(path):
             try:
-                with FileLock(path, timeout=0):
-                    raise OSError("a lock can be taken twice")
+                with _lock(path):
+                    is_exclusive = False
             except Timeout:
-                return
-    except NotImplementedError as error:
-        raise OSError("files can't be locked") from error
+                is_exclusive = True
+    except (NotImplementedError, OSError) as error:
+        raise OSError(f"files can't be locked: {error}") from error
+    if not is_exclusive:
+        raise OSError("a lock can be taken twice")
+
+
+def _lock(path: Path) -> FileLock:
+    """As stores are locked: by the kernel or not at all."""
+    return FileLock(path, timeout=0, fallback_to_soft=False)
 
 
 def _kind(host: Host, folder: str) -> str:

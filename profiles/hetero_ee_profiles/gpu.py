@@ -33,6 +33,13 @@ class GpuInventory:
     gpus: tuple[GpuInfo, ...]
     problems: tuple[str, ...]
 
+    @property
+    def kind(self) -> str | None:
+        """What the engine calls them: "cuda", or "rocm" where all are AMD's; None without any."""
+        if not self.gpus:
+            return None
+        return "rocm" if all(gpu.vendor == AMD for gpu in self.gpus) else "cuda"
+
 
 def gpu_inventory(host: Host) -> GpuInventory:
     """NVIDIA's by nvidia-smi, else by the driver's files; AMD's by the driver's; else what the PCI bus names."""

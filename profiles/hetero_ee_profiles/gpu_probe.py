@@ -2,10 +2,11 @@
 
 A product's weights take turns over as many bytes as the model has, where there is room: only a small model's lie in the
 L2 cache. Launches are recorded in a graph over a whole turn, as when tokens are generated, and the GPU's own clock
-times them, so that what the CPU needs for a launch is not counted.
+times them, so that what the CPU needs for a launch is not counted. More rows than turn_rows run as in a segment of
+layers: so many at a time, through all the weights before the next ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,16 +44,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ProductKernel:
-    """multiply(x, matrix, out); prepared(shape, tiles, scales): the matrix it takes, of tensors on the GPU laid out as
-    in docs/FORMAT.md; x_type: what x is; is_capturable: its launches may be recorded in a graph."""
+    """multiply(x, matrix, out), x fp32; prepared(shape, tiles, scales): the matrix it takes, of tensors on the GPU laid
+    out as in docs/FORMAT.md; is_capturable: its launches may be recorded in a graph."""
 
     multiply: Callable[..., Any]
     prepared: Callable[[ProductShape, Any, Any], Any]
-    x_type: torch.dtype
     is_capturable: bool
-
-
-KernelOf = Callable[[str, int], ProductKernel]  # of a layout and m
 
 
 def probe_free_bytes(platform: GpuPlatform) -> int:
@@ -119,17 +116,19 @@ def probe_gpu_products(
     platform: GpuPlatform,
     shapes: Sequence[ProductShape],
     rows: Sequence[int],
-    kernel_of: KernelOf,
+    turn_rows: int,
+    kernels: Mapping[str, ProductKernel],
     sampling: Sampling,
     max_cycle_bytes: int,
 ) -> list[ProductSamples]:
-    """Samples of every shape at every number of rows; a turn is at most max_cycle_bytes, or four L2 caches."""
+    """Samples of every shape at every number of rows; kernels: by layout. A turn through the weights is at most
+    max_cycle_bytes, or four L2 caches."""
     model_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes)
     cycle_bytes = min(model_bytes, max(max_cycle_bytes, L2_TURNS * platform.l2_bytes))
     return [
         samples
         for shape in shapes
-        for samples in _shape_samples(platform, shape, rows, kernel_of, sampling, cycle_bytes)
+        for samples in _shape_samples(platform, shape, rows, turn_rows, kernels[shape.layout], sampling, cycle_bytes)
     ]
 
 
@@ -138,6 +137,7 @@ def probe_gpu_attention(
     heads: tuple[int, int, int],
     n_layers: int,
     points: Sequence[tuple[int, int]],
+    turn_rows: int,
     attend: Callable[..., Any],
     is_capturable: bool,
     sampling: Sampling,
@@ -152,7 +152,7 @@ def probe_gpu_attention(
     n_layers = max(1, min(n_layers, MAX_CACHE_LAYERS, platform.free_bytes() // FREE_SHARE // layer_bytes))
     pages = new_pages((n_layers, n_kv_heads, head_dim), KV_KIND, n_pages, (1, n_pages), platform.device)
     pages.table[0] = torch.arange(n_pages, dtype=torch.int32)
-    workspace = attention_workspace(pages, max(m for m, _ in points), n_heads)
+    workspace = attention_workspace(pages, min(turn_rows, max(m for m, _ in points)), n_heads)
     found = []
     for m, context in points:
         queries, out = (platform.allocate((m, n_heads * head_dim), torch.float32) for _ in range(2))
@@ -160,10 +160,11 @@ def probe_gpu_attention(
         slots = torch.zeros(m, dtype=torch.int32, device=platform.device)
         positions = torch.arange(context - m, context, dtype=torch.int32, device=platform.device)
         calls = [
-            partial(attend, queries, pages, slots, positions, layer, None, out, workspace=workspace)
+            partial(attend, queries[t], pages, slots[t], positions[t], layer, None, out[t], workspace=workspace)
+            for t in _turns(m, turn_rows)
             for layer in range(n_layers)
         ]
-        found.append(AttentionSamples(m, context, _seconds(platform, calls, is_capturable, sampling)))
+        found.append(AttentionSamples(m, context, _seconds(platform, calls, n_layers, is_capturable, sampling)))
     return found
 
 
@@ -171,7 +172,8 @@ def _shape_samples(
     platform: GpuPlatform,
     shape: ProductShape,
     rows: Sequence[int],
-    kernel_of: KernelOf,
+    turn_rows: int,
+    kernel: ProductKernel,
     sampling: Sampling,
     cycle_bytes: int,
 ) -> list[ProductSamples]:
@@ -180,31 +182,36 @@ def _shape_samples(
     tiles = platform.allocate((n_matrices, *shape.grid, shape.tile_bytes), torch.uint8).random_()
     tiles = tiles if shape.layout == "int4" else tiles.view(torch.int8)
     scales = platform.allocate((n_matrices, *shape.grid, TILE_ROWS), torch.float16).fill_(0.01)
+    matrices = [kernel.prepared(shape, tiles[index], scales[index]) for index in range(n_matrices)]
     found = []
     for m in rows:
-        kernel = kernel_of(shape.layout, m)
-        x = platform.allocate((m, shape.n_columns), kernel.x_type).fill_(0.5)
+        x = platform.allocate((m, shape.n_columns), torch.float32).fill_(0.5)
         out = platform.allocate((m, shape.n_rows), torch.float32)
-        matrices = [kernel.prepared(shape, tiles[index], scales[index]) for index in range(n_matrices)]
-        calls = [partial(kernel.multiply, x, matrix, out) for matrix in matrices]
-        seconds = _seconds(platform, calls, kernel.is_capturable, sampling)
+        calls = [partial(kernel.multiply, x[t], matrix, out[t]) for t in _turns(m, turn_rows) for matrix in matrices]
+        seconds = _seconds(platform, calls, n_matrices, kernel.is_capturable, sampling)
         found.append(ProductSamples(shape, m, n_matrices * shape.n_bytes, seconds))
     return found
 
 
-def _seconds(
-    platform: GpuPlatform, calls: Sequence[Work], is_capturable: bool, sampling: Sampling
-) -> tuple[float, ...]:
-    """Of one call, in turns through all of them."""
+def _turns(m: int, turn_rows: int) -> Iterator[slice]:
+    """m rows in pieces of at most turn_rows."""
+    return (slice(first, min(first + turn_rows, m)) for first in range(0, m, turn_rows))
 
-    def turn() -> None:
+
+def _seconds(
+    platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
+) -> tuple[float, ...]:
+    """Of an n_parts-th of all the calls, made one after the other."""
+
+    def everything() -> None:
         for call in calls:
             call()
 
     calls[0]()  # compiles, which recording does not allow
-    work = platform.recorded(turn) if is_capturable else turn
+    calls[-1]()  # the last piece may have fewer rows, and so another kernel
+    work = platform.recorded(everything) if is_capturable else everything
     found = platform.seconds(work, 1)
     n_more = min(sampling.repeats - 1, int(sampling.max_s / found[0]))
     if n_more > 0:
         found += platform.seconds(work, n_more)
-    return tuple(seconds / len(calls) for seconds in found)
+    return tuple(seconds / n_parts for seconds in found)

@@ -104,8 +104,13 @@ class DeviceTimes:
         points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
         return interpolated(points, m) * size / (shape[0] * shape[1])
 
-    def attention_s(self, n_heads: int, head_dim: int, m: int, context_tokens: int) -> float:
-        """Seconds of one layer's attention, linear between the measured contexts and rows."""
+    def attention_s(
+        self, n_heads: int, n_kv_heads: int, head_dim: int, m: int, context_tokens: int, *, few: bool
+    ) -> float:
+        """Seconds of one layer's attention, linear between the measured contexts and rows.
+
+        From heads that were not measured: in proportion to the keys and values where rows are few, else to the queries.
+        """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
         rows = [row for row in self.attentions if _shape(row) == _shape(nearest)]
@@ -113,6 +118,8 @@ class DeviceTimes:
         for measured_m in sorted({row.m for row in rows}):
             points = [(row.context_tokens, row.time.value) for row in rows if row.m == measured_m]
             by_m.append((measured_m, interpolated(points, context_tokens)))
+        if few:
+            return interpolated(by_m, m) * n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
         return interpolated(by_m, m) * width / (nearest.n_heads * nearest.head_dim)
 
     def layer_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
@@ -180,9 +187,8 @@ class HardwareProfile:
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Linear between the points, and beyond the last by its slope; never below the first point's value.
-
-    One point alone is taken as proportional beyond it.
+    """Linear between the points, and beyond the last by its slope but never below the last two; before the first, its
+    value. One point alone is taken as proportional beyond it.
     """
     ordered = sorted(points)
     if at <= ordered[0][0]:

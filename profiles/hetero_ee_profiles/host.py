@@ -13,6 +13,7 @@ import psutil
 
 MAX_TEXT_BYTES = 2**22  # /proc/cpuinfo of a server with 512 threads has 1 MiB
 TIMEOUT_S = 2.0  # of a command; a GPU driver in trouble never answers
+END_TIMEOUT_S = 0.5  # from a command's last output to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,14 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
         return Answer(problem="not found")
     if process.stdout is None:
         return Answer(problem="no output")
-    read = process.stdout.read
+    stdout = process.stdout
     found: list[bytes] = []
-    reader = Thread(target=lambda: found.append(read(MAX_TEXT_BYTES)), daemon=True)
+
+    def read() -> None:
+        with stdout:
+            found.append(stdout.read(MAX_TEXT_BYTES))
+
+    reader = Thread(target=read, daemon=True)
     reader.start()
     reader.join(timeout_s)
     problem = f"no answer within {timeout_s:g} s" if reader.is_alive() else ""
@@ -111,10 +117,20 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
         problem = "endless output"
     if problem:
         process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        code = process.wait(timeout=0.5)
-        problem = problem or (f"exit code {code}" if code else "")
-    return Answer(found[0].decode("utf-8", "replace") if found else "", problem)
+    why_ended = _why_ended(process)
+    return Answer(found[0].decode("utf-8", "replace") if found else "", problem or why_ended)
+
+
+def _why_ended(process: "subprocess.Popen[bytes]") -> str:
+    """Why a process that says nothing more did not end well. One that goes on without its output is killed."""
+    try:
+        code = process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
+        return "did not end after its output"
+    return f"exit code {code}" if code else ""
 
 
 def _core_counts() -> CoreCounts:

@@ -19,5 +19,5 @@ def peak_memory_bytes() -> int:
 
 
 def physical_core_count() -> int:
-    """Cores this process may use and a container's quota lets it keep busy, two hardware threads of one counted once."""
+    """Cores this process may use and a container's quota lets it keep busy; hardware threads of one core count once."""
     return cpu_info(this_host()).n_usable

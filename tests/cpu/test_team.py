@@ -67,6 +67,17 @@ def test_several_python_threads_may_call(count: Any) -> None:
     assert all((counts == 200).all() for counts in results)
 
 
+def test_an_interrupted_call_leaves_the_team_usable(count: Any) -> None:
+    """Ctrl-C may come when the team is taken and nothing yet sees to its release."""
+    team, counts = Team(2), np.zeros(10, np.int64)
+    team.enter()
+    team.run(count.address, arguments_for(counts), 10)
+    assert team.enter() != 0 and (counts == 1).all()
+    team.close()
+    team.run(count.address, arguments_for(counts), 10)
+    assert (counts == 2).all()
+
+
 def test_a_closed_team_still_computes(count: Any) -> None:
     before = threading.active_count()
     team, counts = Team(2), np.zeros(10, np.int64)

@@ -17,6 +17,7 @@ from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended
 from tests.families import edit_config
 
 CONVERTING, COMPILING = "Converting to int4, once ...\n", "Compiling the CPU kernels, once ...\n"
+MEASURING = r"Measuring this machine for a few seconds, [^\n]+, once \.\.\.\n(with [^\n]+ quiet machine\.\n)*"
 
 # What is printed, and where.
 
@@ -57,11 +58,14 @@ def test_several_stop_strings(cli: Cli, tiny: Path, said: str) -> None:
     assert ended.out == said[: min(said.index(said[20:25]), said.index(said[10:12]))]
 
 
-def test_what_takes_long_says_so_once(cli: Cli, tiny: Path, empty_cache: Path) -> None:
+def test_what_takes_long_says_so_once(
+    cli: Cli, tiny: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
     arguments = ["generate", PROMPT, "-m", tiny, "-t", 1, "-n", 5, "--quantizer"]
     first, second = cli(*arguments, "rtn"), cli(*arguments, "rtn")
     assert first.code == second.code == 0 and first.out == second.out
-    assert re.fullmatch(re.escape(CONVERTING + COMPILING) + CLOSING_LINE, first.err)
+    assert re.fullmatch(re.escape(CONVERTING + COMPILING) + MEASURING + CLOSING_LINE, first.err)
     assert re.fullmatch(CLOSING_LINE, second.err)
     (store,) = stores(empty_cache)
     assert sorted(path.name for path in empty_cache.iterdir()) == ["kernels", "stores"]

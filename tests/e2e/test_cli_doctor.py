@@ -144,14 +144,23 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
         "quantizer": {"value": "rtn", "source": "file"},
         "offline": {"value": True, "source": "flag"},
         "cache_dir": {"value": str(cache), "source": "HETERO_EE_CACHE_DIR"},
+        "data_dir": {"value": os.environ["HETERO_EE_DATA_DIR"], "source": "HETERO_EE_DATA_DIR"},
     }
     paths = document["paths"]
     assert (paths["config_file"], paths["cache"], paths["stores"]) == (str(file), str(cache), str(cache / "stores"))
     assert Path(paths["kernels"]).parent == cache / "kernels"
+    assert paths["profiles"] == str(Path(os.environ["HETERO_EE_DATA_DIR"], "profiles"))
     table = cli("config", "show", "-t", 9).out.splitlines()
     assert [line.split()[0] for line in table[1 : 1 + len(SETTINGS)]] == [setting.name for setting in SETTINGS]
     assert table[1].split("  ")[0] == "model" and "demo model" in table[1] and table[1].endswith("default")
     assert re.fullmatch(r"threads +9 +flag", table[2]) and re.fullmatch(r"offline +false +default", table[5])
+
+
+def test_control_characters_do_not_reach_the_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HETERO_EE_MODEL", "HETERO_EE_CACHE_DIR"):
+        monkeypatch.setenv(variable, "/a\x1b[31m\nb")
+    table = cli("config", "show").out
+    assert "\x1b" not in table and table.count("/a\\x1b[31m\\nb") >= 3
 
 
 def test_paths_are_those_hugging_face_hub_uses(cli: Cli) -> None:

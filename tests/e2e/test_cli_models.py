@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_ee.weights import library
 from hetero_ee.weights.filesystem import LocalFileSystem, store_lock
 from hetero_ee_cli import models
 from tests.command_line import PROMPT, Cli, stores
@@ -112,6 +114,15 @@ def test_models_lists_stores(cli: Cli, model_folder: Path, store: Path, cache: P
     assert cli("models", "list") == listed
 
 
+def test_what_manifests_say_does_not_command_the_terminal(
+    cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = library.stored_models(store.parents[1])
+    monkeypatch.setattr(library, "stored_models", lambda cache: [replace(found, quantizer="rtn\x1b[31m\n")])
+    listed = cli("models").out
+    assert r"rtn\x1b[31m\n" in listed and "\x1b" not in listed and listed.count("\n") == 2
+
+
 def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     listed = cli("models", "--json")
     document = json.loads(listed.out)
@@ -174,6 +185,8 @@ def test_verify_names_what_is_damaged(cli: Cli, store: Path, tmp_path: Path) -> 
         "copy: weights.bin at byte 0: 'embedding.tokens' tiles does not match its checksum\n"
         f"{store.name}: whole\n"
     )
+    ended = cli("models", "verify", "~nobody-of-this-name/store")
+    assert ended.code == 2 and re.fullmatch(r"hetero-ee: [^\n]+ no such home folder\.\n", ended.err)
     ended = cli("models", "verify", copy, "--json")
     document = json.loads(ended.out)
     assert ended.code == 1 and (document["schema"], document["stores"][0]["path"]) == (1, str(copy))

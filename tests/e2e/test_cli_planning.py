@@ -44,13 +44,20 @@ def test_the_flags_it_prints_give_the_same_plan_again(cli: Cli, data: Path) -> N
     )
 
 
-def test_json_is_one_document_that_a_plan_can_be_read_from(cli: Cli, data: Path) -> None:
+def test_json_is_a_plan_that_can_be_used_again(cli: Cli, data: Path, tmp_path: Path) -> None:
     from hetero_ee.planning.plan import Plan
 
-    body = json.loads(cli("plan", *PAPER, "--json", "--published-exits").out)
-    assert (body.pop("schema"), body.pop("model_name")) == (1, "llama-2-7b (random weights)")
-    digest = body.pop("plan_hash")
-    assert from_json(Plan, json.dumps(body)).sha256 == digest
+    text = cli("plan", *PAPER, "--json", "--published-exits", "--vram-budget", 3).out
+    made = from_json(Plan, text)
+    assert to_json(made) == text and made.parts[0].name == "embedding"
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert cli("plan", *PAPER[2:], "--plan", file, "--json").out == text
+    shown = cli("plan", *PAPER[2:], "--plan", file)
+    assert shown.code == 0 and f"mode       {made.mode}: " in shown.out
+    assert "other shapes" in cli("plan", "--random-weights", "llama-3-8b", "--plan", file).err
+    file.write_text(text[:-100])
+    assert cli("plan", *PAPER[2:], "--plan", file).code == 2
 
 
 def test_a_curve_rises(cli: Cli, data: Path, tmp_path: Path) -> None:
@@ -127,8 +134,19 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "override pattern": (["plan", *PAPER, "-o", "(=gpu"], "no regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
+    "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try --published-exits"),
+    "a pin of nothing": (["plan", *PAPER, "-o", "layer.3=gpu"], "matches no part"),
+    "a streamed head": (["plan", *PAPER, "-o", "head=stream"], "can't be streamed"),
+    "an embedding on the GPU": (["plan", *PAPER, "-o", ".*=gpu"], "embedding is looked up"),
+    "more RAM than there is": (["plan", *PAPER, "--ram-budget", "1000"], "lower --ram-budget"),
+    "no RAM": (["plan", *PAPER, "--ram-budget", "0"], "raise --ram-budget"),
+    "nobody's home": (["plan", "--hardware", "~nobody-of-that-name/x.json"], "can't be used"),
     "draft tokens": (["plan", *PAPER, "--draft-tokens", "0"], "expected 1 to 16"),
     "bench numbers": (["bench", "-p", "x"], "expected whole numbers"),
+    "bench of nothing": (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
+    "bench without threads": (["bench", "-t", "0"], "expected 1 to 1024 threads"),
+    "bench of too many digits": (["bench", "-p", "00000000001048577"], "expected whole numbers"),
+    "bench with a bad plan": (["bench", "--random-weights", "llama-2-7b", "--plan", "/dev/null"], "can't be used"),
     "bench format": (["bench", "-o", "xml"], "expected one of md"),
     "bench repetitions": (["bench", "-r", "0"], "expected 1 to"),
 }

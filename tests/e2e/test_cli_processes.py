@@ -107,6 +107,16 @@ def test_ctrl_c_with_json_still_gives_the_document(endless: list[object], tmp_pa
     assert re.fullmatch(CLOSING_LINE, err.decode())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["config", "show"], ["--help"], ["generate", PROMPT, "-m", None, *PLAIN]])
+def test_a_full_disk_under_standard_output_is_said_in_a_line(arguments: list[str | None], tiny: Path) -> None:
+    command = [sys.executable, "-m", "hetero_ee_cli", *(argument or str(tiny) for argument in arguments)]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 28
+    assert re.fullmatch(r"hetero-ee: no room is left [^\n]+\n", ended.stderr)
+
+
 def test_a_reader_that_goes_away_ends_it_quietly(endless: list[object], tmp_path: Path) -> None:
     with started(tmp_path / "cache", *endless) as process:
         out, err = pipes(process)

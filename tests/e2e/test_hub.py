@@ -104,6 +104,15 @@ def test_a_commit_in_the_cache_needs_no_question(hub: Hub, tiny: Path) -> None:
     assert hub.log == []
 
 
+def test_a_commit_in_the_cache_without_a_tokenizer_is_completed(hub: Hub, tiny: Path) -> None:
+    """As other programs leave it, which need no tokenizer."""
+    commit = hub.publish(ID, tiny)
+    folder = resolve(revision=commit)
+    (folder / "tokenizer.json").unlink()
+    assert resolve(revision=commit) == folder
+    assert files_of(folder) == files_of(tiny)
+
+
 def test_progress_counts_the_bytes(hub: Hub, tiny: Path) -> None:
     hub.publish(ID, tiny)
     hub.faults.append(Fault("/large/", pause_s=0.003))

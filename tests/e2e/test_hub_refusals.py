@@ -196,6 +196,7 @@ def test_a_malformed_index(hub: Hub, tiny: Path, index: bytes) -> None:
         listing("main", size=2),
         b'{"id": "x", "sha": 5, "siblings": [{}]}',
         listing("0" * 40, size="big"),
+        listing("0" * 40, size=None),
         b"<html>Log in to the hotel's network</html>",
     ],
 )

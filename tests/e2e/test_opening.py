@@ -321,6 +321,20 @@ def test_rotary_positions_may_go_beyond_the_models_own_context(tiny: Path) -> No
         assert engine.context_tokens == 700
 
 
+def test_the_manifest_of_a_store_is_read_once(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Engine.from_pretrained(tiny, quantizer="rtn", threads=1).close()
+    (store,) = stores(cache)
+    opened, real = [], Path.open
+
+    def counted(file: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(file.name)
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", counted)
+    Engine.from_pretrained(store, threads=1).close()
+    assert opened.count("manifest.json") == 1
+
+
 def test_a_half_deleted_store_is_made_anew(tiny: Path, cache: Path) -> None:
     expected = tokens(tiny)
     (store,) = stores(cache)

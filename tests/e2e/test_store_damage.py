@@ -1,11 +1,14 @@
 """Damage to a store: verify finds every bit of it, and opening refuses all but that of tiles."""
 
+import errno
+import os
 import random
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +159,23 @@ def test_what_is_no_store_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert verify(tmp_path / "file") == (Finding("file", None, None, "is not a folder"),)
     assert verify(tmp_path / "nowhere") != ()
+    assert verify(tmp_path / ("x" * 300)) == (Finding("x" * 300, None, None, "can't be read (File name too long)"),)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "store", "config.json"])
+def test_what_can_not_be_read_is_found(store: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.name == name:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    for method in ("open", "iterdir"):
+        monkeypatch.setattr(Path, method, refusing(getattr(Path, method)))
+    (found,) = verify(store)
+    assert found.file == name and "Permission denied" in found.what
 
 
 def test_tensors_that_do_not_fit_the_configuration_are_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import shutil
 import threading
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.errors import StoreError, UsageError
+from hetero_ee.errors import DamagedStoreError, ModelError, StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.filesystem import LocalFileSystem, store_lock
+from hetero_ee.weights.conversion import convert
+from hetero_ee.weights.filesystem import LocalFileSystem, allocated_bytes, store_lock
 from hetero_ee.weights.library import (
     StoreState,
     make_store,
@@ -22,6 +24,7 @@ from hetero_ee.weights.library import (
     stored_model,
     stored_models,
 )
+from hetero_ee.weights.quantization import Quantization
 from tests.store_support import FAST, FaultyDisk, contents, interrupted, one_layer_model
 
 
@@ -202,6 +205,85 @@ def test_a_damaged_store_that_another_process_has_mended_stays(model_folder: Pat
     for thread in threads:
         thread.join(60)
     assert contents(store) == whole and len(n_removed) == 1
+
+
+def refuse_to_open(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """No file of that name can be opened, or mapped for the name "mmap"."""
+    real = Path.open
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    def opened(file: Path, *arguments: Any, **options: Any) -> Any:
+        return (refused if file.name == name else real)(file, *arguments, **options)
+
+    patch.setattr(*((mmap, "mmap", refused) if name == "mmap" else (Path, "open", opened)))
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "weights.bin", "mmap"])
+def test_a_store_that_can_not_be_read_just_now_stays(model_folder: Path, cache: Path, name: str, number: int) -> None:
+    spec, before = ModelSpec.from_hf(model_folder), (only_store(cache) / "weights.bin").stat()
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_to_open(patch, name, number)
+        with pytest.raises(StoreError) as caught:
+            open_cached(model_folder, spec, FAST, cache)
+    assert not isinstance(caught.value, DamagedStoreError) and os.strerror(number) in str(caught.value)
+    now = (only_store(cache) / "weights.bin").stat()  # made anew, it would have the same bytes
+    assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_store_that_looked_damaged_and_can_not_be_read_now_stays(
+    model_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store = ModelSpec.from_hf(model_folder), only_store(cache)
+    os.truncate(store / "weights.bin", 9)
+    before = contents(cache)
+
+    class Busy(LocalFileSystem):
+        def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Any:
+            refuse_to_open(monkeypatch, "manifest.json", errno.EMFILE)
+            return super().acquire_lock(file, waiting)
+
+    with pytest.raises(StoreError):
+        open_cached(model_folder, spec, FAST, cache, files=Busy())
+    monkeypatch.undo()
+    assert contents(cache) == before
+
+
+def test_room_on_a_disk_that_does_not_count_blocks_is_the_size() -> None:
+    assert allocated_bytes(os.stat_result((0, 0, 0, 0, 0, 0, 5, 0, 0, 0))) == 5
+
+
+def test_a_store_that_is_there_is_opened_before_it_is_taken(model_folder: Path, tmp_path: Path) -> None:
+    store = convert(model_folder, ModelSpec.from_hf(model_folder), tmp_path / "store", FAST)
+    (store / "tokenizer.json").write_text("[]")
+    with pytest.raises(DamagedStoreError, match=r"tokenizer\.json does not match its checksum"):
+        make_store(model_folder, cache=tmp_path, output=store, quantizer="rtn")
+
+
+def test_a_store_whose_floats_have_another_quantizer_is_another(model_folder: Path, tmp_path: Path) -> None:
+    """Both would be named by the codes that were kept."""
+    mixed = Quantization(matrices="search", own="rtn")
+    store = convert(model_folder, ModelSpec.from_hf(model_folder), tmp_path / "store", mixed)
+    with pytest.raises(UsageError, match="not the store of this model"):
+        make_store(model_folder, cache=tmp_path, output=store, quantizer="rtn")
+
+
+def test_what_could_not_be_opened_is_not_converted(model_folder: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    os.truncate(model / "tokenizer.json", 2**26 + 1)
+    with pytest.raises(ModelError, match=r"tokenizer\.json has 67108865 bytes"):
+        make_store(model, cache=tmp_path / "cache", quantizer="rtn")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        make_store(model, cache=tmp_path / "cache", quantizer="rtn")
+    assert stored_models(tmp_path / "cache") == []
+
+
+def test_a_home_that_is_not_there_is_no_output(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such home folder"):
+        make_store(model_folder, cache=tmp_path, output=Path("~nobody-of-this-name/store"))
 
 
 def test_a_store_goes_to_a_folder_of_its_own(model_folder: Path, tmp_path: Path) -> None:

@@ -118,3 +118,10 @@ def test_two_thousand_headers(memory_folder: Path) -> None:
 @pytest.mark.slow
 def test_a_million_headers(memory_folder: Path) -> None:
     assert fuzz(range(10**6), memory_folder) > 25_000
+
+
+@pytest.mark.parametrize("n_bytes", [0x180, 0x13C], ids=["pickle", "web page"])
+def test_a_header_whose_length_looks_like_another_file_is_cut_short(tmp_path: Path, n_bytes: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", n_bytes) + b"{")
+    with pytest.raises(CheckpointError, match=f"its header of {n_bytes} bytes is cut short"):
+        read_header(tmp_path / "model.safetensors")

@@ -38,6 +38,10 @@ def instructions(files: dict[str, str], compiled_for: str, **environment: str) -
     return machine.instructions(recorded(files), environment, lambda: compiled_for)
 
 
+def gpu_matmul(kind: str | None, **installed: str) -> Finding:
+    return software.gpu_matmul(lambda: kind, versions(**installed), lambda name: name in installed)
+
+
 def without_numba() -> str:
     raise ImportError("Numba needs NumPy 2.3 or less")
 
@@ -60,7 +64,7 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
     "hybrid": (lambda: machine.processor(recorded(intel_hybrid())), "ok", "2 performance and 4 efficiency cores", ""),
     "quota": (
         lambda: machine.processor(recorded(in_cgroup_2(ryzen(), "250000 100000", ""))),
-        *("warn", "limit of 2.5 cores, 2 usable", "Set HETERO_EE_THREADS=2"),
+        *("ok", "limit of 2.5 cores, 2 usable", ""),
     ),
     "best instructions": (lambda: instructions(ryzen(), "AVX-512 VNNI"), "ok", "use AVX-512 VNNI", ""),
     "more than the system says": (lambda: instructions({}, "AVX2"), "ok", "use AVX2", ""),
@@ -121,18 +125,28 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
     "Numba": (lambda: software.numba(versions(numba="0.68", llvmlite="0.50")), "ok", "0.68, llvmlite 0.50", ""),
     "no Numba": (lambda: software.numba(versions(llvmlite="0.50")), "fail", "not installed", "anew"),
     "no llvmlite": (lambda: software.numba(versions(numba="0.68")), "fail", "llvmlite is not installed", "anew"),
-    "Triton": (lambda: software.gpu_matmul(lambda: True, versions(triton="3.7")), "ok", "a GPU would use Triton", ""),
-    "no Triton, no GPU": (lambda: software.gpu_matmul(lambda: False, versions()), "ok", "needed for a GPU only", ""),
+    "Triton": (
+        lambda: gpu_matmul("cuda", triton="3.7", bitsandbytes="0.50", torch="2.13"),
+        *("ok", "triton 3.7, bitsandbytes 0.50; matmul_int4 on cuda is computed by triton, the fastest there is", ""),
+    ),
+    "Triton, no GPU": (
+        lambda: gpu_matmul(None, triton="3.7", torch="2.13"),
+        *("ok", "without a GPU not used: triton 3.7; matmul_int4 on cuda is computed by triton", ""),
+    ),
+    "no Triton, no GPU": (lambda: gpu_matmul(None, torch="2.13"), "ok", "needed for a GPU only", ""),
     "no Triton": (
-        lambda: software.gpu_matmul(lambda: True, versions(bitsandbytes="0.50")),
-        *("warn", "no Triton, bitsandbytes 0.50; the GPU would use bitsandbytes", "Install triton"),
+        lambda: gpu_matmul("cuda", bitsandbytes="0.50", torch="2.13"),
+        *("warn", "computed by bitsandbytes, because triton can't be imported", "Install triton"),
+    ),
+    "no Triton for AMD": (
+        lambda: gpu_matmul("rocm", bitsandbytes="0.50", torch="2.13"),
+        *("warn", "matmul_int4 on rocm is computed by torch, because triton can't be imported", "Install triton"),
     ),
     "neither": (
-        lambda: software.gpu_matmul(lambda: True, versions()),
-        "warn",
-        "the GPU can't be used",
-        "Install triton",
+        lambda: gpu_matmul("cuda", torch="2.13"),
+        *("warn", "computed by torch, because triton and bitsandbytes can't be imported", "Install triton"),
     ),
+    "not even torch": (lambda: gpu_matmul("cuda"), "fail", "nothing on this machine computes matmul_int4", "anew"),
     "OpenMP": (
         lambda: software.openmp(recorded({}, {"/sbin/ldconfig": Answer("\tlibgomp.so.1 (libc6,x86-64) => /x\n")})),
         *("ok", "libgomp", ""),
@@ -199,6 +213,10 @@ def test_what_the_cache_holds(tmp_path: Path) -> None:
     assert storage.stores(tmp_path) == ok("0 converted models, 1 unfinished, 1.0 GiB")
     (tmp_path / "stores" / "a" / MANIFEST_FILE).write_text("")
     assert storage.stores(tmp_path) == ok("1 converted model, 1.0 GiB")
+    for name in ("b.partial", "c.removed"):
+        (tmp_path / "stores" / name).mkdir()
+        (tmp_path / "stores" / name / MANIFEST_FILE).write_text("")
+    assert storage.stores(tmp_path) == ok("1 converted model, 1 unfinished, 1.0 GiB")
     folder = kernel_cache_folder(tmp_path)
     folder.mkdir(parents=True)
     KernelCache(folder).set_filled()

@@ -129,3 +129,10 @@ def test_the_installed_torch_answers() -> None:
     build = torch_build(this_host())
     assert (build.version, build.cuda) == (torch.__version__, torch.version.cuda)
     assert len(build.gpus) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    "vendors, kind", [((), None), (("NVIDIA",), "cuda"), (("AMD",), "rocm"), (("AMD", "NVIDIA"), "cuda")]
+)
+def test_the_engines_word_for_the_gpus(vendors: tuple[str, ...], kind: str | None) -> None:
+    assert GpuInventory(tuple(GpuInfo(vendor, "a card") for vendor in vendors), ()).kind == kind

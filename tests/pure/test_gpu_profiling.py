@@ -51,7 +51,7 @@ def test_a_gpu_that_works_is_measured_whole(family: str) -> None:
     assert from_json(HardwareProfile, to_json(profile)) == profile
 
 
-def test_few_rows_are_multiplied_as_a_segment_does_and_many_as_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_multiplied_in_turns_as_a_segment_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, set[tuple[int, torch.dtype]]] = {"matmul": set(), "prefill_matmul": set()}
     for name in seen:
 
@@ -60,7 +60,7 @@ def test_few_rows_are_multiplied_as_a_segment_does_and_many_as_a_prefill(monkeyp
 
         monkeypatch.setattr(reference, name, multiply)
     assert figures(StandInGpu()).warning == ""
-    assert seen == {"matmul": {(1, torch.float32)}, "prefill_matmul": {(17, torch.float16)}}
+    assert seen == {"matmul": {(1, torch.float32), (16, torch.float32)}, "prefill_matmul": set()}
 
 
 def test_every_figure_of_the_link_is_in_its_place() -> None:

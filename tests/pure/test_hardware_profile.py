@@ -145,8 +145,12 @@ def test_times_between_shapes_and_rows() -> None:
     one = times.matmul_s("int4", 4096, 4096, 1)
     assert times.matmul_s("int4", 8192, 4096, 1) == pytest.approx(2 * one)
     assert one <= times.matmul_s("int4", 4096, 4096, 3) <= times.matmul_s("int4", 4096, 4096, 4)
-    assert times.attention_s(32, 128, 1, 2048) > times.attention_s(32, 128, 1, 512)
-    assert times.attention_s(16, 128, 1, 1024) == pytest.approx(times.attention_s(32, 128, 1, 1024) / 2)
+    whole = times.attention_s(32, 32, 128, 1, 1024, few=True)
+    assert times.attention_s(32, 32, 128, 1, 2048, few=True) > whole
+    assert times.attention_s(32, 8, 128, 1, 1024, few=True) == pytest.approx(whole / 4)
+    assert times.attention_s(16, 16, 128, 64, 1024, few=False) == pytest.approx(
+        times.attention_s(32, 32, 128, 64, 1024, few=False) / 2
+    )
     with pytest.raises(KeyError):
         times.matmul_s("int3", 1, 1, 1)
 

@@ -1,6 +1,9 @@
 """Commands that hang or talk without end, files that are not there, and disks on which nothing works."""
 
+import errno
 import mmap
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,11 +29,27 @@ def test_commands() -> None:
     assert run_command(["bad\0name"]) == Answer("", "not found")
 
 
+def test_the_pipe_of_a_command_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: opened.append(real(*a, **k)) or opened[-1])
+    assert python("print('x')").output == "x\n"
+    assert opened[0].stdout and opened[0].stdout.closed
+
+
 def test_a_command_that_hangs_is_ended() -> None:
     started_s = time.monotonic()
     answer = python("import time; time.sleep(60)", timeout_s=0.2)
     assert answer == Answer("", "no answer within 0.2 s")
     assert time.monotonic() - started_s < 10
+
+
+def test_a_command_that_closes_its_output_and_lives_on_is_ended(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); os.write(1, b'x'); os.close(1)"
+    assert python(f"{code}; time.sleep(60)") == Answer("x", "did not end after its output")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_a_command_that_never_stops_talking_is_ended() -> None:
@@ -127,7 +146,7 @@ def test_a_disk_that_forgets_what_was_written(tmp_path: Path, monkeypatch: pytes
 
 def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoLock:
-        def __init__(self, path: Path, timeout: float) -> None: ...
+        def __init__(self, path: Path, **_: object) -> None: ...
 
         def __enter__(self) -> None: ...
 
@@ -142,5 +161,17 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(disk, "FileLock", refuse)
     with pytest.raises(OSError, match="files can't be locked"):
+        try_disk(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_on_which_only_a_file_could_stand_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"files can't be locked: .*Function not implemented"):
         try_disk(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -173,10 +173,11 @@ def test_overrides_win_and_the_first_that_matches_counts() -> None:
         (Limits(vram_budget_bytes=100 * GIB), r"100\.00 GiB is more than the 7\.44 GiB"),
         (Limits(gpu_layers=33), "gpu_layers is 33, the model has 32"),
         (Limits(gpu_layers=32, vram_budget_bytes=GIB), r"needs \d\.\d\d GiB and the budget is 1\.00 GiB"),
-        (Limits(ram_budget_bytes=2**20), "of RAM"),
+        (Limits(ram_budget_bytes=2**20, vram_budget_bytes=GIB), "of RAM"),
         (Limits(vram_budget_bytes=0, overrides=((".*ffn", "gpu"),)), "pinned to gpu"),
+        (Limits(mode="exact"), "exit statistics"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_the_impossible_is_refused_with_numbers(limits: Limits, words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -209,3 +210,50 @@ def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
     assert pays.prediction.generated_tokens_per_s > 1.1 * full.prediction.generated_tokens_per_s
     assert declined.mode == "full" and declined.prediction == full.prediction
     assert plan(spec, profile, replace(limits, mode="exact", draft_tokens=3), bad).draft_tokens == 3
+
+
+def test_pins_to_streaming_keep_the_budget() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    for pattern in (r"layers\.\d+\.ffn", r"layers\.\d+\.attention", r"layers\..*"):
+        for budget in (GIB // 2, GIB, 3 * GIB):
+            found = made((spec_of(), profile, Limits(vram_budget_bytes=budget, overrides=((pattern, "stream"),)), None))
+            assert found is None or found.n_bytes("gpu") <= budget
+
+
+def test_little_ram_is_no_matter_where_the_gpu_holds_everything() -> None:
+    profile = derived_profile(DATA_SHEETS[3], "2026-11-21")
+    found = plan(spec_of(), profile, Limits(ram_budget_bytes=GIB))
+    assert found.gpu_layers == 32 and found.n_bytes("cpu") <= GIB
+
+
+def test_visiting_keys_and_values_are_counted() -> None:
+    """A prompt's attention parts may visit the GPU with what they keep, or stay where they are."""
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    for budget in (2 * GIB, 3 * GIB, 4 * GIB):
+        found = plan(spec_of(), profile, Limits(vram_budget_bytes=budget, context_tokens=4096))
+        visiting = [part for part in found.parts if part.prefill_place == "visit"]
+        assert all(part.decode_place == "cpu" for part in visiting) and found.n_bytes("gpu") <= budget
+        buffers = [term.n_bytes for term in found.memory if term.name == "stream buffers"]
+        assert not visiting or buffers[0] >= 2 * max(part.weight_bytes + part.kv_bytes for part in visiting)
+
+
+def test_fewer_key_heads_and_smaller_types_take_less_time_on_paper() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8}
+    config |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+    rates = [
+        plan(ModelSpec.from_hf(config | {"num_key_value_heads": heads}), profile, Limits(kv_type=kind, gpu_layers=0))
+        for heads, kind in ((32, "fp32"), (32, "fp16"), (8, "fp16"))
+    ]
+    times = [1 / found.prediction.generated_tokens_per_s for found in rates]
+    assert times[0] > times[1] > times[2]
+
+
+def test_asked_threads_stay_in_the_plan_and_foreign_times_are_told() -> None:
+    found = plan(spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21"), Limits(threads=4))
+    assert found.threads == 4 and any("the profile has none for 4" in reason for reason in found.reasons)
+
+
+def test_a_model_too_shallow_for_exits() -> None:
+    with pytest.raises(UsageError, match="none to exit from"):
+        published_statistics(1)

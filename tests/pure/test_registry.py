@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.registry import IMPLEMENTATIONS, Implementation, Registry, default_registry, device_kind
+from hetero_ee.runtime.registry import (
+    IMPLEMENTATIONS,
+    Implementation,
+    Registry,
+    default_registry,
+    device_kind,
+    is_installed,
+)
 
 
 def only(*packages: str) -> Callable[[str], bool]:
@@ -104,23 +111,41 @@ def test_choosing_imports_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-TAKES_TILES = pytest.mark.xfail(
-    reason="tile_matrix.py imports tile_group.py for a few numbers, and that imports Triton"
-)
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+import hetero_ee.runtime.gpu_segment
+from hetero_ee.runtime.registry import IMPLEMENTATIONS, default_registry
+from hetero_ee.weights.quantizers import quantizer_named
+
+registry, device = default_registry(), torch.device("cpu")
+chosen = registry.choose("matmul_int4", "cuda")
+chosen.load(), chosen.load_prepare()
+for one in IMPLEMENTATIONS:
+    if one.name == "torch" and "cuda" in one.kinds:
+        one.load()
+        one.prepare and one.load_prepare()
+x, ids = torch.randn(3, 70), torch.tensor([39, 0, 7])
+for operation, quantizer in (("matmul_int4", "rtn"), ("matmul_int4", "codebook"), ("matmul_int8", "int8")):
+    weight = quantizer_named(quantizer).quantize(torch.randn(40, 70))
+    dense = weight.dequantize()
+    multiply, cut, embed = (registry.choose(name, "cuda", "torch") for name in (operation, "sliced_head", "embed"))
+    matrix = multiply.load_prepare()(weight, device)
+    product = x @ dense.T
+    torch.testing.assert_close(multiply.load()(x, matrix), product, rtol=0, atol=0.3)
+    torch.testing.assert_close(cut.load()(x, matrix, ids), product[:, ids], rtol=0, atol=0.3)
+    torch.testing.assert_close(embed.load()(matrix, 70, ids), dense[ids])
+print(chosen.name, [name for name in sys.modules if name.startswith("triton.")])
+"""
 
 
-@pytest.mark.parametrize("takes_tiles", [False, pytest.param(True, marks=TAKES_TILES)])
-def test_references_need_no_triton(takes_tiles: bool) -> None:
-    """The fallback of a machine without Triton must not import it."""
-    code = (
-        "import sys; sys.modules['triton'] = None; import hetero_ee.runtime.gpu_segment; "
-        "from hetero_ee.runtime.registry import IMPLEMENTATIONS; "
-        "chosen = [i for i in IMPLEMENTATIONS if i.name == 'torch' and 'cuda' in i.kinds]; "
-        f"[i.load() for i in chosen if bool(i.prepare) is {takes_tiles}]; "
-        f"{takes_tiles} and __import__('hetero_ee_kernels.tile_matrix')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_without_triton_bitsandbytes_is_chosen_and_the_references_compute() -> None:
+    """As on Windows, where Triton can't be imported; its int8 activations leave products within 0.3 of the exact."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    expected = "bitsandbytes" if is_installed("bitsandbytes") else "torch"
+    assert done.stdout.strip() == f"{expected} []"
 
 
 def test_device_kinds() -> None:

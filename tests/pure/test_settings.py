@@ -22,6 +22,7 @@ VALUES: dict[str, tuple[Any, str, str, Any, Any]] = {
     "quantizer": ("rtn", "search", '"none"', "search", "none"),
     "offline": (True, "off", "true", False, True),
     "cache_dir": ("/a", "b", '"/c"', Path("b"), Path("/c")),
+    "data_dir": ("/a", "b", '"/c"', Path("b"), Path("/c")),
 }
 
 

@@ -85,6 +85,10 @@ def once(function: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
+def gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB"
+
+
 def presentable(text: str) -> str:
     """One printable line without the home folder's place and the user's name."""
     line = "".join(c if c.isprintable() else " " for c in text)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
 from hetero_ee_profiles.cpu import CpuInfo, cpu_info
 from hetero_ee_profiles.gpu import GpuInfo, gpu_inventory
 from hetero_ee_profiles.host import Host
@@ -13,7 +13,6 @@ from hetero_ee_profiles.memory import MemoryInfo, memory_info
 from hetero_ee_profiles.system import system_info
 from hetero_ee_profiles.torch_build import TorchBuild
 
-GIB = 2**30
 LOW_MEMORY_BYTES = 2**30
 NUMBA_VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
 INSTALL_TORCH = "Install the torch that the selector on pytorch.org names for this GPU."
@@ -39,10 +38,7 @@ def processor(host: Host) -> Finding:
     if cpu.quota_cores is not None:
         parts.append(f"a container's limit of {cpu.quota_cores:g} cores")
     parts.append(f"{cpu.n_usable} usable")
-    text = ", ".join(parts)
-    if cpu.n_usable < cpu.n_allowed:
-        return warn(text, f"Set HETERO_EE_THREADS={cpu.n_usable}: threads beyond the limit are put to sleep.")
-    return ok(text)
+    return ok(", ".join(parts))
 
 
 def _cores(cpu: CpuInfo) -> str:
@@ -70,9 +66,9 @@ def instructions(
 
 def memory(host: Host) -> Finding:
     found = memory_info(host)
-    parts = [f"{_gib(found.total_bytes)}, {_gib(found.available_bytes)} available", _swap(found)]
+    parts = [f"{gib(found.total_bytes)}, {gib(found.available_bytes)} available", _swap(found)]
     if found.usable_bytes < found.total_bytes:
-        parts.append(f"a container's limit of {_gib(found.usable_bytes)}")
+        parts.append(f"a container's limit of {gib(found.usable_bytes)}")
     text = ", ".join(parts)
     if min(found.available_bytes, found.usable_bytes) < LOW_MEMORY_BYTES:
         return warn(text, "Close other programs: models of a few billion weights need several GiB.")
@@ -80,7 +76,7 @@ def memory(host: Host) -> Finding:
 
 
 def _swap(found: MemoryInfo) -> str:
-    return f"swap {_gib(found.swap_total_bytes)}" if found.swap_total_bytes else "no swap"
+    return f"swap {gib(found.swap_total_bytes)}" if found.swap_total_bytes else "no swap"
 
 
 def huge_pages(host: Host) -> Finding:
@@ -95,7 +91,7 @@ def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
     if build.gpus:
         driver = f", driver {known_driver}" if known_driver else ""
         shown = [
-            f"{seen.name}, {_gib(seen.total_bytes)} ({_gib(seen.free_bytes)} free), "
+            f"{seen.name}, {gib(seen.total_bytes)} ({gib(seen.free_bytes)} free), "
             f"compute capability {seen.compute_capability}{driver}"
             for seen in build.gpus
         ]
@@ -118,8 +114,8 @@ def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
 def _listed(found: GpuInfo) -> str:
     parts = [found.name]
     if found.total_bytes is not None:
-        free = f" ({_gib(found.free_bytes)} free)" if found.free_bytes is not None else ""
-        parts.append(_gib(found.total_bytes) + free)
+        free = f" ({gib(found.free_bytes)} free)" if found.free_bytes is not None else ""
+        parts.append(gib(found.total_bytes) + free)
     if found.compute_capability:
         parts.append(f"compute capability {found.compute_capability}")
     if found.driver:
@@ -135,7 +131,3 @@ def clock(now_s: float, installed: Path) -> Finding:
             f"{text}, before hetero_ee was installed", "Set the clock: downloads are refused while it is wrong."
         )
     return ok(text)
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB"

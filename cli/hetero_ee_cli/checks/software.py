@@ -5,6 +5,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from hetero_ee.errors import UsageError
+from hetero_ee.runtime.registry import IsInstalled, default_registry, is_installed
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
 from hetero_ee_profiles.host import TIMEOUT_S, Host
 from hetero_ee_profiles.torch_build import TorchBuild
@@ -74,18 +76,21 @@ def openmp(host: Host) -> Finding:
     return ok(", ".join(names) if names else "none; only bitsandbytes on the CPU looks for it")
 
 
-def gpu_matmul(has_gpu: Callable[[], bool], version_of: Version = package_version) -> Finding:
-    """Triton compiles the GPU's kernels; bitsandbytes can take the matmul's place."""
-    triton, fallback = version_of("triton"), version_of("bitsandbytes")
-    parts = [
-        f"Triton {triton}" if triton else "no Triton",
-        f"bitsandbytes {fallback}" if fallback else "no bitsandbytes",
-    ]
-    text = ", ".join(parts)
-    if triton:
-        return ok(f"{text}; a GPU would use Triton")
-    if not has_gpu():
-        return ok(f"{text}; needed for a GPU only")
-    if fallback:
-        return warn(f"{text}; the GPU would use bitsandbytes", "Install triton, which comes with torch for GPUs.")
-    return warn(f"{text}; the GPU can't be used", "Install triton, which comes with torch for GPUs.")
+def gpu_matmul(
+    kind: Callable[[], str | None], version_of: Version = package_version, is_installed: IsInstalled = is_installed
+) -> Finding:
+    """Which implementation the engine takes, and why. kind: of the GPU, as in the registry; None without one."""
+    there = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
+    versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in there)
+    versions = versions or "neither triton nor bitsandbytes"
+    found = kind()
+    if found is None and not there:
+        return ok(f"{versions}; needed for a GPU only")
+    try:
+        choice = default_registry(is_installed).explain("matmul_int4", found or "cuda")
+    except UsageError as error:
+        return fail(f"{versions}; {str(error).rstrip('.')}", INSTALL)
+    text = f"{versions}; {choice.reason.rstrip('.')}"
+    if found is None:
+        return ok(f"without a GPU not used: {text}")
+    return warn(text, "Install triton, which comes with torch for GPUs on Linux.") if choice.missing else ok(text)

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
-from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
+from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
 from hetero_ee_profiles.disk import disk_info, try_disk
 from hetero_ee_profiles.host import Host
 
-GIB = 2**30
-MANIFEST_FILE = "manifest.json"  # as in hetero_ee.weights.manifest, whose import brings torch
-LOW_DISK_BYTES = 2 * GIB
+# As in hetero_ee.weights, whose import brings torch.
+MANIFEST_FILE = "manifest.json"
+STORES_FOLDER, PARTIAL_SUFFIX, REMOVED_SUFFIX = "stores", ".partial", ".removed"
+LOW_DISK_BYTES = 2**31
 CHOOSE_ANOTHER = "Set HETERO_EE_CACHE_DIR to a folder on another disk."
 
 
@@ -22,7 +23,7 @@ def cache_disk(host: Host, cache: Path) -> Finding:
         try_disk(cache)
     except OSError as error:
         return fail(f"{cache} can't be used ({error.strerror or error})", CHOOSE_ANOTHER)
-    text = f"{cache}: {_gib(disk.free_bytes)} of {_gib(disk.total_bytes)} free, {disk.kind or 'unknown file system'}"
+    text = f"{cache}: {gib(disk.free_bytes)} of {gib(disk.total_bytes)} free, {disk.kind or 'unknown file system'}"
     if disk.is_memory:
         return warn(f"{text}, which is memory", f"Models would take memory twice. {CHOOSE_ANOTHER}")
     if disk.free_bytes < LOW_DISK_BYTES:
@@ -41,11 +42,16 @@ def kernel_cache(cache: Path) -> Finding:
 
 def stores(cache: Path) -> Finding:
     """A listing alone; no store is opened."""
-    folders = [entry for entry in _entries(cache / "stores") if entry.is_dir(follow_symlinks=False)]
+    folders = [entry for entry in _entries(cache / STORES_FOLDER) if entry.is_dir(follow_symlinks=False)]
+    folders = [folder for folder in folders if not folder.name.endswith(REMOVED_SUFFIX)]
     n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))
-    n_whole = sum(Path(folder.path, MANIFEST_FILE).is_file() for folder in folders)
+    n_whole = sum(_is_whole(folder) for folder in folders)
     unfinished = f", {len(folders) - n_whole} unfinished" if len(folders) > n_whole else ""
-    return ok(f"{n_whole} converted {'model' if n_whole == 1 else 'models'}{unfinished}, {_gib(n_bytes)}")
+    return ok(f"{n_whole} converted {'model' if n_whole == 1 else 'models'}{unfinished}, {gib(n_bytes)}")
+
+
+def _is_whole(folder: os.DirEntry[str]) -> bool:
+    return not folder.name.endswith(PARTIAL_SUFFIX) and Path(folder.path, MANIFEST_FILE).is_file()
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -54,7 +60,3 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except FileNotFoundError:
         return
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB"

@@ -1,7 +1,8 @@
 """A segment of layers on the GPU kernels: near the CPU's executor on the same int4 weights, exact among itself, and
 right when its launches are recorded once and replayed while contexts grow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime import gpu_segment
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
 from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
@@ -219,6 +221,45 @@ def test_cuda_graphs_give_the_same_bits(llama: Model) -> None:
     for position in range(80):
         rows = Rows.of_sequence(0, position, [position])
         assert_same_bits(run(graphs, llama, rows), run(plain, llama, rows))
+
+
+def test_everything_is_launched_and_recorded_inside_its_device(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+
+    @contextmanager
+    def enter(device: Any) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert entered == [torch.device(DEVICE)]
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(gpu_segment, "_entered", enter)
+    ops = operations("torch")
+    tape = Tape(replace(ops, **{name: checked(getattr(ops, name)) for name in ("rms_norm", "attention", "add")}))
+    part = segment(llama, ops=tape.operations, recorder=checked(tape))
+    part.cache.open(0)
+    for position in range(2):
+        run(part, llama, Rows.of_sequence(0, position, [4]))
+    assert entered == [] and tape.n_replayed == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a second GPU")
+def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
+    ops, found = operations("triton"), []
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        spec, weights = llama
+        cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000)
+        part = GpuSegment(spec, weights, range(2), cache, ops, recorder_for(device, ops))
+        cache.open(0)
+        found.append([run(part, llama, Rows.of_sequence(0, position, [position])).cpu() for position in range(3)])
+    for first, second in zip(*found, strict=True):
+        assert_same_bits(first, second)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
