@@ -78,12 +78,12 @@ def kv_write_kernel(
     rest = tl.load(source + lane, mask=inside, other=0.0)
     if turns_ptr is not None:
         turn = turns_ptr + position.to(tl.int64) * (2 * HALF) + pair
-        turns = paired & (part == 0)
+        turns = pair < tl.where(part == 0, HALF, 0)  # bounds, because Triton 3.9 makes integers of lanes & one
         cosine = tl.load(turn, mask=turns, other=1.0)
         sine = tl.load(turn + HALF, mask=turns, other=0.0)
         low, high = turned(low, high, cosine, sine)
-        tl.store(source + pair, low, mask=paired & is_query)
-        tl.store(source + HALF + pair, high, mask=paired & is_query)
+        tl.store(source + pair, low, mask=pair < tl.where(is_query, HALF, 0))
+        tl.store(source + HALF + pair, high, mask=pair < tl.where(is_query, HALF, 0))
     page = tl.load(table_ptr + tl.load(slots_ptr + row) * PAGES_A_SLOT + position // PAGE).to(tl.int64)
     line = (((page * N_LAYERS + layer) * 2 + part) * N_KV_HEADS + kv_head) * PAGE + position % PAGE
     inverse = 1.0
@@ -94,9 +94,10 @@ def kv_write_kernel(
         tl.store(scales_ptr + line, tl.where(is_zero, 0.0, tl.div_rn(peak, 127.0)), mask=head >= N_HEADS)
     target = codes_ptr + line * HEAD_DIM
     IS_INT8: tl.constexpr = scales_ptr is not None
-    tl.store(target + pair, stored(low, inverse, IS_INT8), mask=paired & (head >= N_HEADS))
-    tl.store(target + HALF + pair, stored(high, inverse, IS_INT8), mask=paired & (head >= N_HEADS))
-    tl.store(target + lane, stored(rest, inverse, IS_INT8), mask=inside & (head >= N_HEADS))
+    kept_pairs, kept_lanes = tl.where(is_query, 0, HALF), tl.where(is_query, 0, HEAD_DIM)
+    tl.store(target + pair, stored(low, inverse, IS_INT8), mask=pair < kept_pairs)
+    tl.store(target + HALF + pair, stored(high, inverse, IS_INT8), mask=pair < kept_pairs)
+    tl.store(target + lane, stored(rest, inverse, IS_INT8), mask=lane < kept_lanes)
 
 
 def kv_write(

@@ -2,7 +2,7 @@
 
 Weights are as many as the model really has, up to a limit beyond any cache: a small model sits in the cache, and its
 times are others. Products take turns in the order a pass takes them, so that each finds the caches as there. Attention
-takes turns over a few layers' keys and values, with no weights read in between: short contexts may sit in the cache.
+takes turns over the layers' keys and values, with no weights read in between: short contexts may sit in the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,6 @@ from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.team import Team
 from hetero_ee_profiles.probe_samples import (
     CODEBOOK,
-    MAX_CACHE_LAYERS,
     TILE_ROWS,
     AttentionSamples,
     Clock,
@@ -26,6 +25,7 @@ from hetero_ee_profiles.probe_samples import (
 )
 
 READ_BYTES = 2**28
+CACHE_BYTES = 2**28  # of keys and values that attention takes turns over, at most: more than any processor's cache
 
 
 def probe_read_bytes_per_s(team: Team, repeats: int, clock: Clock) -> list[float]:
@@ -66,8 +66,9 @@ def probe_attention(
 ) -> list[AttentionSamples]:
     """heads: (n_heads, n_kv_heads, head_dim). Samples for each (m, context_tokens), over an fp32 cache."""
     n_heads, n_kv_heads, head_dim = heads
-    n_layers = min(n_layers, MAX_CACHE_LAYERS)
     capacity = max(context for _, context in points)
+    layer_bytes = 2 * n_kv_heads * capacity * head_dim * 4
+    n_layers = max(1, min(n_layers, CACHE_BYTES // layer_bytes))
     shape = (n_layers, n_kv_heads, head_dim)
     room = np.full((2, n_layers, n_kv_heads, capacity, head_dim), 0.01, np.float32)
     cache, attention = SequenceCache(room[0], room[1]), Attention(n_layers, *heads, "fp32", team)

@@ -69,8 +69,8 @@ def test_attention_is_timed_in_each_layer(team: Team) -> None:
     assert [(a.m, a.context_tokens, a.seconds) for a in found] == [(1, 16, (TICK_S,) * 6), (4, 20, (TICK_S,) * 6)]
 
 
-def test_attention_takes_turns_over_a_few_layers_at_most(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_probe, "MAX_CACHE_LAYERS", 2)
+def test_attention_takes_turns_over_so_many_bytes_at_most(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_probe, "CACHE_BYTES", 2 * (2 * 2 * 16 * 8 * 4) + 1)  # of two layers and a bit
     assert len(probe_attention(team, (6, 2, 8), 3, [(1, 16)], 1, ticking())[0].seconds) == 2
 
 

@@ -120,7 +120,7 @@ OPTIMIZED: dict[str, tuple[Spoil, str]] = {
         ],
         "CheckpointError",
     ),
-    "a store that is none": (content("manifest.json", b"{}"), "StoreError"),
+    "a store that is none": (content("manifest.json", b"{}"), "DamagedStoreError"),
 }
 
 
