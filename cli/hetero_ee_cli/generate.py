@@ -82,12 +82,13 @@ def _generate(text: str, options: dict[str, Any], changes: dict[str, Any], as_js
         stage_progress() as progress,
         Engine.from_pretrained(progress=progress, **options) as engine,
     ):
-        expected = expected_rate(engine, progress)
         tokens, interrupted = print_tokens(engine.stream(text, **changes), quiet=as_json)
         result = collect(tokens) if tokens else None
         if as_json:
             print(json.dumps(_document(engine, options["model"], changes, result, interrupted)))
         if result is not None:
+            # The text comes first: measuring a machine that was never measured takes some seconds.
+            expected = None if interrupted else expected_rate(engine, progress)
             rate = expected(result.n_prompt_tokens, result.n_generated_tokens) if expected else None
             _print_closing_line(result, engine, changes, rate)
         if interrupted:

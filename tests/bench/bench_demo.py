@@ -46,11 +46,16 @@ def main() -> None:
     print(json.dumps({"runs": arguments.runs, "threads": arguments.threads, **figures}))
 
 
+def folders(cache: Path) -> dict[str, str]:
+    """Environment of a machine that has only what lies in `cache`."""
+    return {"HETERO_EE_CACHE_DIR": str(cache), "HETERO_EE_DATA_DIR": str(cache / "data")}
+
+
 def seconds_to_first_text(cache: Path, flags: list[str]) -> float:
     start = time.perf_counter()
     process = subprocess.Popen(
         [*COMMAND, "Once upon a time", "-n", "8", *flags],
-        env=os.environ | {"HETERO_EE_CACHE_DIR": str(cache)},
+        env=os.environ | folders(cache),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
@@ -65,7 +70,7 @@ def seconds_to_first_text(cache: Path, flags: list[str]) -> float:
 def rates(cache: Path, flags: list[str]) -> dict[str, float]:
     done = subprocess.run(
         [*COMMAND, PROMPT, "-n", "128", "--json", "--temp", "0.8", "-s", "1", *flags],
-        env=os.environ | {"HETERO_EE_CACHE_DIR": str(cache)},
+        env=os.environ | folders(cache),
         capture_output=True,
         check=True,
     )
