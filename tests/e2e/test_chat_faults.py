@@ -144,7 +144,7 @@ def test_a_fault_while_the_cache_grows(engine: Engine, monkeypatch: pytest.Monke
         chat.send(" the" * 200).finish()
         before = chat.messages
         with monkeypatch.context() as patch:
-            patch.setattr(kv_cache.torch, "zeros", failing_at(n_calls, torch.zeros, MemoryError()))
+            patch.setattr(kv_cache.torch, "from_numpy", failing_at(n_calls, torch.from_numpy, MemoryError()))
             with pytest.raises(MemoryError):
                 chat.send(" the" * 100).finish()
         assert chat.messages == before
