@@ -9,11 +9,11 @@ from hetero_ee.errors import ModelError, shown
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.hf_quantization import four_bit_type
 from hetero_ee.models.json_text import depth_exceeds, not_json, parse_json
+from hetero_ee.models.model_files import CONFIG_FILE
 from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 
-CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
 MAX_CONFIG_VALUES = 10**6
 MAX_CONFIG_DEPTH = 64  # real ones have four levels

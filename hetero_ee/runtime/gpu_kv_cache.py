@@ -85,16 +85,7 @@ class GpuKvCache:
         Raises ValueError, and admits none, unless each follows the last token of an open sequence; UsageError likewise
         where the pool has no page left.
         """
-        lengths: dict[int, int] = {}
-        for _, sequence, position in rows.places():
-            if sequence not in self._sequences:
-                raise ValueError(f"sequence {sequence} is not open.")
-            length = lengths.get(sequence, self.length(sequence))
-            if position != length or position >= self.max_tokens:
-                raise ValueError(
-                    f"sequence {sequence} holds {length} of {self.max_tokens} tokens, {position} can't follow."
-                )
-            lengths[sequence] = length + 1
+        lengths = rows.lengths_after({number: held.length for number, held in self._sequences.items()}, self.max_tokens)
         new = {number: _n_pages(n) - len(self._sequences[number].pages) for number, n in lengths.items()}
         if sum(new.values()) > len(self._free_pages):
             n_tokens = self.pages.codes.shape[0] * PAGE_TOKENS

@@ -67,16 +67,7 @@ class KvCache:
 
         Raises ValueError, and admits none, unless each follows the last token of an open sequence.
         """
-        lengths: dict[int, int] = {}
-        for _, sequence, position in rows.places():
-            if sequence not in self._sequences:
-                raise ValueError(f"sequence {sequence} is not open.")
-            length = lengths.get(sequence, self.length(sequence))
-            if position != length or position >= self.max_tokens:
-                raise ValueError(
-                    f"sequence {sequence} holds {length} of {self.max_tokens} tokens, {position} can't follow."
-                )
-            lengths[sequence] = length + 1
+        lengths = rows.lengths_after({number: held.length for number, held in self._sequences.items()}, self.max_tokens)
         for sequence, length in lengths.items():
             self._grow(sequence, length)
             self._sequences[sequence].length = length

@@ -1,6 +1,6 @@
 """Rows: the tokens of one pass, each with its sequence and position, so that any mixture of sequences is one batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -43,3 +43,18 @@ class Rows:
             tuple(sequence for part in parts for sequence in part.sequences),
             tuple(position for part in parts for position in part.positions),
         )
+
+    def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:
+        """How many tokens each sequence of these rows holds with them. lengths: of every open sequence before.
+
+        Raises ValueError unless each row follows the last token of an open sequence.
+        """
+        after: dict[int, int] = {}
+        for _, sequence, position in self.places():
+            if sequence not in lengths:
+                raise ValueError(f"sequence {sequence} is not open.")
+            length = after.get(sequence, lengths[sequence])
+            if position != length or position >= max_tokens:
+                raise ValueError(f"sequence {sequence} holds {length} of {max_tokens} tokens, {position} can't follow.")
+            after[sequence] = length + 1
+        return after
