@@ -4,6 +4,7 @@ It computes what `Executor` computes, with each residual added inside the norm t
 that row and its sequence alone, as the reference's do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
@@ -29,7 +31,6 @@ from hetero_ee_cpu_ops.rope import Rope
 from hetero_ee_cpu_ops.team import Team
 
 COMPILING = "Compiling the CPU kernels"
-KV_KIND = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,18 @@ class _Linear:
 
 
 class CpuExecutor(Executor):
-    """Runs one model whose matrices are all in tiles. threads: 1 or more. close() ends them."""
+    """Runs one model whose matrices are all in tiles. threads: 1 or more; close() ends them. cache: see Executor."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int) -> None:
-        super().__init__(spec, weights, max_tokens)
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: KvCache | None = None
+    ) -> None:
+        super().__init__(spec, weights, max_tokens, cache=cache)
         self._team = Team(threads)
         self._matmul = Matmul(self._team)
-        shape = (spec.n_layers, spec.n_kv_heads, spec.head_dim)
+        shape, kind = (self.cache.n_layers, spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
-        self._kv_write = KvWrite(*shape, KV_KIND)
-        self._attention = Attention(spec.n_layers, spec.n_heads, *shape[1:], KV_KIND, self._team)
+        self._kv_write = KvWrite(*shape, kind)
+        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._team)
         self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
         self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -74,34 +77,48 @@ class CpuExecutor(Executor):
     def close(self) -> None:
         self._team.close()
 
-    def hidden(self, rows: Rows) -> Tensor:
-        """See Executor.hidden."""
-        self.cache.admit(rows)
+    def embed(self, rows: Rows) -> Tensor:
+        """See Executor.embed."""
+        return torch.from_numpy(self._embedded(rows))
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.walk."""
         positions = np.array(rows.positions, np.int64)
-        places = self._places(rows)
-        x, delta = self._embedded(rows), None
-        for block in self.blocks:
+        places = self._places(rows) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
+        x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
+        for block in blocks:
             if block.kind is BlockKind.ATTENTION:
                 delta = self._attended(block, self._normed(block, x, delta), positions, places)
-            elif block.kind is BlockKind.FFN:
+            else:
                 delta = self._fed_forward(block, self._normed(block, x, delta))
         return torch.from_numpy(x if delta is None else x + delta)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """See Executor.head."""
-        x = np.ascontiguousarray(hidden.numpy())
-        if self.blocks[-2].kind is BlockKind.FINAL_NORM:
-            x = self._normed(self.blocks[-2], x, None)
-        return torch.from_numpy(self._multiplied(x, self.blocks[-1], "tokens"))
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See Executor.final_norm."""
+        block = self.blocks[-2]
+        if block.kind is not BlockKind.FINAL_NORM:
+            return hidden
+        return torch.from_numpy(self._normed(block, np.ascontiguousarray(hidden.numpy()), None))
+
+    def project(self, normed: Tensor) -> Tensor:
+        """See Executor.project."""
+        return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
+
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.sliced. One pass over the tokens of all rows; of many rows, the whole head costs less."""
+        ids, where = np.unique(token_ids.numpy(), return_inverse=True)
+        linear = self._linears[self.blocks[-1].tensors["tokens"].name]
+        logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
+        return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
 
     def _places(self, rows: Rows) -> Any:
         """Where each row's keys and values lie, for all layers."""
         caches = [self._sequence_cache(sequence) for sequence in rows.sequences]
-        return place_rows(caches, rows.positions, self._cache_shape, KV_KIND)
+        return place_rows(caches, rows.positions, self._cache_shape, self.cache.kind)
 
     def _sequence_cache(self, sequence: int) -> SequenceCache:
         """The sequence's storage as the kernels take it."""
-        view: SequenceCache = self.cache.view(sequence, lambda *parts: SequenceCache(*(part.numpy() for part in parts)))
+        view: SequenceCache = self.cache.view(sequence, _sequence_cache)
         return view
 
     def _embedded(self, rows: Rows) -> Any:
@@ -120,8 +137,9 @@ class CpuExecutor(Executor):
         return x
 
     def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
-        spec, layer = self.spec, block.layer
-        assert layer is not None
+        spec = self.spec
+        assert block.layer is not None
+        place = self.cache.place(block.layer)
         qkv = self._multiplied(normed, block, "qkv")
         if spec.qk_norm:
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
@@ -129,8 +147,8 @@ class CpuExecutor(Executor):
             rms_norm_heads(qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
         if self._rope:
             self._rope.turn(qkv, positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
-        self._kv_write.write(qkv, places, layer, spec.query_size, spec.query_size + spec.kv_size)
-        attended = self._attention.attend(qkv, places, layer, spec.sliding_windows[layer])
+        self._kv_write.write(qkv, places, place, spec.query_size, spec.query_size + spec.kv_size)
+        attended = self._attention.attend(qkv, places, place, spec.sliding_windows[block.layer])
         return self._multiplied(attended, block, "output")
 
     def _fed_forward(self, block: Block, normed: Any) -> Any:
@@ -167,3 +185,8 @@ class CpuExecutor(Executor):
         matrix = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
         bias = self.weights.vectors.get(f"{name}_bias")
         return _Linear(matrix, weight.n_rows, None if bias is None else bias.numpy())
+
+
+def _sequence_cache(*parts: Tensor) -> SequenceCache:
+    arrays = (part.numpy() for part in parts)
+    return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))

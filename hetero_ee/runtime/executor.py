@@ -15,12 +15,23 @@ from hetero_ee.weights.weight import Weight
 
 
 class Executor:
-    """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows."""
+    """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows.
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, ops: TorchOps | None = None) -> None:
+    cache: of some layers alone where others compute the rest, of all where None.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        max_tokens: int,
+        ops: TorchOps | None = None,
+        *,
+        cache: KvCache | None = None,
+    ) -> None:
         self.spec = spec
         self.blocks = decoder_blocks(spec)
-        self.cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
+        self.cache = cache or KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
         self.weights, self._ops = weights, ops or TorchOps()
 
     def close(self) -> None:
@@ -32,28 +43,55 @@ class Executor:
         hidden = self.hidden(rows)
         return self.head(hidden[list(wanted)])
 
-    @torch.inference_mode()
     def hidden(self, rows: Rows) -> Tensor:
         """Runs the rows through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
-        self.cache.admit(rows)
-        hidden = torch.empty(0)
-        for block in self.blocks:
-            match block.kind:
-                case BlockKind.EMBEDDING:
-                    hidden = self._embed(block, rows)
-                case BlockKind.ATTENTION:
-                    hidden = hidden + self._attend(block, hidden, rows)
-                case BlockKind.FFN:
-                    hidden = hidden + self._feed_forward(block, hidden)
+        return self.run(rows, None, range(self.spec.n_layers))
+
+    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+        """The rows through these layers: hidden states (m, hidden) before them -> after them.
+
+        hidden: None begins with the embedding. Admits the rows to the cache of these layers alone; raises ValueError,
+        and computes nothing, unless each follows the last token there.
+        """
+        if layers:
+            self.cache.admit(rows, layers)
+        start = self.embed(rows) if hidden is None else hidden
+        return self.walk(start, rows, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
+
+    @torch.inference_mode()
+    def embed(self, rows: Rows) -> Tensor:
+        """(m, hidden) before the first layer."""
+        return self._embed(self.blocks[0], rows)
+
+    @torch.inference_mode()
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """The same through attentions and FFNs that follow each other; rows are admitted already."""
+        for block in blocks:
+            if block.kind is BlockKind.ATTENTION:
+                hidden = hidden + self._attend(block, hidden, rows)
+            else:
+                hidden = hidden + self._feed_forward(block, hidden)
         return hidden
 
     @torch.inference_mode()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the head multiplies: (m, hidden) after the last layer, or where a row exits, -> (m, hidden)."""
+        block = self.blocks[-2]
+        return self._norm(block, hidden) if block.kind is BlockKind.FINAL_NORM else hidden
+
+    @torch.inference_mode()
+    def project(self, normed: Tensor) -> Tensor:
+        """The head's product: (m, hidden) -> logits (m, vocab)."""
+        return self._ops.linear(normed, self._matrix(self.blocks[-1], "tokens"))
+
+    @torch.inference_mode()
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
+        return self.project(normed).gather(1, token_ids)
+
     def head(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
-        for block in self.blocks:
-            if block.kind is BlockKind.FINAL_NORM:
-                hidden = self._norm(block, hidden)
-        return self._ops.linear(hidden, self._matrix(self.blocks[-1], "tokens"))
+        return self.project(self.final_norm(hidden))
 
     def _embed(self, block: Block, rows: Rows) -> Tensor:
         hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)

@@ -54,7 +54,9 @@ def probe_gpu_overheads(
 def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:
     cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), max_tokens, platform.device, n_slots=1)
     recorder = platform.recorded if operations.is_capturable else None
-    return GpuSegment(spec, _hollow_weights(spec), range(spec.n_layers), cache, operations, recorder)
+    return GpuSegment(
+        spec, _hollow_weights(spec), decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers], cache, operations, recorder
+    )
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:
@@ -68,6 +70,7 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
     hidden = torch.ones(m, segment.spec.hidden_size, device=cache.pages.codes.device)
 
     def run() -> None:
+        cache.admit(rows)
         finish(segment.run(hidden, rows))
         cache.truncate(0, before)
 

@@ -4,7 +4,7 @@ Buffers stay where they are, and lengths, positions and pages are read from devi
 contexts grow. Without a recorder the launches are made one by one, with the same results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
 from hetero_ee.runtime.gpu_operations import GpuOperations
@@ -73,7 +73,7 @@ class _Buffers:
 
 
 class GpuSegment:
-    """Layers first_layer .. end_layer - 1 of a model. cache: its layer 0 is first_layer; open sequences there.
+    """Attentions and FFNs of a model that follow each other. cache: holds their layers; open sequences there.
 
     Weights must be in tiles. recorder: None runs every launch by itself, see `recorder_for`.
     """
@@ -82,15 +82,15 @@ class GpuSegment:
         self,
         spec: ModelSpec,
         weights: ModelWeights,
-        layers: range,
+        blocks: Sequence[Block],
         cache: GpuKvCache,
         operations: GpuOperations,
         recorder: Recorder | None = None,
     ) -> None:
         self.spec, self.cache = spec, cache
-        self._first_layer, self._ops, self._record = layers.start, operations, recorder
+        self._ops, self._record = operations, recorder
         self._device = cache.pages.codes.device
-        self._blocks = [block for block in decoder_blocks(spec) if block.layer in layers]
+        self._blocks = list(blocks)
         names = {tensor.name for block in self._blocks for tensor in block.tensors.values()}
         self._vectors = {  # copies on a CPU too: a mapped vector begins anywhere
             name: vector.to(self._device, copy=True) for name, vector in weights.vectors.items() if name in names
@@ -103,15 +103,14 @@ class GpuSegment:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """Hidden states (m, hidden) before the first layer -> after the last, fp32 on the device.
+        """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
 
-        Admits the rows to the cache and fills it. Raises what GpuKvCache.admit raises, before anything is changed.
+        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
         """
         if tuple(hidden.shape) != (len(rows), self.spec.hidden_size):
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(rows)} rows of {self.spec.hidden_size}."
             )
-        self.cache.admit(rows)
         with _entered(self._device):
             return self._run(hidden, rows)
 
@@ -153,7 +152,7 @@ class GpuSegment:
     def _attend(self, block: Block, b: _Buffers) -> None:
         spec, ops = self.spec, self._ops
         assert block.layer is not None
-        layer = block.layer - self._first_layer
+        layer = self.cache.place(block.layer)
         self._multiply(b.normed, block, "qkv", b.qkv)
         if spec.qk_norm:
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")

@@ -205,7 +205,7 @@ def test_matches_the_torch_reference():
         expected = TorchOps().attention(shaped, cache, 0, rows, window).reshape(n, -1)
         held = cache._sequences[0]
         table = place_rows(
-            [SequenceCache(held.keys.numpy(), held.values.numpy())] * n, range(n), (1, n_kv_heads, head_dim), "fp32"
+            [SequenceCache(*(part.numpy() for part in held.parts))] * n, range(n), (1, n_kv_heads, head_dim), "fp32"
         )
         found = Attention(1, n_heads, n_kv_heads, head_dim, "fp32").attend(queries, table, 0, window)
         assert_close(found, expected.double().numpy(), 3e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime import gpu_segment
 from hetero_ee.runtime.executor import Executor
@@ -66,8 +67,12 @@ def operations(matmul: str) -> GpuOperations:
 def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: Any = None, **cache: Any) -> GpuSegment:
     spec, weights = model
     shape = (len(layers), spec.n_kv_heads, spec.head_dim)
-    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), **({"pool_tokens": 1000} | cache))
-    return GpuSegment(spec, weights, layers, held, ops or operations("torch"), recorder)
+    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), layers=layers, **({"pool_tokens": 1000} | cache))
+    return GpuSegment(spec, weights, blocks_of(spec, layers), held, ops or operations("torch"), recorder)
+
+
+def blocks_of(spec: ModelSpec, layers: range) -> list[Block]:
+    return decoder_blocks(spec)[1 + 2 * layers.start : 1 + 2 * layers.stop]
 
 
 def embedded(model: Model, rows: Rows) -> torch.Tensor:
@@ -75,7 +80,12 @@ def embedded(model: Model, rows: Rows) -> torch.Tensor:
 
 
 def run(part: GpuSegment, model: Model, rows: Rows) -> torch.Tensor:
-    return part.run(embedded(model, rows), rows)
+    return advance(part, embedded(model, rows), rows)
+
+
+def advance(part: GpuSegment, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    part.cache.admit(rows)
+    return part.run(hidden, rows)
 
 
 def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -141,7 +151,7 @@ def test_two_segments_make_the_whole(llama: Model) -> None:
     whole, first, second = segment(llama), segment(llama, range(1)), segment(llama, range(1, 2))
     for part in (whole, first, second):
         part.cache.open(0)
-    assert_same_bits(second.run(first.run(embedded(llama, rows), rows), rows), run(whole, llama, rows))
+    assert_same_bits(advance(second, advance(first, embedded(llama, rows), rows), rows), run(whole, llama, rows))
 
 
 def test_truncating_rolls_back_exactly(llama: Model) -> None:
@@ -255,7 +265,7 @@ def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
     for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
         spec, weights = llama
         cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000)
-        part = GpuSegment(spec, weights, range(2), cache, ops, recorder_for(device, ops))
+        part = GpuSegment(spec, weights, blocks_of(spec, range(2)), cache, ops, recorder_for(device, ops))
         cache.open(0)
         found.append([run(part, llama, Rows.of_sequence(0, position, [position])).cpu() for position in range(3)])
     for first, second in zip(*found, strict=True):
