@@ -29,6 +29,14 @@ class DiskFullError(StoreError):
     """There is not enough room on a disk, found before or in the middle of writing; nothing half-written is left."""
 
 
+class DeviceMemoryError(HeteroError):
+    """A device has less memory free than was asked for; what was there before is as it was."""
+
+
+class DeviceLostError(HeteroError):
+    """A device answers with an error that no later work on it will survive: a fault, a reset, a removed card."""
+
+
 def shown(value: object) -> str:
     """A value from outside as a message quotes it: short, whatever it is."""
     try:

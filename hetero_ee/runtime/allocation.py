@@ -51,9 +51,9 @@ class Ledger:
 
 
 def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int) -> DeviceMemoryError:
-    """What to raise where the device can't give n_bytes (None: as many as the driver did not say) for `purpose`."""
-    asked = "more memory than there is" if n_bytes is None else f"{n_bytes / MIB:.1f} MiB"
-    return DeviceMemoryError(
-        f"{purpose} needs {asked} on the {device.upper()} and {max(free_bytes, 0) / MIB:.1f} MiB are free; "
-        f"{WAYS_OUT[device]}"
-    )
+    """What to raise where the device has no n_bytes for `purpose`; None: nobody has said how many."""
+    free = f"{max(free_bytes, 0) / MIB:.1f} MiB"
+    asked = f"more on the {device.upper()} than the {free} that are free"
+    if n_bytes is not None:
+        asked = f"{n_bytes / MIB:.1f} MiB on the {device.upper()} and {free} are free"
+    return DeviceMemoryError(f"{purpose} needs {asked}; {WAYS_OUT[device]}")

@@ -51,7 +51,7 @@ class CpuExecutor(Executor):
         super().__init__(spec, weights, max_tokens, cache=cache)
         self._team = Team(threads)
         self._matmul = Matmul(self._team)
-        shape, kind = (self.cache.n_layers, spec.n_kv_heads, spec.head_dim), self.cache.kind
+        shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
         self._kv_write = KvWrite(*shape, kind)
         self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._team)
@@ -92,6 +92,17 @@ class CpuExecutor(Executor):
             else:
                 delta = self._fed_forward(block, self._normed(block, x, delta))
         return torch.from_numpy(x if delta is None else x + delta)
+
+    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
+        """See Executor.walk_lent."""
+        own = self._linears, self._vectors
+        linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
+        self._linears, self._vectors = own[0] | linears, own[1] | vectors
+        try:
+            return self.walk(hidden, rows, [block])
+        finally:
+            self._linears, self._vectors = own
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm."""

@@ -1,6 +1,6 @@
 """The executor walks the decoder's blocks: rows in, logits out. Pre-norm, residual around each block."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +13,18 @@ from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
+Observe = Callable[[Rows, Tensor], None]  # is told rows and their hidden states (m, hidden) after the last layer
+PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
+
 
 class Executor:
     """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows.
 
-    cache: of some layers alone where others compute the rest, of all where None.
+    cache: of some layers alone where others compute the rest, of all where None. prompt_chunk_tokens: rows of a prompt
+    that are best run at a time.
     """
+
+    prompt_chunk_tokens = PROMPT_CHUNK_TOKENS
 
     def __init__(
         self,
@@ -47,6 +53,16 @@ class Executor:
         """Runs the rows through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
         return self.run(rows, None, range(self.spec.n_layers))
 
+    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
+        """Runs the chunks of a prompt in order: logits (vocab,) of the last one's last row."""
+        hidden = None
+        for rows in chunks:
+            hidden = self.hidden(rows)
+            if observe is not None:
+                observe(rows, hidden)
+        assert hidden is not None, "a prompt has a token"
+        return self.head(hidden[-1:])[0]
+
     def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
         """The rows through these layers: hidden states (m, hidden) before them -> after them.
 
@@ -72,6 +88,19 @@ class Executor:
             else:
                 hidden = hidden + self._feed_forward(block, hidden)
         return hidden
+
+    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
+        """`walk` through one block with these weights in place of the executor's own of the same names."""
+        own = self.weights
+        self.weights = ModelWeights(own.matrices | weights.matrices, own.vectors | weights.vectors)
+        try:
+            return self.walk(hidden, rows, [block])
+        finally:
+            self.weights = own
+
+    def visit_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights, owner: "Executor") -> Tensor:
+        """The same through an attention whose keys and values are in the cache of another executor."""
+        return owner.walk_lent(hidden, rows, block, weights)  # memory of one machine: whoever computes
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:

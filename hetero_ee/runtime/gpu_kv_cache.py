@@ -1,5 +1,6 @@
 """Keys and values of the layers on a GPU: pages of one pool, allocated once: what fits at the start fits later."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,9 @@ from torch import Tensor
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.runtime.held_layers import HeldLayers, lengths_with
 from hetero_ee.runtime.rows import Rows
-from hetero_ee_kernels.pages import PAGE_TOKENS, new_pages
+from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 from hetero_ee_kernels.reference.attention import read
+from hetero_ee_kernels.reference.kv_write import kv_write
 
 
 @dataclass(slots=True)
@@ -28,7 +30,8 @@ class GpuKvCache:
 
     shape: (n_layers, n_kv_heads, head_dim); layers: which of the model's, the first n_layers where None. max_tokens:
     positions a sequence may have; pool_tokens: of all sequences together, max_tokens where None; n_slots: sequences
-    that may be open at once; kind: "fp16", "fp32" or "int8".
+    that may be open at once; kind: "fp16", "fp32" or "int8". Which pages and slots are free is never kept, only what
+    sequences have: whatever ends a change halfway, none is lost and none has two owners.
     """
 
     def __init__(
@@ -43,20 +46,21 @@ class GpuKvCache:
         layers: Sequence[int] | None = None,
     ) -> None:
         self.max_tokens, self.n_layers = max_tokens, shape[0]
-        self._held = HeldLayers(range(shape[0]) if layers is None else layers)
+        self._held = HeldLayers(self.n_layers, layers)
+        if kind not in KINDS:
+            raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
-        self._free_pages = list(range(n_pages - 1, -1, -1))
-        self._free_slots = list(range(n_slots - 1, -1, -1))
         self._sequences: dict[int, _Sequence] = {}
 
     def open(self, sequence: int) -> None:
         """Starts an empty sequence. Raises ValueError where it is open, UsageError where no slot is free."""
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is open already.")
-        if not self._free_slots:
+        slot = next(iter(self._free_slots()), None)
+        if slot is None:
             raise UsageError(f"{len(self._sequences)} sequences are open, as many as the GPU's cache was made for.")
-        self._sequences[sequence] = _Sequence(self._free_slots.pop(), [0] * self.n_layers)
+        self._sequences[sequence] = _Sequence(slot, [0] * self.n_layers)
 
     def open_new(self) -> int:
         """Starts an empty sequence under the lowest free number, which it returns."""
@@ -66,14 +70,11 @@ class GpuKvCache:
 
     def close(self, sequence: int) -> None:
         """Frees the sequence's pages; closing an unknown one does nothing."""
-        held = self._sequences.pop(sequence, None)
-        if held is not None:
-            self._free_pages += reversed(held.pages)
-            self._free_slots.append(held.slot)
+        self._sequences.pop(sequence, None)
 
     def length(self, sequence: int) -> int:
         """Tokens of the sequence that have passed every layer."""
-        return min(self._sequences[sequence].lengths)
+        return min(self._sequences[sequence].lengths, default=0)
 
     def length_at(self, sequence: int, layer: int) -> int:
         """See KvCache.length_at."""
@@ -88,19 +89,32 @@ class GpuKvCache:
 
         Raises ValueError where no layer holds so many.
         """
-        held = self._sequences[sequence]
-        longest = max(held.lengths)
+        longest = max(self._sequences[sequence].lengths, default=length)
         if not 0 <= length <= longest:
             raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
-        held.lengths, n_kept = [min(length, each) for each in held.lengths], _n_pages(length)
-        self._free_pages += reversed(held.pages[n_kept:])
-        del held.pages[n_kept:]
+        self.cut(sequence, length)
+
+    def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
+        """Leaves these layers, None for all, at most `length` tokens of the sequence; frees pages nothing lies in."""
+        held, places = self._sequences[sequence], self._held.places(layers)
+        held.lengths[places] = [min(length, each) for each in held.lengths[places]]
+        del held.pages[_n_pages(max(held.lengths, default=0)) :]
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Numbers of the open ones."""
+        return tuple(self._sequences)
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers it holds, in the model."""
+        return self._held.layers
 
     def admit(self, rows: Rows, layers: range | None = None) -> None:
         """Makes room for the rows in these layers, None for all, once a pass.
 
-        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence;
-        UsageError likewise where the pool has no page left.
+        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
+        has passed the layer before them; UsageError likewise where the pool has no page left.
         """
         places = self._held.places(layers)
         if places.start == places.stop:
@@ -108,14 +122,16 @@ class GpuKvCache:
         held = {number: each.lengths for number, each in self._sequences.items()}
         lengths = lengths_with(rows, held, places, self.max_tokens)
         new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
-        if sum(new.values()) > len(self._free_pages):
+        free = self._free_pages() if any(new.values()) else []
+        if sum(new.values()) > len(free):
             n_tokens = self.pages.codes.shape[0] * PAGE_TOKENS
             raise UsageError(
                 f"{sum(lengths.values())} tokens of {len(lengths)} sequences don't fit the GPU's cache of {n_tokens}; "
                 "use fewer or shorter sequences, or put fewer layers on the GPU."
             )
+        for number, n_new in new.items():
+            self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
         for number, length in lengths.items():
-            self._grow(self._sequences[number], new[number])
             self._sequences[number].lengths[places] = [length] * (places.stop - places.start)
 
     def slots(self, rows: Rows) -> list[int]:
@@ -127,6 +143,13 @@ class GpuKvCache:
         keys, values = read(self.pages, self._sequences[sequence].slot, self._held.place(layer), first, end)
         return keys, values
 
+    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Keys and values (m, n_kv_heads, head_dim) of admitted rows, already turned to their positions."""
+        device, width = self.pages.codes.device, keys[0].numel()
+        both = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(device)
+        slots, positions = (torch.tensor(numbers, device=device) for numbers in (self.slots(rows), rows.positions))
+        kv_write(both, self.pages, slots, positions, self._held.place(layer), 0, width)
+
     @property
     def n_bytes(self) -> int:
         """Of the whole pool and its table, however much of it is in use."""
@@ -134,22 +157,43 @@ class GpuKvCache:
         return sum(part.nbytes for part in parts if part is not None)
 
     def check(self) -> None:
-        """Raises HeteroError where lengths, pages and slots contradict each other."""
-        pages = [page for held in self._sequences.values() for page in held.pages] + self._free_pages
-        slots = [held.slot for held in self._sequences.values()] + self._free_slots
-        whole = sorted(pages) == list(range(len(pages))) and sorted(slots) == list(range(len(slots)))
+        """Raises HeteroError where lengths, pages and slots of a sequence contradict each other. Reads the table."""
+        table = self.pages.table.tolist()
+        owners = Counter(page for held in self._sequences.values() for page in held.pages)
+        users = Counter(held.slot for held in self._sequences.values())
         for number, held in self._sequences.items():
-            falling = held.lengths == sorted(held.lengths, reverse=True)
-            if not whole or not falling or len(held.pages) < _n_pages(held.lengths[0]):
-                raise HeteroError(f"the GPU's KV cache of sequence {number} is damaged: lengths {held.lengths}.")
+            bounded = [self.max_tokens, *held.lengths, 0]
+            whole = (
+                len(held.lengths) == self.n_layers
+                and bounded == sorted(bounded, reverse=True)
+                and len(held.pages) >= _n_pages(bounded[1])
+                and all(owners[page] == 1 and 0 <= page < self.pages.codes.shape[0] for page in held.pages)
+                and users[held.slot] == 1
+                and 0 <= held.slot < len(table)
+                and table[held.slot][: len(held.pages)] == held.pages
+            )
+            if not whole:
+                raise HeteroError(
+                    f"the GPU's KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens, its "
+                    f"pages are {held.pages} in slot {held.slot}."
+                )
 
-    def _grow(self, held: _Sequence, n_new: int) -> None:
-        if n_new == 0:
+    def _grow(self, held: _Sequence, pages: list[int]) -> None:
+        """Into the table first: a page that only the table knows is still free."""
+        if not pages:
             return
-        added = [self._free_pages.pop() for _ in range(n_new)]
         first = len(held.pages)
-        held.pages += added
-        self.pages.table[held.slot, first : first + n_new] = torch.tensor(added, dtype=torch.int32)
+        self.pages.table[held.slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        held.pages += pages
+
+    def _free_pages(self) -> list[int]:
+        """The lowest last."""
+        taken = {page for held in self._sequences.values() for page in held.pages}
+        return [page for page in range(self.pages.codes.shape[0] - 1, -1, -1) if page not in taken]
+
+    def _free_slots(self) -> list[int]:
+        taken = {held.slot for held in self._sequences.values()}
+        return [slot for slot in range(self.pages.table.shape[0]) if slot not in taken]
 
 
 def _n_pages(n_tokens: int) -> int:

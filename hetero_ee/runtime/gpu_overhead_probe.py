@@ -1,7 +1,7 @@
 """Times what a GPU segment does besides multiplying and attending: norms, rotations, cache, activations, launches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,24 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
 from hetero_ee.runtime.gpu_operations import GpuOperations
 from hetero_ee.runtime.gpu_segment import GpuSegment
-from hetero_ee.runtime.overhead_probe import FEW_LAYERS, MANY_LAYERS, OverheadSamples, shallow, timed
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.gpu_platform import GpuPlatform
+
+FEW_LAYERS, MANY_LAYERS = 1, 9
+SMALL_VOCABULARY = 64  # the embedding's rows are as long as the model's, and few
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadSamples:
+    """Seconds of m rows at the end of a cache of context_tokens: of one layer, and of a pass without layers."""
+
+    m: int
+    context_tokens: int
+    layer_s: tuple[float, ...]
+    whole_pass_s: tuple[float, ...]
 
 
 def probe_gpu_overheads(
@@ -49,6 +61,21 @@ def probe_gpu_overheads(
             passes.append(max(few_s - FEW_LAYERS * layer_s, 1e-9))
         found.append(OverheadSamples(m, context, tuple(layers), tuple(passes)))
     return found
+
+
+def timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Seconds of one run."""
+    start_s = clock()
+    run()
+    return clock() - start_s
+
+
+def shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
+    """The model with so many layers and few tokens: without its products nothing else depends on them."""
+    windows = tuple(None for _ in range(n_layers))
+    return replace(
+        spec, n_layers=n_layers, sliding_windows=windows, vocab_size=SMALL_VOCABULARY, learned_position_offset=None
+    )
 
 
 def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:

@@ -15,6 +15,7 @@ from hetero_ee_profiles.gpu_link_probe import SHORT_REPEATS, probe_link
 from hetero_ee_profiles.gpu_platform import GpuPlatform
 from hetero_ee_profiles.gpu_probe import (
     FREE_SHARE,
+    KV_KIND,
     ProductKernel,
     probe_free_bytes,
     probe_gpu_attention,
@@ -124,7 +125,7 @@ def _gpu_times(
             MatmulTime(p.shape.layout, p.shape.n_rows, p.shape.n_columns, p.m, p.cycle_bytes, timed(p.seconds))
             for p in products
         ),
-        attentions=tuple(AttentionTime(*heads, a.m, a.context_tokens, timed(a.seconds)) for a in attentions),
+        attentions=tuple(AttentionTime(*heads, a.m, a.context_tokens, KV_KIND, timed(a.seconds)) for a in attentions),
         overheads=tuple(
             OverheadTime(spec.hidden_size, spec.ffn_size, o.m, timed(o.layer_s), timed(o.whole_pass_s))
             for o in overheads

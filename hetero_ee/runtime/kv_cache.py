@@ -4,6 +4,7 @@ Every layer has a length of its own for each sequence, so that rows may wait in 
 layers before it and none behind. Rolling back is exact: what is forgotten is written again before it is read.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class KvCache:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"no cache is called {self.kind}; there are {', '.join(KINDS)}.")
-        self._held = HeldLayers(range(self.n_layers) if self.layers is None else self.layers)
+        self._held = HeldLayers(self.n_layers, self.layers)
 
     def open(self, sequence: int) -> None:
         """Starts an empty sequence. Raises ValueError where it is open."""
@@ -83,12 +84,28 @@ class KvCache:
         longest = max(held.lengths, default=length)
         if not 0 <= length <= longest:
             raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
-        held.lengths = [min(length, each) for each in held.lengths]
+        self.cut(sequence, length)
+
+    def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
+        """Leaves these layers, None for all, at most `length` tokens of the sequence."""
+        held, places = self._sequences[sequence], self._held.places(layers)
+        held.lengths[places] = [min(length, each) for each in held.lengths[places]]
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Numbers of the open ones."""
+        return tuple(self._sequences)
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers it holds, in the model."""
+        return self._held.layers
 
     def admit(self, rows: Rows, layers: range | None = None) -> None:
         """Makes room for the rows in these layers, None for all, once a pass.
 
-        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence.
+        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
+        has passed the layer before them; MemoryError likewise where there is no room.
         """
         places = self._held.places(layers)
         if places.start == places.stop:
@@ -144,15 +161,21 @@ class KvCache:
 
     def check(self) -> None:
         """Raises HeteroError where the lengths or the storage of a sequence contradict each other."""
+        owners = Counter(part.data_ptr() for held in self._sequences.values() for part in held.parts)
         for number, held in self._sequences.items():
-            capacity = held.parts[0].shape[2]
-            fitting = all(part.shape == room.shape for part, room in zip(held.parts, self._room(capacity), strict=True))
-            falling = all(a >= b for a, b in zip(held.lengths, held.lengths[1:], strict=False))
-            if not fitting or not falling or not 0 <= max(held.lengths, default=0) <= min(capacity, self.max_tokens):
+            if not self._is_whole(held) or any(part.nbytes and owners[part.data_ptr()] > 1 for part in held.parts):
                 raise HeteroError(
-                    f"the KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens in room for "
-                    f"{capacity}."
+                    f"the KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens, its storage "
+                    f"is {', '.join(f'{part.dtype} {tuple(part.shape)}' for part in held.parts)}."
                 )
+
+    def _is_whole(self, held: _Sequence) -> bool:
+        """Whether parts are those of one room, and no layer holds more than the one before, or than there is room."""
+        capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
+        found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
+        expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
+        bounded = [self.max_tokens, capacity, *held.lengths, 0]
+        return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
 
     def _grow(self, sequence: int, length: int) -> None:
         """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""
@@ -168,17 +191,20 @@ class KvCache:
     def _room(self, capacity: int) -> tuple[Tensor, ...]:
         # NumPy asks the system for huge pages, torch does not: decoding the demo model behind 1,024 tokens 850 tokens/s
         # on one thread, 700 without (Zen 5, 2026-11-21).
-        shape = (self.n_layers, self.n_kv_heads, capacity)
-        parts = [torch.from_numpy(np.zeros((*shape, self.head_dim), KINDS[self.kind])) for _ in range(2)]
-        if self.kind == "int8":
-            parts += [torch.from_numpy(np.zeros(shape, np.float32)) for _ in range(2)]
-        return tuple(parts)
+        return tuple(torch.from_numpy(np.zeros(shape, dtype)) for shape, dtype in self._shapes(capacity))
+
+    def _shapes(self, capacity: int) -> list[tuple[tuple[int, ...], type]]:
+        """Shape and type of each part of a sequence's storage."""
+        line = (self.n_layers, self.n_kv_heads, capacity)
+        codes, scales = ((*line, self.head_dim), KINDS[self.kind]), (line, np.float32)
+        return [codes, codes, scales, scales] if self.kind == "int8" else [codes, codes]
 
 
 def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(n_kv_heads, head_dim) -> codes, to nearest, ties to even, and scales max |x| / 127, (n_kv_heads,)."""
     peak = x.abs().amax(-1)
     small = peak < SMALLEST
-    inverse = torch.where(small, 0.0, 127 / torch.where(small, 1.0, peak))
+    top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    inverse = torch.where(small, 0.0, top / torch.where(small, 1.0, peak))
     codes = torch.round(x * inverse[:, None]).to(torch.int8)
-    return codes, torch.where(small, 0.0, peak / 127)
+    return codes, torch.where(small, 0.0, peak / top)

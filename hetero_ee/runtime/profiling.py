@@ -2,31 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.runtime.cpu_profiling import measured_cpu, probed_model
 from hetero_ee.runtime.gpu_profiling import GpuFigures, measured_gpu
-from hetero_ee.runtime.overhead_probe import OverheadSamples, probe_overheads
 from hetero_ee.runtime.registry import Registry, default_registry
 from hetero_ee.runtime.thoroughness import Thoroughness
-from hetero_ee_cpu_ops.team import Team
-from hetero_ee_profiles.cpu_probe import probe_attention, probe_products, probe_read_bytes_per_s
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu_platform import GpuPlatform
 from hetero_ee_profiles.hardware import (
     MEASURED,
     PROFILE_VERSION,
-    AttentionTime,
     DeviceTimes,
     HardwareProfile,
     Machine,
-    MatmulTime,
-    OverheadTime,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived, measured
-from hetero_ee_profiles.probe_samples import AttentionSamples, ProductShape
+from hetero_ee_profiles.probe_samples import ProductShape
 
 PROFILING = "Measuring this machine for a few seconds, to plan for it and say what to expect"
 BASE_TOKENS = 16  # the shortest context that attention is timed at
@@ -56,16 +50,17 @@ def measure_profile(
     """
     n_stages = len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda stage, done, in_all: None)
+    shapes, points = product_shapes(spec), attention_points(thoroughness)
+    model = probed_model(spec, shapes, thoroughness.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []
     for n_done, n_threads in enumerate(sorted(threads)):
         remark(PROFILING, n_done, n_stages)
-        cpu.append(_cpu_times(spec, n_threads, free_bytes, thoroughness, origin, clock))
+        cpu.append(measured_cpu(model, points, n_threads, free_bytes, thoroughness, origin, clock))
     remark(PROFILING, len(threads), n_stages)
     disk = _disk_rate(disk_file, origin, clock)
     figures = GpuFigures(warning=gpu_problem)
     if gpu is not None:
         remark(PROFILING, len(threads) + 1, n_stages)
-        shapes, points = product_shapes(spec), attention_points(thoroughness)
         chosen = registry or default_registry()
         figures = measured_gpu(spec, shapes, points, gpu, chosen, thoroughness, origin, clock)
     remark(PROFILING, n_stages, n_stages)
@@ -95,58 +90,6 @@ def product_shapes(spec: ModelSpec) -> list[ProductShape]:
             key = product.layout, product.n_rows, product.n_columns
             counts[key] = counts.get(key, 0) + 1
     return [ProductShape(*key, count) for key, count in counts.items()]
-
-
-def _cpu_times(
-    spec: ModelSpec,
-    n_threads: int,
-    free_bytes: int,
-    thoroughness: Thoroughness,
-    origin: Origin,
-    clock: Callable[[], float],
-) -> DeviceTimes:
-    def timed(seconds: Sequence[float]) -> Measurement:
-        return measured(seconds, "s", origin)
-
-    heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
-    shapes, repeats = product_shapes(spec), thoroughness.repeats
-    team = Team(n_threads)
-    try:
-        rates = probe_read_bytes_per_s(team, max(5, repeats), clock)
-        products = probe_products(team, shapes, thoroughness.rows, repeats, thoroughness.cycle_bytes, clock)
-        points = attention_points(thoroughness)
-        attentions = probe_attention(team, heads, spec.n_layers, points, repeats, clock)
-    finally:
-        team.close()
-    overhead_points = [(m, max(m, BASE_TOKENS)) for m in thoroughness.rows]
-    overheads = probe_overheads(spec, n_threads, overhead_points, 3 * repeats, clock)
-    return DeviceTimes(
-        threads=n_threads,
-        free_bytes=free_bytes,
-        read_bytes_per_s=measured(rates, "B/s", origin),
-        matmuls=tuple(
-            MatmulTime(p.shape.layout, p.shape.n_rows, p.shape.n_columns, p.m, p.cycle_bytes, timed(p.seconds))
-            for p in products
-        ),
-        attentions=tuple(AttentionTime(*heads, a.m, a.context_tokens, timed(a.seconds)) for a in attentions),
-        overheads=tuple(_overhead(spec, found, attentions, origin) for found in overheads),
-    )
-
-
-def _overhead(
-    spec: ModelSpec, found: OverheadSamples, attentions: Sequence[AttentionSamples], origin: Origin
-) -> OverheadTime:
-    """What was timed has attention in it, which is counted by itself."""
-    attention = next(a for a in attentions if (a.m, a.context_tokens) == (found.m, found.context_tokens))
-    attention_s = median(attention.seconds)
-    layer = [max(seconds - attention_s, 1e-7) for seconds in found.layer_s]
-    return OverheadTime(
-        spec.hidden_size,
-        spec.ffn_size,
-        found.m,
-        measured(layer, "s", origin),
-        measured(found.whole_pass_s, "s", origin),
-    )
 
 
 def _disk_rate(file: Path | None, origin: Origin, clock: Callable[[], float]) -> Measurement:

@@ -10,7 +10,8 @@ class Thoroughness:
     """What is measured: rows of products, (rows, context) of attention, how often.
 
     cycle_bytes: weights that products take turns over; link_bytes: of one large copy between CPU and GPU. On a GPU, at
-    rest until then, samples begin after warm_up_s, and those of one figure take no longer than gpu_sample_s.
+    rest until then, samples begin after warm_up_s, and those of one figure take no longer than gpu_sample_s. Passes on
+    the CPU are repeated for pass_sample_s at each (rows, context), a few times where they are longer.
     """
 
     rows: tuple[int, ...]
@@ -20,6 +21,7 @@ class Thoroughness:
     link_bytes: int
     warm_up_s: float
     gpu_sample_s: float
+    pass_sample_s: float
 
     @property
     def gpu_sampling(self) -> Sampling:
@@ -34,6 +36,7 @@ QUICK = Thoroughness(
     link_bytes=2**25,
     warm_up_s=0.1,
     gpu_sample_s=0.02,
+    pass_sample_s=0.2,
 )
 FULL = Thoroughness(
     rows=(1, 2, 4, 8, 16, 128, 512),
@@ -43,4 +46,5 @@ FULL = Thoroughness(
     link_bytes=2**28,
     warm_up_s=0.5,
     gpu_sample_s=1.0,
+    pass_sample_s=0.5,
 )

@@ -1,0 +1,92 @@
+"""Makes a plan ready to run: memory claimed before anything is loaded, a runner for each device."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import check_fits
+from hetero_ee.runtime.allocation import Allocation
+from hetero_ee.runtime.device import CPU, GPU, Device
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.machine import Machine
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.route import Route
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.streaming import WeightStream
+from hetero_ee.runtime.weight_streams import WeightStreams, streamed_blocks, visiting_bytes
+from hetero_ee.weights.model_weights import ModelWeights
+
+# Makes what computes on a device, for the layers whose keys and values lie there.
+MakeRunner = Callable[[str, tuple[int, ...]], Executor]
+
+
+def open_plan(
+    spec: ModelSpec, weights: ModelWeights, plan: Plan, machine: Machine, make_runner: MakeRunner
+) -> PlannedExecutor:
+    """What runs the plan on this machine. To be closed. make_runner: see MakeRunner.
+
+    Raises UsageError for a plan of another model, DeviceMemoryError where a device lacks what the plan takes.
+    """
+    check_fits(plan, spec)
+    route = Route(plan, decoder_blocks(spec))
+    with ExitStack() as opened:
+        claims = _claimed(plan, machine, opened)
+        runners: dict[str, Executor] = {}
+        for name in (CPU, GPU) if any(term.device == GPU for term in plan.memory) else (CPU,):
+            runners[name] = make_runner(name, route.attention_layers(on_gpu=name == GPU))
+            opened.callback(runners[name].close)
+        streams = _streams(spec, weights, plan, route, machine, runners)
+        executor = PlannedExecutor(spec, weights, plan, machine, runners, streams, claims)
+        opened.pop_all()
+        return executor
+
+
+def _streams(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    route: Route,
+    machine: Machine,
+    runners: Mapping[str, Executor],
+) -> WeightStreams | None:
+    blocks = streamed_blocks(route, range(spec.n_layers))
+    if not blocks:
+        return None
+    assert machine.make_source is not None, "only a GPU has weights streamed to it"
+    kv_bytes_per_token = max(part.kv_bytes_per_token for part in model_parts(spec, plan.kv_type))
+    cache, gpu, mover = runners[CPU].cache, runners[GPU], machine.mover
+
+    def kv_bytes(layer: int) -> int:
+        return kv_bytes_per_token * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
+
+    def compute(block: Block, lent: ModelWeights, hidden: Tensor, rows: Rows) -> Tensor:
+        return mover.to_gpu(gpu.walk_lent(hidden, rows, block, lent))
+
+    def visit(block: Block, lent: ModelWeights, hidden: Tensor, rows: Rows) -> Tensor:
+        return mover.to_gpu(gpu.visit_lent(hidden, rows, block, lent, runners[CPU]))
+
+    source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes))
+    stream = WeightStream(source, range(len(blocks)), machine.new_worker())
+    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
+
+
+def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> KvCache:
+    """Keys and values of these layers in the CPU's memory."""
+    return KvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, plan.kv_type)
+
+
+def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:
+    """Every byte of the plan, claimed; `opened` gives it back."""
+    devices: dict[str, Device] = {CPU: machine.cpu} | ({GPU: machine.gpu} if machine.gpu is not None else {})
+    claims = []
+    for term in plan.memory:
+        if term.device in devices:
+            claims.append(devices[term.device].allocate(term.n_bytes, term.name))
+            opened.callback(claims[-1].free)
+    return claims

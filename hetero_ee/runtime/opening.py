@@ -1,0 +1,139 @@
+"""Opens what runs a model: the CPU alone, a plan on this machine, or a plan on a machine that is emulated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetero_ee.config import Progress, cache_folder
+from hetero_ee.errors import UsageError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import check_fits
+from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.runtime.device import GPU
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.timeline import Span
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.hardware import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model is to run.
+
+    plan: None lets the planner decide within `limits` from the profile; one of the two is there. emulates: the
+    profile's machine is emulated on this CPU; else it is this machine's.
+    """
+
+    profile: HardwareProfile | None
+    limits: Limits
+    plan: Plan | None = None
+    statistics: Any = None
+    emulates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """executor: to be closed. clock: seconds, an emulated machine's own where there is one. plan: as it was opened.
+
+    spans: what ran where and when so far, of what can tell.
+    """
+
+    executor: Executor
+    clock: Callable[[], float]
+    plan: Plan
+    spans: Callable[[], list[Span]] = list
+
+
+def open_on_cpu(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    max_tokens: int,
+    threads: int,
+    progress: Progress | None = None,
+    *,
+    cache: KvCache | None = None,
+) -> Executor:
+    """What runs these weights: the CPU kernels where they are in tiles, the reference for others. To be closed.
+
+    cache: of some layers alone, see Executor.
+    """
+    if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
+        return Executor(spec, weights, max_tokens, cache=cache)
+    kernels = use_kernel_cache(cache_folder())
+    from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
+
+    executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
+    if cache is None:
+        executor.prepare(None if kernels.is_filled() else progress)
+        kernels.set_filled()
+    return executor
+
+
+def open_placed(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    placement: Placement,
+    threads: int,
+    clock: Callable[[], float],
+    notice: Callable[[str], None],
+) -> Opened:
+    """What runs the placement's plan, made now where there is none. notice: of what had to be changed, in a sentence.
+
+    Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
+    """
+    limits, profile = replace(placement.limits, threads=placement.limits.threads or threads), placement.profile
+
+    def replan(vram_budget_bytes: int) -> Plan:
+        smaller = replace(limits, vram_budget_bytes=None, gpu_layers=0, overrides=())
+        if vram_budget_bytes:
+            smaller = replace(limits, vram_budget_bytes=vram_budget_bytes, gpu_layers=None, overrides=())
+        assert profile is not None, "only a plan with a GPU is made anew"
+        return make_plan(spec, profile, smaller, placement.statistics)
+
+    plan = placement.plan
+    if plan is None:
+        assert profile is not None, "either a plan or a profile"
+        plan = make_plan(spec, profile, limits, placement.statistics)
+    check_fits(plan, spec)
+    if placement.emulates and profile is not None:
+        return _emulated(spec, weights, profile, plan, replan, threads, notice)
+    if plan.n_bytes(GPU):
+        raise UsageError(
+            f"the plan, made for {plan.hardware}, puts parts on a GPU that can't be used here; make one for this "
+            "machine, or try it out with hetero-ee simulate."
+        )
+    return Opened(open_on_cpu(spec, weights, plan.context_tokens, plan.threads), clock, plan)
+
+
+def _emulated(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    profile: HardwareProfile,
+    plan: Plan,
+    replan: Callable[[int], Plan],
+    threads: int,
+    notice: Callable[[str], None],
+) -> Opened:
+    """threads: of this machine, which computes the numbers."""
+    from hetero_ee.runtime.emulated_machine import emulated_machine
+    from hetero_ee.runtime.execution import open_plan, planned_cache
+    from hetero_ee.runtime.planned_executor import PlannedExecutor
+    from hetero_ee.runtime.replanning_executor import ReplanningExecutor
+    from hetero_ee.runtime.timeline import Timeline
+
+    timeline = Timeline()
+
+    def opened(made: Plan) -> PlannedExecutor:
+        def runner(device: str, layers: tuple[int, ...]) -> Executor:
+            cache = planned_cache(spec, made, layers)
+            return open_on_cpu(spec, weights, made.context_tokens, threads, cache=cache)
+
+        return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), runner)
+
+    executor = ReplanningExecutor(plan, replan, opened, notice)
+    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans)

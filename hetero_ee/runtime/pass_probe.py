@@ -1,0 +1,228 @@
+"""Times real passes of the CPU executor, in the parts that add up to them: products, attention, the rest.
+
+Everything is timed where it happens, so that it finds the caches as there: other parts' bytes in between, keys and
+values as far apart as the executor lays them. A part's sample is its mean over one pass, so that a burst of something
+else falls out with its pass, and what one layer waits for and the next one does not stays in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block
+from hetero_ee.runtime.cpu_executor import CpuExecutor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.weights.weight import TileWeight
+
+MIN_PASSES, MAX_PASSES = 5, 200
+FEW_ROWS = 16  # up to so many, a pass is short enough for the stop watches to count in it
+FILL_TOKENS = 256  # keys and values that are written at a time before the passes
+CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
+MAX_WATCH_S = 1e-6  # that a stop watch may cost: what seems to be more is noise
+SMALLEST_S = 1e-8  # what is left where noise has left nothing
+TOKEN_ID = 1
+Clock = Callable[[], float]
+Shape = tuple[str, int, int]  # layout, n_rows, n_columns
+
+
+@dataclass(frozen=True, slots=True)
+class PassSamples:
+    """Seconds of passes of m rows at the end of a cache of context_tokens, through n_layers layers and the head.
+
+    products: of one product in the layers, by shape; per_layer: how often a layer has it; attention_s: of one layer's;
+    layer_s: of what else a layer has; head: its shape; head_s: of its product; outside_s: of what else a pass has.
+    pass_s: of whole passes without stop watches, or with them where rows are many.
+    """
+
+    m: int
+    context_tokens: int
+    n_layers: int
+    pass_s: tuple[float, ...]
+    products: dict[Shape, tuple[float, ...]]
+    per_layer: dict[Shape, int]
+    attention_s: tuple[float, ...]
+    layer_s: tuple[float, ...]
+    head: Shape
+    head_s: tuple[float, ...]
+    outside_s: tuple[float, ...]
+
+    @property
+    def besides_attention_s(self) -> float:
+        """Of one layer."""
+        products_s = sum(count * median(self.products[shape]) for shape, count in self.per_layer.items())
+        return products_s + median(self.layer_s)
+
+    @property
+    def besides_layers_s(self) -> float:
+        return median(self.head_s) + median(self.outside_s)
+
+    @property
+    def sum_s(self) -> float:
+        """All parts together."""
+        return self.n_layers * (self.besides_attention_s + median(self.attention_s)) + self.besides_layers_s
+
+
+def probe_pass(executor: CpuExecutor, m: int, context_tokens: int, sample_s: float, clock: Clock) -> PassSamples:
+    """MIN_PASSES at least, more for sample_s seconds. The head multiplies every row. Leaves the cache as it was.
+
+    Passes with and without stop watches take turns where rows are few. Raises ValueError where the cache can't hold so
+    many tokens.
+    """
+    watched, cache = _WatchedExecutor(executor, clock), executor.cache
+    before, sequence = context_tokens - m, executor.cache.open_new()
+    runners = (executor, watched) if m <= FEW_ROWS else (watched,)
+    passes: dict[CpuExecutor, list[float]] = {runner: [] for runner in runners}
+
+    def run(runner: CpuExecutor) -> None:
+        start_s = clock()
+        rows = Rows.of_sequence(sequence, before, [TOKEN_ID] * m)
+        runner.logits(rows, range(m)).argmax(-1).tolist()
+        passes[runner].append(clock() - start_s)
+        cache.truncate(sequence, before)
+
+    try:
+        watched.fill(sequence, before)
+        for runner in runners:  # the first passes compile and warm
+            run(runner)
+            passes[runner].clear()
+        watched.forget()
+        begin_s = clock()
+        while len(passes[watched]) < MIN_PASSES or (clock() - begin_s < sample_s and len(passes[watched]) < MAX_PASSES):
+            for runner in runners:
+                run(runner)
+            watched.end_pass(passes[watched][-1])
+    finally:
+        cache.close(sequence)
+    return watched.samples(m, context_tokens, passes[watched], passes[runners[0]])
+
+
+class _StopWatch:
+    """Reads the clock; of an interval it takes off what a reading costs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.now_s = clock
+        self._cost_s = min(late - early for early, late in pairwise([clock() for _ in range(CLOCK_READS)]))
+        self.seconds: list[float] = []
+
+    def note(self, start_s: float) -> None:
+        """An interval that ends now."""
+        self.seconds.append(self.now_s() - start_s - self._cost_s)
+
+    def taken(self) -> list[float]:
+        """The intervals since the last time, at least one."""
+        found = [max(seconds, SMALLEST_S) for seconds in self.seconds]
+        self.seconds.clear()
+        return found
+
+
+class _WatchedAttention:
+    def __init__(self, attention: Any, watch: _StopWatch) -> None:
+        self._attention, self._watch = attention, watch
+
+    def attend(self, *arguments: Any) -> Any:
+        start_s = self._watch.now_s()
+        out = self._attention.attend(*arguments)
+        self._watch.note(start_s)
+        return out
+
+
+class _WatchedExecutor(CpuExecutor):
+    """Another executor's weights, cache and threads, all shared, with stop watches on products, attention and layers.
+
+    end_pass is to follow each pass.
+    """
+
+    def __init__(self, executor: CpuExecutor, clock: Clock) -> None:
+        vars(self).update(vars(executor))
+        self._attending, self._multiplying, self._walking, self._placing = (_StopWatch(clock) for _ in range(4))
+        self._attention: Any = _WatchedAttention(executor._attention, self._attending)
+        self._multiplied_tensors: list[str] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever was timed."""
+        for watch in (self._attending, self._multiplying, self._walking, self._placing):
+            watch.seconds.clear()
+        self._multiplied_tensors.clear()
+        self._products: dict[Shape, list[float]] = {}
+        self._per_layer: dict[Shape, int] = {}
+        self._attention_s: list[float] = []
+        self._layer_s: list[float] = []
+        self._head_s: list[float] = []
+        self._outside_s: list[float] = []
+
+    def fill(self, sequence: int, n_tokens: int) -> None:
+        """Writes keys and values of so many tokens: memory that was never written costs less to read."""
+        starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
+        qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
+        for first in range(0, n_tokens, FILL_TOKENS):
+            rows = Rows.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
+            self.cache.admit(rows)
+            places = super()._places(rows)
+            for place in range(self.cache.n_layers):
+                self._kv_write.write(qkv[: len(rows)], places, place, *starts)
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        start_s = self._walking.now_s()
+        found = super().walk(hidden, rows, blocks)
+        self._walking.note(start_s)
+        return found
+
+    def _places(self, rows: Rows) -> Any:
+        start_s = self._placing.now_s()
+        found = super()._places(rows)
+        self._placing.note(start_s)
+        return found
+
+    def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        start_s = self._multiplying.now_s()
+        product = super()._multiplied(x, block, short)
+        self._multiplying.note(start_s)
+        self._multiplied_tensors.append(block.tensors[short].name)
+        return product
+
+    def end_pass(self, pass_s: float) -> None:
+        """pass_s: what the pass took, stop watches included. The head's product comes last; places once a pass."""
+        *products_s, head_s = self._multiplying.taken()
+        attention_s = self._attending.taken()
+        layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
+        by_shape: dict[Shape, list[float]] = {}
+        for name, seconds in zip(self._multiplied_tensors, products_s, strict=False):
+            by_shape.setdefault(self._shape(name), []).append(seconds)
+        self._multiplied_tensors.clear()
+        for shape, found in by_shape.items():
+            self._products.setdefault(shape, []).append(fmean(found))
+            self._per_layer[shape] = len(found) // self.spec.n_layers
+        self._attention_s.append(fmean(attention_s))
+        self._layer_s.append((layers_s - sum(products_s) - sum(attention_s)) / self.spec.n_layers)
+        self._head_s.append(head_s)
+        self._outside_s.append(max(pass_s - layers_s - head_s, SMALLEST_S))
+
+    def samples(self, m: int, context_tokens: int, watched_s: Sequence[float], plain_s: Sequence[float]) -> PassSamples:
+        """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without."""
+        n_watches = 1 + sum(self._per_layer.values())  # in a layer
+        watches_s = (median(watched_s) - median(plain_s)) / self.spec.n_layers
+        watches_s = min(max(watches_s, 0.0), n_watches * MAX_WATCH_S)
+        return PassSamples(
+            m=m,
+            context_tokens=context_tokens,
+            n_layers=self.spec.n_layers,
+            pass_s=tuple(plain_s),
+            products={shape: tuple(found) for shape, found in self._products.items()},
+            per_layer=dict(self._per_layer),
+            attention_s=tuple(self._attention_s),
+            layer_s=tuple(max(seconds - watches_s, SMALLEST_S) for seconds in self._layer_s),
+            head=self._shape(self.blocks[-1].tensors["tokens"].name),
+            head_s=tuple(self._head_s),
+            outside_s=tuple(self._outside_s),
+        )
+
+    def _shape(self, name: str) -> Shape:
+        weight = self.weights.matrices[name]
+        assert isinstance(weight, TileWeight)
+        return "int8" if weight.codebook is None else "int4", *weight.shape

@@ -1,0 +1,62 @@
+"""The way of a pass through a plan: stretches of blocks that follow each other in one place."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_ee.models.blocks import Block
+from hetero_ee.planning.costs import ON_GPU, STREAMED
+from hetero_ee.planning.plan import Plan
+
+DECODE, PREFILL = "decode", "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Attentions and FFNs in one place, see PlacedPart."""
+
+    place: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU computes it."""
+        return self.place in ON_GPU
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its weights come over the link each time."""
+        return self.place in STREAMED
+
+
+class Route:
+    """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers."""
+
+    def __init__(self, plan: Plan, blocks: Sequence[Block]) -> None:
+        self.blocks = [block for block in blocks if block.layer is not None]
+        self._places = {
+            DECODE: {part.name: part.decode_place for part in plan.parts},
+            PREFILL: {part.name: part.prefill_place for part in plan.parts},
+        }
+        self._known: dict[tuple[str, range], tuple[Stretch, ...]] = {}
+
+    def place(self, block: Block, kind: str = DECODE) -> str:
+        """Where the block is; kind: "decode" or "prefill"."""
+        return self._places[kind][block.name]
+
+    def stretches(self, kind: str, layers: range) -> tuple[Stretch, ...]:
+        """Through these layers in order."""
+        key = kind, layers
+        if key not in self._known:
+            blocks = [block for block in self.blocks if block.layer in layers]
+            groups = itertools.groupby(blocks, key=lambda block: self.place(block, kind))
+            self._known[key] = tuple(Stretch(place, tuple(group)) for place, group in groups)
+        return self._known[key]
+
+    def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:
+        """Layers whose keys and values lie on the GPU, or on the CPU: where they are attended when decoding."""
+        return tuple(
+            block.layer
+            for block in self.blocks
+            if block.kind.value == "attention" and block.layer is not None and (self.place(block) in ON_GPU) == on_gpu
+        )

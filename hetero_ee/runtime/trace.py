@@ -1,0 +1,98 @@
+"""A trace of what the devices and the link did when: Chrome's JSON, for chrome://tracing and Perfetto."""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import DiskFullError, UsageError
+from hetero_ee.models.regular_file import reason_of
+from hetero_ee.runtime.device import CPU, GPU
+from hetero_ee.runtime.timeline import LANES, ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Span
+from hetero_ee.weights.filesystem import FULL
+
+PROCESS = 1
+TITLES = {
+    CPU: "CPU",
+    GPU: "GPU",
+    ROWS_TO_GPU: "hidden states to GPU",
+    ROWS_TO_CPU: "hidden states to CPU",
+    TO_GPU: "weights to GPU",
+    TO_CPU: "keys and values to CPU",
+}
+MICROSECONDS = 1e6
+
+
+class SpanRecorder:
+    """Collects the spans of devices that run by the wall clock."""
+
+    def __init__(self) -> None:
+        self._found: list[Callable[[], Span]] = []
+
+    def add(self, span: Span) -> None:
+        """A span that is over."""
+        self._found.append(lambda: span)
+
+    def add_later(self, span: Callable[[], Span]) -> None:
+        """A span whose times can be had when its work is through; `span` is called when spans are asked for."""
+        self._found.append(span)
+
+    def spans(self) -> list[Span]:
+        """Everything recorded, by beginning; the devices must be through with it."""
+        return sorted((span() for span in self._found), key=lambda span: span.start_s)
+
+
+def write_trace(file: Path, spans: Iterable[Span], title: str) -> None:
+    """Writes the spans to `file`, whole or not at all. title: what the trace is of.
+
+    Raises UsageError where the file can't be written, DiskFullError where its disk is full.
+    """
+    text = json.dumps({"traceEvents": [*_names(title), *map(_event, spans)], "displayTimeUnit": "ms"})
+    target = file.resolve()
+    if target.exists() and not target.is_file():
+        raise UsageError(f"the trace can't be written to {file}, which is no plain file; name another one.")
+    try:
+        _write(target, text)
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFullError(
+                f"the disk of {file} has no room for a trace of {len(text) / 2**20:.1f} MiB; free some or name a file "
+                "on another disk."
+            ) from error
+        raise UsageError(f"the trace can't be written to {file} ({reason_of(error)}); name another file.") from error
+
+
+def _names(title: str) -> Iterator[dict[str, Any]]:
+    """What viewers call the process and its lanes, and the lanes' order."""
+    yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}}
+    for thread, lane in enumerate(LANES):
+        place = {"ph": "M", "pid": PROCESS, "tid": thread}
+        yield {**place, "name": "thread_name", "args": {"name": TITLES[lane]}}
+        yield {**place, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _event(span: Span) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.lane,
+        "pid": PROCESS,
+        "tid": LANES.index(span.lane),
+        "ts": span.start_s * MICROSECONDS,
+        "dur": (span.end_s - span.start_s) * MICROSECONDS,
+    }
+
+
+def _write(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("x", encoding="utf-8") as output:
+            output.write(text)
+            output.flush()
+            os.fsync(output.fileno())
+        unfinished.replace(file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,135 @@
+"""Work: what one block of a pass does, in numbers, and the seconds it takes by a profile.
+
+From the profile alone, so that an emulated machine checks the planner's predictions and does not repeat them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.kv_cache import KINDS
+from hetero_ee.runtime.rows import Rows
+from hetero_ee_profiles.hardware import DeviceTimes
+
+SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one head's keys, or values, of one position
+FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
+Layout = Callable[[TensorSpec], str]
+
+
+class Overhead(Enum):
+    """What a block costs besides products and attention."""
+
+    NONE = "none"
+    HALF_LAYER = "half a layer"
+    PASS = "pass"  # what a pass costs outside of its layers: charged to the head
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """n_positions: that the rows read, one after another's at most once. kv_bytes_per_token: of one layer as kept."""
+
+    n_positions: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """m rows through one block. products: (layout, n_rows, n_columns) of each matrix. disk_bytes: read from the disk
+    meanwhile."""
+
+    name: str
+    m: int
+    products: tuple[tuple[str, int, int], ...] = ()
+    attention: Attention | None = None
+    overhead: Overhead = Overhead.NONE
+    disk_bytes: int = 0
+
+
+def joined_name(works: Sequence[Work]) -> str:
+    """What to call all of them at once, where they can't be told apart."""
+    if not works:
+        return "other work"
+    return works[0].name if len(works) == 1 else f"{works[0].name} to {works[-1].name}"
+
+
+def stored_layout(tensor: TensorSpec) -> str:
+    """The layout a converted model's matrices have: 8 bits for embedding and head, 4 for the rest."""
+    return "int8" if tensor.role is TensorRole.VOCABULARY else "int4"
+
+
+def block_works(
+    spec: ModelSpec,
+    blocks: Sequence[Block],
+    rows: Rows,
+    *,
+    kv_bytes_per_token: int,
+    layout: Layout = stored_layout,
+    disk_bytes: Callable[[Block], int] = lambda block: 0,
+) -> list[Work]:
+    """One work for each of these blocks, all rows through all of them. kv_bytes_per_token: of one layer's cache.
+
+    layout: of a matrix; disk_bytes: that a block has to be read from the disk for each pass.
+    """
+    m, context_tokens = len(rows), max(rows.positions) + 1
+    works = []
+    for block in blocks:
+        attention = None
+        if block.kind is BlockKind.ATTENTION:
+            attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
+        works.append(block_work(block, m, attention=attention, layout=layout, disk_bytes=disk_bytes(block)))
+    return works
+
+
+def block_work(
+    block: Block, m: int, *, attention: Attention | None = None, layout: Layout = stored_layout, disk_bytes: int = 0
+) -> Work:
+    """m rows through the block. A matrix that rows are only looked up in is no product."""
+    matrices = [t for t in block.tensors.values() if t.role in (TensorRole.MATRIX, TensorRole.VOCABULARY)]
+    products = () if block.kind is BlockKind.EMBEDDING else tuple((layout(t), *_shape(t)) for t in matrices)
+    if block.layer is not None:
+        overhead = Overhead.HALF_LAYER
+    else:
+        overhead = Overhead.PASS if block.kind is BlockKind.HEAD else Overhead.NONE
+    return Work(block.name, m, products, attention, overhead, disk_bytes)
+
+
+def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:
+    """Seconds of the work on the device of these times; where the disk is slower, the disk's.
+
+    Raises KeyError for a layout that the device has no times of.
+    """
+    seconds = sum(times.matmul_s(layout, n_rows, n_columns, work.m) for layout, n_rows, n_columns in work.products)
+    if work.overhead is Overhead.HALF_LAYER:
+        seconds += times.layer_overhead_s(spec.hidden_size, spec.ffn_size, work.m) / 2
+    elif work.overhead is Overhead.PASS:
+        seconds += times.pass_overhead_s(spec.hidden_size, spec.ffn_size, work.m)
+    if work.attention is not None:
+        seconds += _attention_s(work.attention, work.m, times, spec)
+    return max(seconds, work.disk_bytes / disk_bytes_per_s)
+
+
+def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
+    """Few rows take the time of reading what is kept; its type may be another than the one that was timed."""
+    few = m <= FEW_ROWS
+    seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, attention.n_positions, few=few)
+    if few:
+        value_bytes = np.dtype(KINDS[times.kv_type]).itemsize
+        timed_bytes = 2 * spec.n_kv_heads * (spec.head_dim * value_bytes + SCALE_BYTES[times.kv_type])
+        seconds *= attention.kv_bytes_per_token / timed_bytes
+    return seconds
+
+
+def _positions_read(spec: ModelSpec, block: Block, m: int, context_tokens: int) -> int:
+    """By m rows of a sequence of context_tokens with them, inside the layer's window; each row reads itself."""
+    window = None if block.layer is None else spec.sliding_windows[block.layer]
+    seen = context_tokens if window is None else min(context_tokens, window + m - 1)
+    return max(seen, m)
+
+
+def _shape(tensor: TensorSpec) -> tuple[int, int]:
+    n_rows, n_columns = tensor.shape
+    return n_rows, n_columns
