@@ -98,7 +98,7 @@ def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[
 
 
 def speed_since(profile: HardwareProfile, threads: int, clock: Clock) -> float:
-    """How fast memory is read now over how fast it was when the profile was measured: kept figures may be out of date."""
+    """How fast memory is read now over how fast it was for the profile: kept figures may be out of date."""
     times = profile.cpu_with(threads)
     return median(_read_bytes_per_s(times.threads, CHECK_REPEATS, clock)) / times.read_bytes_per_s.value
 

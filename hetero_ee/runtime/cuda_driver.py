@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class CudaDriver(Protocol):
-    """Streams have wait_event(event); events record(stream), synchronize() and elapsed_time(later), milliseconds.
+    """Streams have wait_event(event); events record(stream), query(), synchronize() and elapsed_time(later), in ms.
 
     Everything may raise RuntimeError.
     """

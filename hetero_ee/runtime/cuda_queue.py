@@ -1,5 +1,6 @@
 """One stream of a GPU: work that runs in order, each piece after the events it was given."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,10 +47,15 @@ class CudaClock:
 
 
 class CudaQueue:
-    """lane: what its spans are recorded as, where there is a clock for them."""
+    """lane: what its spans are recorded as, where there is a clock for them.
+
+    What a `compute` holds is kept until its event is reached: torch would give the memory of a tensor that nobody names
+    any more to the next one, which another stream may be reading still.
+    """
 
     def __init__(self, driver: CudaDriver, stream: Any, lane: str, clock: CudaClock | None) -> None:
         self._driver, self._stream, self._lane, self._clock = driver, stream, lane, clock
+        self._kept: deque[tuple[Any, object]] = deque()
 
     def begin(self, name: str, compute: Callable[[], T], after: Sequence[Event]) -> tuple[T, CudaEvent]:
         """Launches what `compute` launches, to run after the events; what it returned, and the event of its end.
@@ -66,9 +72,15 @@ class CudaQueue:
             begin = self._recorded() if self._clock else None
             value = compute()
             end = self._recorded()
+            self._keep(end, compute)
         if self._clock:
             self._clock.record(self._lane, name, begin, end)
         return value, CudaEvent(end, self._driver)
+
+    def _keep(self, end: Any, compute: object) -> None:
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
+        self._kept.append((end, compute))
 
     def _recorded(self) -> Any:
         event = self._driver.new_event(is_timed=self._clock is not None)

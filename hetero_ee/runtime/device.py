@@ -65,9 +65,10 @@ class Device(Protocol):
 
 
 class Link(Protocol):
-    """Copies between the CPU's memory and the GPU's: one way in order, the two ways side by side.
+    """Copies between the CPU's memory and the GPU's. Copies one way keep their order, as do crossings.
 
-    `to` is the device at the end, "cpu" or "gpu". What is read must stay as it is until the copy's event.
+    `to` is the device at the end, "cpu" or "gpu". What is read must stay as it is until the copy's event, and what is
+    written must be memory that was there before: made in `compute`, it would be the link's to give away again.
     """
 
     def copy(

@@ -9,20 +9,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block
+from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.runtime.cpu_executor import CpuExecutor
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.weight import TileWeight
 
 MIN_PASSES, MAX_PASSES = 5, 200
-FEW_ROWS = 16  # up to so many, a pass is short enough for the stop watches to count in it
+N_LONG_HEADS = 2  # products of the head with many rows: as long as several layers, and hardly ever wanted
+FEW_ROWS = 16  # up to so many, the stop watches count in a pass, and the head is wanted for all of them
 FILL_TOKENS = 256  # keys and values that are written at a time before the passes
 CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
+N_OTHERS = 6  # stop watches in a layer besides those of products
 MAX_WATCH_S = 1e-6  # that a stop watch may cost: what seems to be more is noise
 SMALLEST_S = 1e-8  # what is left where noise has left nothing
 TOKEN_ID = 1
@@ -35,8 +39,10 @@ class PassSamples:
     """Seconds of passes of m rows at the end of a cache of context_tokens, through n_layers layers and the head.
 
     products: of one product in the layers, by shape; per_layer: how often a layer has it; attention_s: of one layer's;
-    layer_s: of what else a layer has; head: its shape; head_s: of its product; outside_s: of what else a pass has.
-    pass_s: of whole passes without stop watches, or with them where rows are many.
+    layer_s: of what else a layer has; executor_s: of what of that is no kernel (norms, rotation, writing the cache and
+    activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass
+    has. pass_s: of whole passes, without stop watches and with the head of every row; where rows are more than FEW_ROWS
+    with them, and with the head of the last row.
     """
 
     m: int
@@ -47,6 +53,7 @@ class PassSamples:
     per_layer: dict[Shape, int]
     attention_s: tuple[float, ...]
     layer_s: tuple[float, ...]
+    executor_s: tuple[float, ...]
     head: Shape
     head_s: tuple[float, ...]
     outside_s: tuple[float, ...]
@@ -61,27 +68,22 @@ class PassSamples:
     def besides_layers_s(self) -> float:
         return median(self.head_s) + median(self.outside_s)
 
-    @property
-    def sum_s(self) -> float:
-        """All parts together."""
-        return self.n_layers * (self.besides_attention_s + median(self.attention_s)) + self.besides_layers_s
-
 
 def probe_pass(executor: CpuExecutor, m: int, context_tokens: int, sample_s: float, clock: Clock) -> PassSamples:
-    """MIN_PASSES at least, more for sample_s seconds. The head multiplies every row. Leaves the cache as it was.
+    """MIN_PASSES at least, more for sample_s seconds. Leaves the cache as it was.
 
     Passes with and without stop watches take turns where rows are few. Raises ValueError where the cache can't hold so
     many tokens.
     """
     watched, cache = _WatchedExecutor(executor, clock), executor.cache
     before, sequence = context_tokens - m, executor.cache.open_new()
-    runners = (executor, watched) if m <= FEW_ROWS else (watched,)
+    runners, wanted = ((executor, watched), range(m)) if m <= FEW_ROWS else ((watched,), range(m - 1, m))
     passes: dict[CpuExecutor, list[float]] = {runner: [] for runner in runners}
 
     def run(runner: CpuExecutor) -> None:
         start_s = clock()
         rows = Rows.of_sequence(sequence, before, [TOKEN_ID] * m)
-        runner.logits(rows, range(m)).argmax(-1).tolist()
+        runner.logits(rows, wanted).argmax(-1).tolist()
         passes[runner].append(clock() - start_s)
         cache.truncate(sequence, before)
 
@@ -96,6 +98,8 @@ def probe_pass(executor: CpuExecutor, m: int, context_tokens: int, sample_s: flo
             for runner in runners:
                 run(runner)
             watched.end_pass(passes[watched][-1])
+        if m > FEW_ROWS:
+            watched.time_heads(m)
     finally:
         cache.close(sequence)
     return watched.samples(m, context_tokens, passes[watched], passes[runners[0]])
@@ -115,20 +119,18 @@ class _StopWatch:
 
     def taken(self) -> list[float]:
         """The intervals since the last time, at least one."""
-        found = [max(seconds, SMALLEST_S) for seconds in self.seconds]
-        self.seconds.clear()
+        found, self.seconds = self.seconds, []
         return found
 
 
-class _WatchedAttention:
-    def __init__(self, attention: Any, watch: _StopWatch) -> None:
-        self._attention, self._watch = attention, watch
-
-    def attend(self, *arguments: Any) -> Any:
-        start_s = self._watch.now_s()
-        out = self._attention.attend(*arguments)
-        self._watch.note(start_s)
+def _watched(kernel: Callable[..., Any], watch: _StopWatch) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        start_s = watch.now_s()
+        out = kernel(*arguments)
+        watch.note(start_s)
         return out
+
+    return call
 
 
 class _WatchedExecutor(CpuExecutor):
@@ -139,20 +141,25 @@ class _WatchedExecutor(CpuExecutor):
 
     def __init__(self, executor: CpuExecutor, clock: Clock) -> None:
         vars(self).update(vars(executor))
-        self._attending, self._multiplying, self._walking, self._placing = (_StopWatch(clock) for _ in range(4))
-        self._attention: Any = _WatchedAttention(executor._attention, self._attending)
-        self._multiplied_tensors: list[str] = []
+        self._watches = [_StopWatch(clock) for _ in range(6)]
+        self._attending, self._multiplying, self._walking, self._placing, self._feeding, self._others = self._watches
+        self._attention: Any = SimpleNamespace(attend=_watched(executor._attention.attend, self._attending))
+        self._kv_write: Any = SimpleNamespace(write=_watched(executor._kv_write.write, self._others))
+        if executor._rope is not None:
+            self._rope: Any = SimpleNamespace(turn=_watched(executor._rope.turn, self._others))
+        self._multiplied_by: list[tuple[Block, str]] = []
         self.forget()
 
     def forget(self) -> None:
         """Whatever was timed."""
-        for watch in (self._attending, self._multiplying, self._walking, self._placing):
+        for watch in self._watches:
             watch.seconds.clear()
-        self._multiplied_tensors.clear()
+        self._multiplied_by.clear()
         self._products: dict[Shape, list[float]] = {}
         self._per_layer: dict[Shape, int] = {}
         self._attention_s: list[float] = []
         self._layer_s: list[float] = []
+        self._executor_s: list[float] = []
         self._head_s: list[float] = []
         self._outside_s: list[float] = []
 
@@ -179,33 +186,57 @@ class _WatchedExecutor(CpuExecutor):
         self._placing.note(start_s)
         return found
 
+    def _normed(self, block: Block, x: Any, delta: Any) -> Any:
+        start_s = self._others.now_s()
+        normed = super()._normed(block, x, delta)
+        if block.layer is not None:
+            self._others.note(start_s)
+        return normed
+
+    def _fed_forward(self, block: Block, normed: Any) -> Any:
+        start_s = self._feeding.now_s()
+        fed = super()._fed_forward(block, normed)
+        self._feeding.note(start_s)
+        return fed
+
     def _multiplied(self, x: Any, block: Block, short: str) -> Any:
         start_s = self._multiplying.now_s()
         product = super()._multiplied(x, block, short)
         self._multiplying.note(start_s)
-        self._multiplied_tensors.append(block.tensors[short].name)
+        self._multiplied_by.append((block, short))
         return product
 
     def end_pass(self, pass_s: float) -> None:
         """pass_s: what the pass took, stop watches included. The head's product comes last; places once a pass."""
         *products_s, head_s = self._multiplying.taken()
-        attention_s = self._attending.taken()
+        attention_s, n_layers = self._attending.taken(), self.spec.n_layers
         layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
+        kernels_s = sum(self._others.taken()) + sum(self._feeding.taken())  # the FFN's products are in it
         by_shape: dict[Shape, list[float]] = {}
-        for name, seconds in zip(self._multiplied_tensors, products_s, strict=False):
-            by_shape.setdefault(self._shape(name), []).append(seconds)
-        self._multiplied_tensors.clear()
+        for (block, short), seconds in zip(self._multiplied_by, products_s, strict=False):
+            by_shape.setdefault(self._shape(block.tensors[short].name), []).append(seconds)
+            kernels_s -= seconds if block.kind is BlockKind.FFN else 0.0
+        self._multiplied_by.clear()
         for shape, found in by_shape.items():
             self._products.setdefault(shape, []).append(fmean(found))
-            self._per_layer[shape] = len(found) // self.spec.n_layers
+            self._per_layer[shape] = len(found) // n_layers
+        rest_s = layers_s - sum(products_s) - sum(attention_s)
         self._attention_s.append(fmean(attention_s))
-        self._layer_s.append((layers_s - sum(products_s) - sum(attention_s)) / self.spec.n_layers)
+        self._layer_s.append(rest_s / n_layers)
+        self._executor_s.append((rest_s - kernels_s) / n_layers)
         self._head_s.append(head_s)
-        self._outside_s.append(max(pass_s - layers_s - head_s, SMALLEST_S))
+        self._outside_s.append(pass_s - layers_s - head_s)
+
+    def time_heads(self, m: int) -> None:
+        """Replaces the head's times by those of m rows."""
+        for _ in range(N_LONG_HEADS):
+            self.project(torch.ones(m, self.spec.hidden_size))
+        self._head_s = self._multiplying.taken()
+        self._multiplied_by.clear()
 
     def samples(self, m: int, context_tokens: int, watched_s: Sequence[float], plain_s: Sequence[float]) -> PassSamples:
         """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without."""
-        n_watches = 1 + sum(self._per_layer.values())  # in a layer
+        n_watches = N_OTHERS + sum(self._per_layer.values())
         watches_s = (median(watched_s) - median(plain_s)) / self.spec.n_layers
         watches_s = min(max(watches_s, 0.0), n_watches * MAX_WATCH_S)
         return PassSamples(
@@ -213,16 +244,21 @@ class _WatchedExecutor(CpuExecutor):
             context_tokens=context_tokens,
             n_layers=self.spec.n_layers,
             pass_s=tuple(plain_s),
-            products={shape: tuple(found) for shape, found in self._products.items()},
+            products={shape: _above_0(found) for shape, found in self._products.items()},
             per_layer=dict(self._per_layer),
-            attention_s=tuple(self._attention_s),
-            layer_s=tuple(max(seconds - watches_s, SMALLEST_S) for seconds in self._layer_s),
+            attention_s=_above_0(self._attention_s),
+            layer_s=_above_0([seconds - watches_s for seconds in self._layer_s]),
+            executor_s=_above_0([seconds - watches_s for seconds in self._executor_s]),
             head=self._shape(self.blocks[-1].tensors["tokens"].name),
-            head_s=tuple(self._head_s),
-            outside_s=tuple(self._outside_s),
+            head_s=_above_0(self._head_s),
+            outside_s=_above_0(self._outside_s),
         )
 
     def _shape(self, name: str) -> Shape:
         weight = self.weights.matrices[name]
         assert isinstance(weight, TileWeight)
         return "int8" if weight.codebook is None else "int4", *weight.shape
+
+
+def _above_0(samples: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(seconds, SMALLEST_S) for seconds in samples)

@@ -30,7 +30,7 @@ class Thoroughness:
 
 QUICK = Thoroughness(
     rows=(1, 4, 128),
-    attention=((1, 16), (1, 1024), (128, 128)),
+    attention=((1, 16), (1, 1024), (128, 128), (128, 1024)),
     repeats=3,
     cycle_bytes=2**28,
     link_bytes=2**25,

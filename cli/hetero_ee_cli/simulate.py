@@ -1,0 +1,184 @@
+"""`hetero-ee simulate`: the time line a prompt would have on another machine, with the model's real tokens."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetero_ee_cli.planning_options import (
+    DraftTokens,
+    GpuLayers,
+    KvType,
+    Mode,
+    ModelArgument,
+    Override,
+    RamBudget,
+    RandomWeights,
+    VramBudget,
+    VramMargin,
+    hardware_from,
+    limits_from,
+)
+from hetero_ee_cli.setting_options import CtxSize, Offline, Quantizer, Threads
+from hetero_ee_cli.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.simulation import Simulation
+    from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.timeline import Span
+    from hetero_ee_profiles.hardware import HardwareProfile
+
+DEFAULT_PROMPT = "Once upon a time"
+Found = tuple["Simulation", "Plan", list["Span"]]
+
+
+def simulate(
+    model: ModelArgument = None,
+    hardware: Annotated[
+        str, typer.Option(help="A shipped profile by name, or a profile's JSON file.")
+    ] = "rtx-4060-laptop-8gb",
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to go on from.")] = DEFAULT_PROMPT,
+    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", min=1, max=2**20)] = 64,
+    random_weights: RandomWeights = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
+    ] = 512,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = 1024,
+    ram_budget: RamBudget = None,
+    gpu_layers: GpuLayers = None,
+    override: Override = None,
+    ctx_size: CtxSize = None,
+    kv_type: KvType = "fp32",
+    mode: Mode = None,
+    draft_tokens: DraftTokens = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Run this plan instead of making one.")] = None,
+    quantizer: Quantizer = None,
+    threads: Threads = None,
+    offline: Offline = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the time line there, for chrome://tracing or Perfetto.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Run a prompt through the real model as another machine would: its tokens, and the time they would take there.
+
+    Nothing printed is a measurement of that machine. With --random-weights nothing is computed: only times come out.
+    """
+    with ending_at_once():
+        from hetero_ee.planning.plan import Plan
+    limits = limits_from(
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        ram_budget=ram_budget,
+        gpu_layers=gpu_layers,
+        override=override,
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        mode=mode,
+        draft_tokens=draft_tokens,
+        threads=None,
+    )
+    profile = hardware_from(hardware)
+    plan = None if plan_file is None else Plan.load(plan_file)
+    if random_weights is not None:
+        found = _of_shapes(random_weights, model, profile, limits, plan, (prompt_tokens, max_new_tokens))
+    else:
+        options = {"model": model, "offline": offline, "quantizer": quantizer, "threads": threads}
+        found = _of_text(prompt, max_new_tokens, profile, limits, plan, options)
+    simulation, ran, spans = found
+    if trace is not None:
+        from hetero_ee.runtime.trace import write_trace
+
+        write_trace(trace, spans, f"simulated: {simulation.hardware}")
+    print(_document(simulation, ran) if as_json else _report(simulation, ran))
+
+
+def _of_shapes(
+    name: str,
+    model: str | None,
+    profile: "HardwareProfile",
+    limits: "Limits",
+    plan: "Plan | None",
+    counts: tuple[int, int],
+) -> Found:
+    from hetero_ee.decoding.simulation import of_shapes
+    from hetero_ee.planning.planner import check_fits
+    from hetero_ee.planning.planner import plan as make_plan
+    from hetero_ee_cli.planning_options import model_spec
+
+    spec, _, _ = model_spec(model, name, True, lambda stage, done, in_all: None)
+    ran = plan or make_plan(spec, profile, limits, predict_at_tokens=counts[0] + counts[1] // 2)
+    check_fits(ran, spec)
+    simulation, spans = of_shapes(spec, ran, profile, *counts)
+    return simulation, ran, spans
+
+
+def _of_text(
+    prompt: str,
+    max_new_tokens: int,
+    profile: "HardwareProfile",
+    limits: "Limits",
+    plan: "Plan | None",
+    flags: dict[str, Any],
+) -> Found:
+    with ending_at_once():
+        from hetero_ee.engine import Engine
+    from hetero_ee.decoding.simulation import of_text
+    from hetero_ee_cli.engine_options import engine_options
+    from hetero_ee_cli.progress import stage_progress
+
+    options = engine_options(revision=None, ctx_size=limits.context_tokens, **flags)
+    with (
+        stage_progress() as progress,
+        Engine.from_pretrained(
+            progress=progress, plan=plan, profile=profile, limits=limits, emulate=True, **options
+        ) as engine,
+    ):
+        result = engine.generate(prompt, max_new_tokens=max_new_tokens)
+        ran = engine.plan
+        assert ran is not None, "an emulated machine runs a plan"
+        return of_text(result, engine.spec, ran, profile, engine.spans), ran, engine.spans
+
+
+def _report(simulation: "Simulation", plan: "Plan") -> str:
+    from hetero_ee.runtime.trace import TITLES
+
+    derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
+    rows = [
+        ("prompt", simulation.n_prompt_tokens, simulation.prompt_s, simulation.predicted_prompt_s),
+        ("text", simulation.n_generated_tokens - 1, simulation.generation_s, simulation.predicted_generation_s),
+    ]
+    lines = [] if simulation.text is None else [simulation.text, ""]
+    lines.append(f"SIMULATED on {simulation.hardware}{derived}: {plan.gpu_layers} layers on the GPU, {plan.mode} mode")
+    for name, n_tokens, seconds, predicted_s in rows:
+        rate = n_tokens / seconds if seconds else 0.0
+        lines.append(
+            f"{name:8}{n_tokens:6} tok {1e3 * seconds:10.2f} ms {rate:10.1f} t/s   predicted {1e3 * predicted_s:.2f} ms"
+        )
+    for lane in simulation.lanes:
+        if lane.prompt_s or lane.generation_s:
+            of_prompt, of_text = lane.prompt_s / simulation.prompt_s, lane.generation_s / (simulation.generation_s or 1)
+            lines.append(f"{TITLES[lane.lane]:20} busy {of_prompt:4.0%} of the prompt, {of_text:4.0%} of the text")
+    return "\n".join(lines)
+
+
+def _document(simulation: "Simulation", plan: "Plan") -> str:
+    from dataclasses import asdict
+
+    from hetero_ee import __version__
+
+    return json.dumps(
+        {
+            "schema": 1,
+            "version": __version__,
+            "simulated": True,
+            **asdict(simulation),
+            "mode": plan.mode,
+            "gpu_layers": plan.gpu_layers,
+            "prompt_tokens_per_s": simulation.prompt_tokens_per_s,
+            "generated_tokens_per_s": simulation.generated_tokens_per_s,
+        }
+    )

@@ -1,0 +1,135 @@
+"""Simulation: what a prompt and its text take on an emulated machine, beside what the planner predicted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_ee.decoding.result import GenerationResult
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.prediction import predicted_run_s
+from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.runtime.execution import open_plan
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.timeline import LANES, Span, Timeline
+from hetero_ee_profiles.hardware import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class LaneTime:
+    """Seconds that a lane ("cpu", "gpu", "to_gpu", "to_cpu") was busy for a prompt, and for the text behind it."""
+
+    lane: str
+    prompt_s: float
+    generation_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Emulated seconds, and those that were predicted. Nothing in here was measured on the machine it names.
+
+    text: None where only times were asked for.
+    """
+
+    hardware: str
+    hardware_kind: str
+    plan_sha256: str
+    text: str | None
+    n_prompt_tokens: int
+    n_generated_tokens: int
+    prompt_s: float
+    generation_s: float
+    predicted_prompt_s: float
+    predicted_generation_s: float
+    lanes: tuple[LaneTime, ...]
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Emulated."""
+        return self.n_prompt_tokens / self.prompt_s if self.prompt_s else 0.0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Emulated, of the tokens after the first."""
+        return (self.n_generated_tokens - 1) / self.generation_s if self.generation_s else 0.0
+
+
+def of_text(
+    result: GenerationResult, spec: ModelSpec, plan: Plan, profile: HardwareProfile, spans: Sequence[Span]
+) -> Simulation:
+    """What an emulated engine made of one prompt, the first thing it did."""
+    return _simulation(
+        spec,
+        plan,
+        profile,
+        spans,
+        (result.n_prompt_tokens, result.n_generated_tokens),
+        (result.prompt_s, result.generation_s),
+        result.text,
+    )
+
+
+def of_shapes(
+    spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
+) -> tuple[Simulation, list[Span]]:
+    """Times alone: every pass of a prompt and a text of these lengths, with nothing computed. And what ran when."""
+    timeline = Timeline()
+
+    def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        return HollowRunner(spec, plan.context_tokens, layers)
+
+    machine = emulated_machine(profile, spec, plan, timeline)
+    executor = open_plan(spec, hollow_weights(spec), plan, machine, runner)
+    prompt_s = _run(executor, n_prompt_tokens, n_new_tokens, lambda: timeline.now_s)
+    seconds = prompt_s, timeline.now_s - prompt_s
+    counts = n_prompt_tokens, n_new_tokens
+    return _simulation(spec, plan, profile, timeline.spans, counts, seconds, None), timeline.spans
+
+
+def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
+    """The seconds of the prompt and its first token."""
+    sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
+    executor.prompt(
+        Rows.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
+        for first in range(0, n_prompt_tokens, chunk)
+    )
+    prompt_s = clock()
+    for position in range(n_prompt_tokens, n_prompt_tokens + n_new_tokens - 1):
+        executor.logits(Rows((0,), (sequence,), (position,)), (0,))
+    executor.close()
+    return prompt_s
+
+
+def _simulation(
+    spec: ModelSpec,
+    plan: Plan,
+    profile: HardwareProfile,
+    spans: Sequence[Span],
+    counts: tuple[int, int],
+    seconds: tuple[float, float],
+    text: str | None,
+) -> Simulation:
+    n_prompt, n_new = counts
+    return Simulation(
+        hardware=profile.name,
+        hardware_kind=profile.kind,
+        plan_sha256=plan.sha256,
+        text=text,
+        n_prompt_tokens=n_prompt,
+        n_generated_tokens=n_new,
+        prompt_s=seconds[0],
+        generation_s=seconds[1],
+        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0),
+        predicted_generation_s=predicted_run_s(spec, profile, plan, 0, n_new - 1, n_prompt),
+        lanes=tuple(_lane_time(lane, spans, seconds[0]) for lane in LANES),
+    )
+
+
+def _lane_time(lane: str, spans: Sequence[Span], prompt_s: float) -> LaneTime:
+    mine = [span for span in spans if span.lane == lane]
+    return LaneTime(
+        lane,
+        sum(min(span.end_s, prompt_s) - span.start_s for span in mine if span.start_s < prompt_s),
+        sum(span.end_s - max(span.start_s, prompt_s) for span in mine if span.end_s > prompt_s),
+    )

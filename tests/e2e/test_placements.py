@@ -1,0 +1,192 @@
+"""A plan's tokens are those of the CPU alone, wherever its parts lie: real numbers on an emulated machine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee import Engine
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.opening import open_on_cpu
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, load_dense
+from hetero_ee_profiles.reference import reference_profile
+from tests.e2e.test_cpu_executor import tiled
+from tests.emulation import LAPTOP, emulated, planned, prompt_of
+from tests.families import FAMILIES, random_model, save_checkpoint
+
+CONTEXT_TOKENS, N_TOKENS = 128, 64
+N_FEW_TOKENS = 12  # of each family where minutes count
+OPENINGS = ["Once upon a time", "The big dog", "There was a red ball in the park. It"]
+PROMPTS = ([1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64], [2], [5, 9, 11] * 9)  # the last goes a prompt's way
+Model = tuple[ModelSpec, ModelWeights]
+
+ALL_CPU = (("layers.*|head", "cpu"),)
+PLACEMENTS = {
+    "all on the GPU": (("layers.*|head", "gpu"),),
+    "attention and FFN apart": ((".*attention", "cpu"), (".*ffn", "gpu")),
+    "FFN and attention apart": ((".*attention", "gpu"), (".*ffn", "cpu"), ("head", "cpu")),
+    "streamed": (("layers.*", "stream"),),
+    "head alone on the GPU": (("layers.*", "cpu"), ("head", "gpu")),
+    "every other layer": ((r"layers\.\d*[02468]\..*", "gpu"), ("layers.*", "cpu")),
+    "GPU, streamed, CPU": ((r"layers\.0\..*", "gpu"), (r"layers\.1\..*", "stream"), ("layers.*", "cpu")),
+}
+
+
+def split_at(layer: int) -> tuple[tuple[str, str], ...]:
+    """Layers before it on the GPU, the rest on the CPU."""
+    first = "|".join(rf"layers\.{number}\..*" for number in range(layer))
+    return ((first, "gpu"), ("layers.*", "cpu"))
+
+
+def on_disk(plan: Plan) -> Plan:
+    """What the plan has on the CPU is read from the disk."""
+    parts = tuple(
+        replace(part, decode_place="disk", prefill_place="disk") if part.decode_place == "cpu" else part
+        for part in plan.parts
+    )
+    return replace(plan, parts=(plan.parts[0], *parts[1:]))
+
+
+def texts(executor: Executor, n_tokens: int = N_FEW_TOKENS) -> tuple[list[list[int]], torch.Tensor]:
+    """Greedy tokens of each prompt, decoded together behind prompts of their own, and every step's logits."""
+    sequences = [executor.cache.open_new() for _ in PROMPTS]
+    steps = [torch.stack([executor.prompt(prompt_of(executor, s, p)) for s, p in zip(sequences, PROMPTS, strict=True)])]
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for _ in range(n_tokens):
+        for mine, logits in zip(tokens, steps[-1], strict=True):
+            mine.append(int(logits.argmax()))
+        positions = tuple(executor.cache.length(sequence) for sequence in sequences)
+        steps.append(executor.logits(Rows(tuple(t[-1] for t in tokens), tuple(sequences), positions), range(3)))
+    executor.cache.check()
+    for sequence in sequences:
+        executor.cache.close(sequence)
+    return tokens, torch.stack(steps)
+
+
+def of_family(name: str, folder: Path, kind: str) -> Model:
+    save_checkpoint(random_model(name), folder)
+    spec = ModelSpec.from_hf(folder)
+    checkpoint = Checkpoint(folder, spec)
+    return spec, load_dense(checkpoint) if kind == "fp32" else tiled(spec, checkpoint, "codebook", "int8")
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int4"])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_placement_of_every_family(tmp_path: Path, name: str, kind: str) -> None:
+    assert_family(of_family(name, tmp_path, kind), N_FEW_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32", "int4"])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_placement_of_every_family_at_length(tmp_path: Path, name: str, kind: str) -> None:
+    assert_family(of_family(name, tmp_path, kind), N_TOKENS)
+
+
+def assert_family(model: Model, n_tokens: int) -> None:
+    """What the CPU alone makes of the prompts comes out of every placement: not the tokens alone, every bit."""
+    spec = model[0]
+    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    expected = texts(reference, n_tokens)
+    reference.close()
+    every = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, spec.n_layers))]
+    plans = [planned(spec, overrides=pins, context_tokens=CONTEXT_TOKENS) for pins in every]
+    plans += [on_disk(planned(spec, overrides=p, context_tokens=CONTEXT_TOKENS)) for p in (split_at(1), ALL_CPU)]
+    for plan in plans:
+        executor = emulated(*model, plan)
+        tokens, steps = texts(executor, n_tokens)
+        executor.close()
+        assert tokens == expected[0]
+        assert torch.equal(steps, expected[1])
+
+
+@pytest.mark.parametrize("kv_type", ["fp16", "int8"])
+def test_stored_kinds_of_keys_and_values(tmp_path: Path, kv_type: str) -> None:
+    """The same everywhere, whichever kind is stored."""
+    model = of_family("llama-tied", tmp_path, "int4")
+    made = [
+        texts(emulated(*model, planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS, kv_type=kv_type)))
+        for pins in (ALL_CPU, *PLACEMENTS.values())
+    ]
+    for tokens, steps in made[1:]:
+        assert tokens == made[0][0] and torch.equal(steps, made[0][1])
+
+
+def test_a_long_prompt_in_many_chunks(tmp_path: Path) -> None:
+    """The GPU begins a chunk while the CPU is in the one before; visiting parts come and go."""
+    model = of_family("llama-tied", tmp_path, "int4")
+    prompt = [(7 * i) % 90 + 3 for i in range(100)]
+    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    expected = reference.prompt([Rows.of_sequence(reference.cache.open_new(), 0, prompt)])
+    for pins in (split_at(1), PLACEMENTS["head alone on the GPU"], PLACEMENTS["streamed"]):
+        plan = planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS)
+        executor = emulated(*model, replace(plan, prefill_chunk_tokens=23, parts=visiting(plan)))
+        sequence = executor.cache.open_new()
+        assert torch.equal(executor.prompt(prompt_of(executor, sequence, prompt)), expected)
+
+
+def visiting(plan: Plan) -> tuple[Any, ...]:
+    """Everything the CPU has visits the GPU for prompts."""
+    return tuple(
+        replace(part, prefill_place="visit") if part.decode_place == "cpu" and part.layer is not None else part
+        for part in plan.parts
+    )
+
+
+def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
+    """Several rows through the first layers one by one, then all at once through the rest: the bits of one pass."""
+    model = of_family("llama-tied", tmp_path, "int4")
+    n_layers, ids = model[0].n_layers, [4, 8, 15, 16, 23]
+    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    expected = reference.logits(Rows.of_sequence(reference.cache.open_new(), 0, ids), range(len(ids)))
+    for pins in (split_at(1), split_at(2), PLACEMENTS["streamed"], PLACEMENTS["attention and FFN apart"]):
+        executor = emulated(*model, planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS))
+        sequence = executor.cache.open_new()
+        for boundary in range(1, n_layers):
+            waiting = [
+                executor.run(Rows.of_sequence(sequence, position, [token]), None, range(boundary))
+                for position, token in enumerate(ids)
+            ]
+            assert executor.cache.length(sequence) == 0 and executor.cache.length_at(sequence, 0) == len(ids)
+            rows = Rows.of_sequence(sequence, 0, ids)
+            logits = executor.head(executor.run(rows, torch.cat(waiting), range(boundary, n_layers)))
+            assert torch.equal(logits, expected)
+            executor.cache.truncate(sequence, 0)
+
+
+@pytest.mark.parametrize("quantizer", ["none", "codebook"])
+@pytest.mark.parametrize("name", ["demo", "stories260k"])
+def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
+    assert_trained(request.getfixturevalue(name), quantizer, [split_at(2), PLACEMENTS["streamed"]], 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", ["none", "codebook"])
+@pytest.mark.parametrize("name", ["demo", "stories260k"])
+def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
+    folder = request.getfixturevalue(name)
+    n_layers = ModelSpec.from_hf(folder).n_layers
+    everywhere = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, n_layers))]
+    assert_trained(folder, quantizer, everywhere, N_TOKENS)
+
+
+def assert_trained(folder: Path, quantizer: str, everywhere: Sequence[Any], n_tokens: int) -> None:
+    """Three stories of a trained model, told by the CPU alone and by every placement."""
+    options: dict[str, Any] = {"quantizer": quantizer, "threads": 1, "context_tokens": 256}
+    with Engine.from_pretrained(folder, **options) as engine:
+        expected = [result.token_ids for result in engine.generate(OPENINGS, max_new_tokens=n_tokens)]
+    for pins in everywhere:
+        limits = Limits(overrides=pins)
+        with Engine.from_pretrained(
+            folder, profile=reference_profile(LAPTOP), limits=limits, emulate=True, **options
+        ) as engine:
+            found = [result.token_ids for result in engine.generate(OPENINGS, max_new_tokens=n_tokens)]
+        assert found == expected

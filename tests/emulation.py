@@ -1,0 +1,61 @@
+"""Plans run on an emulated machine, for tests."""
+
+from collections.abc import Callable, Sequence
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.runtime.execution import open_plan, planned_cache
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
+from hetero_ee.runtime.machine import Machine
+from hetero_ee.runtime.opening import open_on_cpu
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.reference import reference_profile
+
+LAPTOP = "rtx-4060-laptop-8gb"
+Wrap = Callable[[Machine], Machine]  # puts faulty devices in place of the machine's own
+
+
+def planned(spec: ModelSpec, hardware: str = LAPTOP, n_known: int = 64, **limits: object) -> Plan:
+    """The plan of these limits on a shipped profile's machine."""
+    return make_plan(spec, reference_profile(hardware), Limits(**limits), predict_at_tokens=n_known)  # type: ignore[arg-type]
+
+
+def emulated(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    hardware: str = LAPTOP,
+    timeline: Timeline | None = None,
+    wrap: Wrap = lambda machine: machine,
+) -> PlannedExecutor:
+    """The plan on its emulated machine, numbers by this CPU's kernels or, of fp32 weights, the reference."""
+
+    def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        cache = planned_cache(spec, plan, layers)
+        return open_on_cpu(spec, weights, plan.context_tokens, 1, cache=cache)
+
+    machine = emulated_machine(reference_profile(hardware), spec, plan, timeline or Timeline())
+    return open_plan(spec, weights, plan, wrap(machine), runner)
+
+
+def hollow(spec: ModelSpec, plan: Plan, profile: HardwareProfile, timeline: Timeline) -> PlannedExecutor:
+    """The same without numbers."""
+
+    def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        return HollowRunner(spec, plan.context_tokens, layers)
+
+    return open_plan(spec, hollow_weights(spec), plan, emulated_machine(profile, spec, plan, timeline), runner)
+
+
+def prompt_of(executor: Executor, sequence: int, token_ids: Sequence[int]) -> list[Rows]:
+    """The prompt in the chunks that this executor likes."""
+    n = executor.prompt_chunk_tokens
+    return [Rows.of_sequence(sequence, i, list(token_ids[i : i + n])) for i in range(0, len(token_ids), n)]

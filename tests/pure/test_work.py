@@ -1,0 +1,148 @@
+"""What blocks do, in numbers, and how long that takes; it must be what the planner expects, reckoned another way."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.costs import Costs
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
+from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
+from hetero_ee_profiles.hardware import HardwareProfile
+from tests.device_support import SPEC, round_profile, work
+
+BLOCKS = decoder_blocks(SPEC)
+KV_BYTES = {"fp32": 2 * 32 * 4, "fp16": 2 * 32 * 2, "int8": 2 * (32 + 4 * 4)}  # of one position, 4 heads of 8
+
+
+def works_of(rows: Rows, spec: ModelSpec = SPEC, **options: Any) -> list[Work]:
+    return block_works(spec, decoder_blocks(spec), rows, **({"kv_bytes_per_token": KV_BYTES["fp32"]} | options))
+
+
+def seconds(work: Work, profile: HardwareProfile, on_gpu: bool = False) -> float:
+    times = profile.gpu if on_gpu else profile.cpu_with(0)
+    assert times is not None
+    return work_s(work, times, profile.disk_read_bytes_per_s.value, SPEC)
+
+
+def test_the_blocks_of_a_pass() -> None:
+    works = works_of(Rows.of_sequence(0, 20, [1, 2, 3]))
+    assert [each.name for each in works] == [block.name for block in BLOCKS]
+    assert {each.m for each in works} == {3}
+    embedding, attention, ffn, *_, final_norm, head = works
+    assert embedding == Work("embedding", 3) and final_norm == Work("final_norm", 3)
+    assert attention.products == (("int4", 96, 32), ("int4", 32, 32))
+    assert attention.attention == Attention(23, 256) and attention.overhead is Overhead.HALF_LAYER
+    assert ffn.products == (("int4", 128, 32), ("int4", 32, 64))
+    assert ffn.attention is None and ffn.overhead is Overhead.HALF_LAYER
+    assert head.products == (("int8", 48, 32),) and head.overhead is Overhead.PASS
+
+
+@pytest.mark.parametrize(
+    ("window", "first", "m", "read"),
+    [
+        (None, 0, 1, 1),
+        (None, 40, 2, 42),
+        (8, 3, 1, 4),  # the window is not full
+        (8, 40, 1, 8),
+        (8, 40, 4, 11),  # the first row sees 8, each other one more
+        (8, 0, 20, 20),
+    ],
+)
+def test_positions_that_attention_reads(window: int | None, first: int, m: int, read: int) -> None:
+    spec = replace(SPEC, sliding_windows=(window,) * SPEC.n_layers)
+    found = works_of(Rows.of_sequence(0, first, [0] * m), spec)[1].attention
+    assert found is not None and found.n_positions == read
+
+
+def test_of_several_sequences_the_longest_counts() -> None:
+    rows = Rows.joined([Rows.of_sequence(0, 9, [1]), Rows.of_sequence(1, 30, [1]), Rows.of_sequence(2, 0, [1])])
+    found = works_of(rows)[1].attention
+    assert found is not None and found.n_positions == 31
+    begun = works_of(Rows.joined([Rows.of_sequence(i, 0, [1]) for i in range(5)]))[1].attention
+    assert begun is not None and begun.n_positions == 5  # each row reads itself
+
+
+def test_seconds_by_hand() -> None:
+    """On the CPU: 4 a tile of 16 x 32, 0.5 for half a layer, attention 1 + 16 / 8."""
+    attention, ffn, head = (works_of(Rows.of_sequence(0, 15, [1]))[i] for i in (1, 2, -1))
+    profile = round_profile()
+    assert seconds(attention, profile) == (6 + 2) * 4 + 0.5 + 3
+    assert seconds(ffn, profile) == (8 + 4) * 4 + 0.5
+    assert seconds(head, profile) == 3 * 8 + 2
+    assert seconds(ffn, profile, on_gpu=True) == seconds(ffn, profile) / 4
+
+
+@pytest.mark.parametrize("timed", KV_BYTES)
+@pytest.mark.parametrize("kept", KV_BYTES)
+def test_few_rows_read_keys_and_values_as_they_are_kept(timed: str, kept: str) -> None:
+    profile = round_profile(timed)
+    few = Work("a", 1, attention=Attention(8, KV_BYTES[kept]))
+    many = Work("a", 17, attention=Attention(24, KV_BYTES[kept]))
+    assert seconds(few, profile) == 2 * KV_BYTES[kept] / KV_BYTES[timed]
+    assert seconds(many, profile) == 17 + 24 / 8
+
+
+def test_a_layout_without_times_is_refused() -> None:
+    with pytest.raises(KeyError):
+        seconds(Work("a", 1, (("fp32", 16, 32),)), round_profile())
+
+
+def test_names_of_several_works() -> None:
+    works = [work("a"), work("b"), work("c")]
+    assert [joined_name(works[:n]) for n in range(4)] == ["other work", "a", "a to b", "a to c"]
+
+
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("kv_type", KV_BYTES)
+@given(
+    n_rows=st.integers(1, 64),
+    first=st.integers(0, 4000),
+    place=st.sampled_from(["cpu", "gpu", "disk"]),
+    sheet=st.sampled_from(DATA_SHEETS),
+)
+@settings(deadline=None, max_examples=30)
+def test_the_planner_expects_the_same(
+    window: int | None, kv_type: str, n_rows: int, first: int, place: str, sheet: Any
+) -> None:
+    """Two ways to the same figures: the planner's by parts, the emulated device's by works."""
+    spec = ModelSpec.from_hf(
+        {
+            "model_type": "mistral",
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "vocab_size": 32000,
+            "sliding_window": window,
+            "max_position_embeddings": 8192,
+        }
+    )
+    profile = derived_profile(sheet, "2026-01-01")
+    costs, parts = Costs(spec, profile), {part.name: part for part in model_parts(spec, kv_type)}
+    times = profile.gpu if place == "gpu" else profile.cpu_with(0)
+    assert times is not None
+    kv_bytes = max(part.kv_bytes_per_token for part in parts.values())
+    blocks = [block for block in decoder_blocks(spec) if block.kind is not BlockKind.FINAL_NORM]
+    works = block_works(
+        spec,
+        blocks,
+        Rows.of_sequence(0, first, [1] * n_rows),
+        kv_bytes_per_token=kv_bytes,
+        disk_bytes=lambda block: parts[block.name].weight_bytes if place == "disk" else 0,
+    )
+    for each in works:
+        expected = costs.part_s(parts[each.name], place, n_rows, first + n_rows)
+        found = work_s(each, times, profile.disk_read_bytes_per_s.value, spec)
+        assert found == pytest.approx(expected, rel=1e-12), each.name
+
+
+def test_one_block_by_itself() -> None:
+    assert block_work(BLOCKS[-1], 5, layout=lambda tensor: "int4").products == (("int4", 48, 32),)
