@@ -1,8 +1,9 @@
 """The KV caches of several devices as one: each layer's keys and values lie where the layer is computed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from hetero_ee.errors import HeteroError
 from hetero_ee.runtime.rows import Rows
 
 
@@ -110,5 +111,6 @@ class DeviceCaches:
         """Raises HeteroError where a cache is damaged, or where they hold other sequences."""
         for cache in self._caches:
             cache.check()
-        open_in: Sequence[set[int]] = [set(cache.sequences) for cache in self._caches]
-        assert all(numbers == open_in[0] for numbers in open_in), "every cache has the same sequences"
+        for cache in self._caches:
+            if set(cache.sequences) != set(self.sequences):
+                raise HeteroError(f"the KV caches hold sequences {cache.sequences} and {self.sequences}.")

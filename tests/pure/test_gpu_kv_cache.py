@@ -3,110 +3,53 @@
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import run_state_machine_as_test
 
-from hetero_ee.errors import UsageError
 from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference.kv_write import kv_write
+from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine
 
-SHAPE = (2, 3, 4)  # layers, key heads, features
 MAX_TOKENS, POOL_PAGES, N_SLOTS = 3 * PAGE_TOKENS - 5, 7, 3
 
 
 def new_cache(kind: str = "fp32") -> GpuKvCache:
-    pool_tokens = POOL_PAGES * PAGE_TOKENS
-    return GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), pool_tokens=pool_tokens, n_slots=N_SLOTS, kind=kind)
-
-
-def write(cache: GpuKvCache, rows: Rows, stamp: int) -> None:
-    """Keys that tell layer, sequence, position and time apart; values are their negatives."""
-    slots, positions = (torch.tensor(part, dtype=torch.int32) for part in (cache.slots(rows), rows.positions))
-    for layer in range(SHAPE[0]):
-        numbers = [[layer, sequence, position, stamp] for _, sequence, position in rows.places()]
-        keys = torch.tensor(numbers, dtype=torch.float32).repeat(1, SHAPE[1])
-        kv_write(torch.cat([keys, -keys], 1), cache.pages, slots, positions, layer, 0, keys.shape[1])
+    device, pool_tokens = torch.device("cpu"), POOL_PAGES * PAGE_TOKENS
+    return GpuKvCache(SHAPE, MAX_TOKENS, device, pool_tokens=pool_tokens, n_slots=N_SLOTS, kind=kind, layers=LAYERS)
 
 
 def n_pages(n_tokens: int) -> int:
     return -(-n_tokens // PAGE_TOKENS)
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Beside the cache, `stamps` says for each open sequence when each of its positions was written."""
+class GpuKvCacheMachine(CacheMachine):
+    max_tokens, n_slots = MAX_TOKENS, N_SLOTS
 
-    sequences = Bundle("sequences")
+    def new_cache(self) -> GpuKvCache:
+        return new_cache(self.kind)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache, self.stamps, self.time = new_cache(), {}, 0
+    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """By the kernel's reference."""
+        slots, positions = (torch.tensor(part, dtype=torch.int32) for part in (self.cache.slots(rows), rows.positions))
+        x, place = torch.cat([keys.flatten(1), values.flatten(1)], 1), self.cache.place(layer)
+        kv_write(x, self.cache.pages, slots, positions, place, 0, x.shape[1] // 2)
 
-    @rule(target=sequences)
-    def open_new(self) -> object:
-        if len(self.stamps) == N_SLOTS:
-            with pytest.raises(UsageError, match="3 sequences are open"):
-                self.cache.open_new()
-            return multiple()
-        sequence = self.cache.open_new()
-        assert sequence not in self.stamps
-        self.stamps[sequence] = []
-        return sequence
-
-    @rule(sequence=consumes(sequences))
-    def close(self, sequence: int) -> None:
-        self.cache.close(sequence)
-        self.cache.close(sequence)
-        self.stamps.pop(sequence, None)
-
-    @rule(sequence=sequences, share=st.floats(0, 1))
-    def truncate(self, sequence: int, share: float) -> None:
-        if sequence in self.stamps:
-            length = round(share * len(self.stamps[sequence]))
-            self.cache.truncate(sequence, length)
-            del self.stamps[sequence][length:]
-
-    @rule(chosen=st.lists(st.tuples(sequences, st.integers(1, PAGE_TOKENS + 3)), min_size=1, max_size=3))
-    def extend(self, chosen: list[tuple[int, int]]) -> None:
-        counts = {sequence: count for sequence, count in chosen if sequence in self.stamps}
-        if not counts:
-            return
-        rows = Rows.joined([Rows.of_sequence(s, len(self.stamps[s]), [0] * n) for s, n in counts.items()])
-        lengths = {s: len(held) + counts.get(s, 0) for s, held in self.stamps.items()}
-        if max(lengths.values()) > MAX_TOKENS:
-            with pytest.raises(ValueError, match="can't follow"):
-                self.cache.admit(rows)
-        elif sum(map(n_pages, lengths.values())) > POOL_PAGES:
-            with pytest.raises(UsageError, match="don't fit the GPU's cache of 448;"):
-                self.cache.admit(rows)
-        else:
-            self.time += 1
-            self.cache.admit(rows)
-            write(self.cache, rows, self.time)
-            for sequence, count in counts.items():
-                self.stamps[sequence] += [self.time] * count
-
-    @invariant()
-    def everything_written_is_read_back(self) -> None:
-        for sequence, stamps in self.stamps.items():
-            assert self.cache.length(sequence) == len(stamps)
-            for layer in range(SHAPE[0] if stamps else 0):
-                keys, values = self.cache.read(layer, sequence, 0, len(stamps))
-                numbers = [[layer, sequence, position, stamp] for position, stamp in enumerate(stamps)]
-                expected = torch.tensor(numbers, dtype=torch.float32).expand(SHAPE[1], -1, -1)
-                assert torch.equal(keys, expected) and torch.equal(values, -expected)
+    def fits(self, longest: dict[int, int]) -> bool:
+        return sum(map(n_pages, longest.values())) <= POOL_PAGES
 
 
-CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
-TestCache = CacheMachine.TestCase
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read_back(kind: str) -> None:
+    machine = type("Machine", (GpuKvCacheMachine,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=20))
 
 
-def test_memory_is_taken_once() -> None:
-    cache = new_cache("int8")
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_taken_once(kind: str) -> None:
+    cache = new_cache(kind)
     before = cache.n_bytes
-    cells = POOL_PAGES * PAGE_TOKENS * 2 * SHAPE[0] * SHAPE[1]
-    assert before == cells * (SHAPE[2] + 4) + N_SLOTS * 3 * 4
+    assert before == POOL_PAGES * PAGE_TOKENS * BYTES_PER_TOKEN[kind] + N_SLOTS * 3 * 4
     cache.open(0)
     cache.admit(Rows.of_sequence(0, 0, [1] * 100))
     assert cache.n_bytes == before
@@ -125,7 +68,25 @@ def test_a_pass_that_is_refused_admits_no_row() -> None:
     cache.admit(full[0])  # the pages are still there
 
 
+def test_pages_of_rows_that_wait_stay() -> None:
+    cache = new_cache()
+    for sequence in range(3):
+        cache.open(sequence)
+    cache.admit(Rows.of_sequence(0, 0, [1] * MAX_TOKENS), range(2))
+    cache.admit(Rows.of_sequence(0, 0, [1] * 3), range(2, 6))
+    cache.cut(0, 2, range(2, 6))
+    assert (cache.length(0), cache.length_at(0, 1)) == (2, MAX_TOKENS)
+    cache.admit(Rows.of_sequence(1, 0, [1] * MAX_TOKENS))
+    with pytest.raises(ValueError, match="don't fit"):
+        cache.admit(Rows.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
+    cache.truncate(0, cache.length(0))
+    cache.admit(Rows.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
+    cache.check()
+
+
 def test_wrong_uses_are_refused() -> None:
+    with pytest.raises(ValueError, match="no cache is called bf16"):
+        new_cache("bf16")
     cache = new_cache()
     cache.open(0)
     with pytest.raises(ValueError, match="open already"):

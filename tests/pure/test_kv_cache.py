@@ -1,122 +1,66 @@
 """The KV cache: what is written is read back, whatever is opened, extended, cut and closed in between."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from hetero_ee.runtime.kv_cache import PAGE_TOKENS, KvCache
 from hetero_ee.runtime.rows import Rows
+from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine, rounded
 
-N_LAYERS, N_KV_HEADS, HEAD_DIM, MAX_TOKENS = 2, 3, 4, 3 * PAGE_TOKENS - 5
-BYTES_PER_TOKEN = 2 * N_LAYERS * N_KV_HEADS * HEAD_DIM * 4
-
-
-def new_cache() -> KvCache:
-    return KvCache(N_LAYERS, N_KV_HEADS, HEAD_DIM, MAX_TOKENS)
+MAX_TOKENS = 3 * PAGE_TOKENS - 5
 
 
-def marks(layer: int, rows: Rows, stamp: int) -> torch.Tensor:
-    """Keys (m, heads, head_dim) that tell layer, sequence, position and time apart."""
-    numbers = [[layer, sequence, position, stamp] for _, sequence, position in rows.places()]
-    return torch.tensor(numbers, dtype=torch.float32)[:, None].repeat(1, N_KV_HEADS, 1)
+def new_cache(kind: str = "fp32") -> KvCache:
+    return KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Beside the cache, `stamps` says for each open sequence when each of its positions was written."""
+class KvCacheMachine(CacheMachine):
+    max_tokens = MAX_TOKENS
 
-    sequences = Bundle("sequences")
+    def new_cache(self) -> KvCache:
+        return new_cache(self.kind)
 
-    @initialize()
-    def start(self) -> None:
-        self.cache = new_cache()
-        self.stamps: dict[int, list[int]] = {}
-        self.time = 0
-
-    @rule(target=sequences)
-    def open_new(self) -> int:
-        sequence = self.cache.open_new()
-        assert sequence not in self.stamps
-        self.stamps[sequence] = []
-        return sequence
-
-    @rule(target=sequences, number=st.integers(0, 5))
-    def open(self, number: int) -> object:
-        if number in self.stamps:
-            with pytest.raises(ValueError, match="open already"):
-                self.cache.open(number)
-            return multiple()
-        self.cache.open(number)
-        self.stamps[number] = []
-        return number
-
-    @rule(sequence=consumes(sequences))
-    def close(self, sequence: int) -> None:
-        self.cache.close(sequence)
-        self.cache.close(sequence)
-        self.stamps.pop(sequence, None)
-
-    @rule(sequence=sequences, share=st.floats(0, 1))
-    def truncate(self, sequence: int, share: float) -> None:
-        if sequence not in self.stamps:
-            return
-        length = round(share * len(self.stamps[sequence]))
-        self.cache.truncate(sequence, length)
-        del self.stamps[sequence][length:]
-
-    @rule(chosen=st.lists(st.tuples(sequences, st.integers(1, PAGE_TOKENS + 3)), min_size=1, max_size=3))
-    def extend(self, chosen: list[tuple[int, int]]) -> None:
-        lengths = {sequence: count for sequence, count in chosen if sequence in self.stamps}
-        if not lengths:
-            return
-        rows = Rows.joined(
-            [Rows.of_sequence(sequence, len(self.stamps[sequence]), [0] * count) for sequence, count in lengths.items()]
-        )
-        if any(len(self.stamps[sequence]) + count > MAX_TOKENS for sequence, count in lengths.items()):
-            with pytest.raises(ValueError, match="can't follow"):
-                self.cache.admit(rows)
-            return
-        self.time += 1
-        self.cache.admit(rows)
-        for layer in range(N_LAYERS):
-            keys = marks(layer, rows, self.time)
-            self.cache.write(layer, rows, keys, -keys)
-        for sequence, count in lengths.items():
-            self.stamps[sequence] += [self.time] * count
-
-    @rule(sequence=sequences, offset=st.sampled_from([-1, 1, 5]))
-    def extend_out_of_order(self, sequence: int, offset: int) -> None:
-        if sequence in self.stamps and len(self.stamps[sequence]) + offset >= 0:
-            with pytest.raises(ValueError, match="can't follow"):
-                self.cache.admit(Rows.of_sequence(sequence, len(self.stamps[sequence]) + offset, [0]))
-
-    @invariant()
-    def everything_written_is_read_back(self) -> None:
-        for sequence, stamps in self.stamps.items():
-            assert self.cache.length(sequence) == len(stamps)
-            for layer in range(N_LAYERS):
-                keys, values = self.cache.read(layer, sequence, 0, len(stamps))
-                numbers = [[layer, sequence, position, stamp] for position, stamp in enumerate(stamps)]
-                expected = torch.tensor(numbers, dtype=torch.float32).view(-1, 4).expand(N_KV_HEADS, -1, -1)
-                assert torch.equal(keys, expected) and torch.equal(values, -expected)
+    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.cache.write(layer, rows, keys, values)
 
     @invariant()
     def memory_is_in_proportion(self) -> None:
-        assert self.cache.n_bytes >= sum(map(len, self.stamps.values())) * BYTES_PER_TOKEN
-        assert self.cache.n_bytes <= len(self.stamps) * MAX_TOKENS * BYTES_PER_TOKEN
+        n_held = sum(max(map(len, layers)) for layers in self.stamps.values())
+        assert self.cache.n_bytes >= n_held * BYTES_PER_TOKEN[self.kind]
+        assert self.cache.n_bytes <= len(self.stamps) * MAX_TOKENS * BYTES_PER_TOKEN[self.kind]
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
-TestCache = CacheMachine.TestCase
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read_back(kind: str) -> None:
+    machine = type("Machine", (KvCacheMachine,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=25))
 
 
-def test_a_fresh_sequence_takes_no_memory() -> None:
-    cache = new_cache()
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_that_of_the_pages(kind: str) -> None:
+    cache, token = new_cache(kind), BYTES_PER_TOKEN[kind]
     cache.open(0)
     assert cache.n_bytes == 0
-    cache.admit(Rows.of_sequence(0, 0, [1]))
-    assert cache.n_bytes == PAGE_TOKENS * BYTES_PER_TOKEN
+    first = Rows.of_sequence(0, 0, [1])
+    cache.admit(first, range(1))
+    assert cache.n_bytes == PAGE_TOKENS * token
+    cache.admit(first, range(1, 6))
+    assert cache.n_bytes == PAGE_TOKENS * token
+    cache.admit(Rows.of_sequence(0, 1, [1] * PAGE_TOKENS))
+    assert cache.n_bytes == 2 * PAGE_TOKENS * token
+    cache.admit(Rows.of_sequence(0, PAGE_TOKENS + 1, [1] * PAGE_TOKENS))
+    assert cache.n_bytes == MAX_TOKENS * token
+    cache.truncate(0, 0)
+    cache.open(1)
+    assert cache.n_bytes == MAX_TOKENS * token
+    cache.close(0)
+    assert cache.n_bytes == 0
 
 
 def test_closing_frees_the_memory_and_the_number() -> None:
@@ -132,7 +76,6 @@ def test_a_sequence_fills_to_the_last_position_and_no_further() -> None:
     cache = new_cache()
     cache.open(0)
     cache.admit(Rows.of_sequence(0, 0, [1] * MAX_TOKENS))
-    assert cache.n_bytes == MAX_TOKENS * BYTES_PER_TOKEN
     with pytest.raises(ValueError, match=f"holds {MAX_TOKENS} of {MAX_TOKENS}"):
         cache.admit(Rows.of_sequence(0, MAX_TOKENS, [1]))
 
@@ -150,13 +93,43 @@ def test_a_refused_pass_admits_no_row() -> None:
     assert (cache.length(0), cache.length(1)) == (2, 1)
 
 
-def test_cutting_beyond_what_is_held_is_refused() -> None:
+def test_rows_wait_in_front_of_a_layer() -> None:
+    cache = new_cache()
+    cache.open(0)
+    waiting = Rows.of_sequence(0, 0, [1, 2, 3])
+    with pytest.raises(ValueError, match="0 tokens of sequence 0 have passed the layer before, not 3"):
+        cache.admit(waiting, range(1, 6))
+    cache.admit(waiting, range(2))
+    assert (cache.length(0), cache.length_at(0, 1), cache.length_at(0, 3)) == (0, 3, 0)
+    with pytest.raises(ValueError, match="holds 0 tokens in one layer and 3 in another"):
+        cache.admit(Rows.of_sequence(0, 3, [4]))
+    cache.admit(Rows.of_sequence(0, 0, [1, 2]), range(2, 6))  # 2 isn't held
+    assert (cache.length(0), cache.length_at(0, 1), cache.length_at(0, 4)) == (2, 3, 2)
+    cache.truncate(0, 3)
+    assert (cache.length(0), cache.length_at(0, 1)) == (2, 3)  # cutting makes no layer longer
+    cache.truncate(0, 2)
+    assert cache.length_at(0, 1) == 2
+    cache.admit(Rows.of_sequence(0, 7, [4]), range(2, 3))  # of layers that others hold it knows nothing
+    assert cache.length(0) == 2
+    cache.check()
+
+
+def test_wrong_uses_are_refused() -> None:
+    for wrong in (
+        lambda: KvCache(*SHAPE, MAX_TOKENS, kind="bf16"),
+        lambda: KvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 4, 3)),
+        lambda: KvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 3)),
+    ):
+        with pytest.raises(ValueError, match=r"no cache is called bf16|must ascend|of 4 layers can't hold 3"):
+            wrong()
     cache = new_cache()
     cache.open(0)
     cache.admit(Rows.of_sequence(0, 0, [1, 2, 3]))
     for length in (-1, 4):
         with pytest.raises(ValueError, match="can't be cut"):
             cache.truncate(0, length)
+    with pytest.raises(ValueError, match="follow each other"):
+        cache.admit(Rows.of_sequence(0, 3, [4]), range(0, 6, 2))
     assert cache.length(0) == 3
 
 
@@ -164,3 +137,39 @@ def test_rows_must_match_and_be_there() -> None:
     for parts in (((), (), ()), ((1,), (), (0,)), ((1, 2), (0, 0), (0,))):
         with pytest.raises(ValueError, match="as many sequences"):
             Rows(*parts)
+
+
+def test_a_view_is_made_once_and_again_after_growth() -> None:
+    cache, made = new_cache("int8"), []
+
+    def make(*parts: Any) -> Any:
+        made.append(parts)
+        return parts
+
+    cache.open(0)
+    cache.admit(Rows.of_sequence(0, 0, [1]))
+    assert cache.view(0, make) is cache.view(0, make)
+    assert [tuple(part.shape) for part in made[0]] == 2 * [(4, 3, 256, 4)] + 2 * [(4, 3, 256)]
+    cache.admit(Rows.of_sequence(0, 1, [1] * PAGE_TOKENS))
+    assert cache.view(0, make)[0].shape[2] == 2 * PAGE_TOKENS and len(made) == 2
+
+
+magnitudes = st.sampled_from([0.0, 1e-45, 1e-38, 9.9e-31, 1.1e-30, 1e-5, 1.0, 65504.0, 65520.0, 1e38, 3.4e38])
+
+
+@given(st.sampled_from(KINDS), magnitudes, st.integers(0, 2**32 - 1))
+def test_any_finite_value_is_rounded_as_defined(kind: str, magnitude: float, seed: int) -> None:
+    """Nothing finite becomes NaN, and only fp16 makes infinity, beyond its largest."""
+    x = np.random.default_rng(seed).uniform(-1, 1, (2, SHAPE[1], SHAPE[2])).astype(np.float32)
+    x *= np.float32(magnitude)
+    x[0, 0, 0] = magnitude
+    cache = new_cache(kind)
+    cache.open(0)
+    row = Rows.of_sequence(0, 0, [1])
+    cache.admit(row)
+    cache.write(3, row, torch.from_numpy(x[:1]), torch.from_numpy(x[1:]))
+    with np.errstate(over="ignore"):
+        expected = rounded(kind, x)
+    found = np.stack([part[:, 0].numpy() for part in cache.read(3, 0, 0, 1)])
+    assert np.array_equal(found, expected)
+    assert np.isfinite(found).all() or (kind == "fp16" and magnitude >= 65520)

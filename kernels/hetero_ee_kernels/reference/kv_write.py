@@ -42,5 +42,6 @@ def _int8(x: Any) -> tuple[Any, Any]:
     """Codes (m, heads, head_dim) and scales (m, heads)."""
     peak = x.abs().amax(-1)
     is_zero = peak < SMALLEST
-    inverse = torch.where(is_zero, torch.zeros_like(peak), 127.0 / peak)
-    return (x * inverse[..., None]).round(), torch.where(is_zero, torch.zeros_like(peak), peak / 127.0)
+    top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    inverse = torch.where(is_zero, torch.zeros_like(peak), top / peak)
+    return (x * inverse[..., None]).round(), torch.where(is_zero, torch.zeros_like(peak), peak / top)

@@ -1,0 +1,74 @@
+"""Executors over random models of a family, with weights and a KV cache of any kind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized, load_dense
+from hetero_ee.weights.quantizers import quantizer_named
+from tests.families import random_model, save_checkpoint
+
+MAX_TOKENS = 160
+Model = tuple[ModelSpec, ModelWeights]
+
+
+def model_of(family: str, weights: str, folder: Path) -> Model:
+    """weights: "fp32" or "int4"."""
+    save_checkpoint(random_model(family), folder)
+    spec = ModelSpec.from_hf(folder)
+    checkpoint = Checkpoint(folder, spec)
+    if weights == "fp32":
+        return spec, load_dense(checkpoint)
+    tiled = ModelWeights({}, {})
+    for tensor in checkpoint.tensors():
+        values = checkpoint.tensor(tensor.name)
+        if is_quantized(tensor.role):
+            quantizer = quantizer_named("int8" if tensor.role.value == "vocabulary" else "codebook")
+            tiled.matrices[tensor.name] = quantizer.quantize(values)
+        else:
+            tiled.vectors[tensor.name] = values
+    return spec, tiled
+
+
+def new_cache(spec: ModelSpec, kind: str = "fp32") -> KvCache:
+    return KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, MAX_TOKENS, kind=kind)
+
+
+def reference(model: Model, kind: str = "fp32", ops: TorchOps | None = None) -> Executor:
+    return Executor(*model, MAX_TOKENS, ops, cache=new_cache(model[0], kind))
+
+
+def on_kernels(model: Model, kind: str = "fp32", threads: int = 1) -> Executor:
+    use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
+
+    return CpuExecutor(*model, MAX_TOKENS, threads, cache=new_cache(model[0], kind))
+
+
+def executor_for(model: Model, weights: str, kind: str = "fp32") -> Executor:
+    return reference(model, kind) if weights == "fp32" else on_kernels(model, kind)
+
+
+def contents(executor: Executor, sequence: int) -> Iterator[torch.Tensor]:
+    """Keys and values of each layer, as far as it holds them."""
+    cache: Any = executor.cache
+    for layer in range(executor.spec.n_layers):
+        yield from cache.read(layer, sequence, 0, cache.length_at(sequence, layer))
+
+
+def hidden_alone(executor: Executor, token_ids: list[int]) -> torch.Tensor:
+    """(n, hidden) of a text in a sequence of its own, which is closed again."""
+    sequence = executor.cache.open_new()
+    hidden = executor.hidden(Rows.of_sequence(sequence, 0, token_ids))
+    executor.cache.close(sequence)
+    return hidden
