@@ -2,7 +2,9 @@
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -10,19 +12,28 @@ from typing import Any, Self, overload
 import torch
 
 from hetero_ee.config import Progress, cache_folder
+from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.decoding.chat_template import ChatTemplate
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, OpenDrafting, found_knowledge, open_drafting
+from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
+from hetero_ee.decoding.exact import generate_exact, generate_exact_from
+from hetero_ee.decoding.full import Ending, generate, generate_from
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.exits.calibration_place import CalibrationPlace
 from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.hub import resolve_model
+from hetero_ee.models.model_files import CONFIG_FILE
 from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.timeline import Span
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.library import open_cached
 from hetero_ee.weights.manifest import Manifest
@@ -30,7 +41,7 @@ from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dens
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store import checked_manifest, is_store, open_store
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.process import physical_core_count
 
 
@@ -45,14 +56,20 @@ class Engine:
         sampling: SamplingParams,
         quantizer: str,
         threads: int,
+        calibrations: CalibrationPlace | None = None,
+        opened: Opened | None = None,
+        drafting: OpenDrafting | None = None,
     ) -> None:
         self._executor: Executor | None = executor
+        self._opened, self._drafting = opened, drafting
+        self._draft_counts = DraftCounts()
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self.default_sampling = sampling
         self.spec = executor.spec
         self.quantizer = quantizer
         self.threads = threads
+        self.calibrations = calibrations  # None for fp32 weights, which have no store
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
     @classmethod
@@ -65,6 +82,12 @@ class Engine:
         quantizer: str | None = None,
         context_tokens: int = 0,
         threads: int = 0,
+        plan: Plan | str | Path | None = None,
+        vram_budget: int | None = None,
+        profile: HardwareProfile | None = None,
+        limits: Limits | None = None,
+        emulate: bool = False,
+        draft_head: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Opens a model: a Hugging Face id, a folder with such a checkpoint, a store, or None for the demo model.
@@ -76,8 +99,13 @@ class Engine:
         "codebook" for others. A store is opened as it is. context_tokens: longest prompt and text together,
         0 for the model's own. threads: 0 for all physical cores. torch is set to one thread for the whole process.
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, and before the kernels'
-        first compilation; with 0 in all, the stage is a remark. Raises ModelError, CheckpointError, StoreError,
-        DiskFullError or UsageError.
+        first compilation; with 0 in all, the stage is a remark.
+
+        plan: where every part goes, a Plan or its JSON file; None makes one where a profile is given, within
+        vram_budget (bytes) and the other limits. profile: what the machine was measured to do. emulate: runs the plan
+        on that profile's machine, emulated here: the same tokens, and times as there. draft_head: folder of an EAGLE-1
+        head for this model, where the plan drafts; None takes the model folder's own. Raises ModelError,
+        CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
         _check_options(quantizer, context_tokens, threads)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
@@ -88,16 +116,49 @@ class Engine:
         sampling = _default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        weights = _load_weights(folder, manifest, spec, quantizer, threads, progress)
-        executor = open_executor(spec, weights, _context_tokens(spec, context_tokens), threads, progress)
-        return cls(
-            executor, tokenizer, _eos_token_ids(hf_generation, folder, tokenizer), sampling, weights.quantizer, threads
-        )
+        weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
+        n_tokens, notice = _context_tokens(spec, context_tokens), _notice(progress)
+        end_tokens = _eos_token_ids(hf_generation, folder, tokenizer)
+        placement = _placement(plan, vram_budget, profile, limits, emulate, n_tokens)
+        if placement is None:
+            executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
+            return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
+        knowledge = found_knowledge(calibrations, _draft_head(folder, draft_head), notice)
+        placement = replace(placement, statistics=knowledge.statistics(spec, profile, threads, on_gpu=emulate))
+        opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice)
+        drafting = open_drafting(knowledge, opened, profile, notice)
+        quantizer = weights.quantizer
+        return cls(opened.executor, tokenizer, end_tokens, sampling, quantizer, threads, calibrations, opened, drafting)
 
     @property
     def context_tokens(self) -> int:
         """Longest prompt and text together."""
         return self.executor.cache.max_tokens
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the model runs by, after any change for want of memory; None where nothing was planned."""
+        if self._opened is None:
+            return None
+        running: Plan = getattr(self.executor, "plan", self._opened.plan)
+        return running
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in use by what for: the weights, mapped or in memory, and the KV cache of open sequences."""
+        executor = self.executor
+        return {"weights": executor.weights.n_bytes, "KV cache": executor.cache.n_bytes}
+
+    @property
+    def draft_statistics(self) -> DraftStatistics | None:
+        """What drafting brought in the latest call of generate or stream; None in full mode."""
+        if self._drafting is None:
+            return None
+        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.boundary)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What ran on which device and link when, of an emulated machine; see `write_trace`."""
+        return [] if self._opened is None else self._opened.spans()
 
     def stream(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> Iterator[GeneratedToken]:
         """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
@@ -155,9 +216,26 @@ class Engine:
                 "or use hetero-ee generate."
             )
         template = ChatTemplate(source, self._tokenizer.special_tokens)
-        conversation = Conversation(executor, self._tokenizer, template, self._ending(executor), params, system)
+        way = generate_from
+        if self._drafting is not None:
+            way = partial(generate_exact_from, drafting=self._drafting.drafting)
+        conversation = Conversation(executor, self._tokenizer, template, self._ending(executor), params, system, way)
         self._conversations.add(conversation)
         return conversation
+
+    def calibrate(
+        self, request: CalibrationRequest | None = None, progress: Progress | None = None
+    ) -> CalibrationOutcome:
+        """Measures and fits this model's early exits and writes the calibration beside its store.
+
+        Takes minutes; interrupted, it is gone on with at the next call. Raises UsageError for too little text and for
+        fp32 weights, ModelError for a model that writes no text of its own, StoreError and DiskFullError.
+        """
+        if self.calibrations is None:
+            raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+        executor, request = self.executor, request or CalibrationRequest()
+        ending = self._ending(executor)
+        return calibrate(executor, self._tokenizer, ending, self.calibrations, request, progress=progress)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as a prompt."""
@@ -167,6 +245,8 @@ class Engine:
         """Frees the weights, ends the threads and every conversation. Closing twice does nothing."""
         for conversation in list(self._conversations):
             conversation.close()
+        if self._drafting is not None:
+            self._drafting.close()
         if self._executor is not None:
             self._executor.close()
         self._executor = None
@@ -180,8 +260,16 @@ class Engine:
         self.close()
 
     def _generate(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
-        executor = self.executor
-        return generate(executor, prompts, params, self._ending(executor), self._tokenizer.decode, time.perf_counter)
+        executor, drafting = self.executor, self._drafting
+        common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
+        if drafting is None:
+            return generate(*common)
+        self._draft_counts = DraftCounts()
+        return generate_exact(*common, drafting.drafting, self._draft_counts)
+
+    @property
+    def _clock(self) -> Callable[[], float]:
+        return time.perf_counter if self._opened is None else self._opened.clock
 
     def _ending(self, executor: Executor) -> Ending:
         return Ending(self._eos_token_ids, executor.cache.max_tokens)
@@ -238,30 +326,55 @@ def _load_weights(
     quantizer: str | None,
     threads: int,
     progress: Progress | None,
-) -> ModelWeights:
-    """A store's weights as they are, `manifest` its own; a checkpoint's by `quantizer`, from the cache or made."""
+) -> tuple[ModelWeights, CalibrationPlace | None]:
+    """A store's weights as they are, `manifest` its own; a checkpoint's by `quantizer`, from the cache or made.
+
+    And where the store's calibration is, None where there is no store.
+    """
     if manifest is not None:
-        return open_store(folder, spec, manifest)
+        return open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
     if quantizer == UNQUANTIZED:
-        return load_dense(Checkpoint(folder, spec))
+        return load_dense(Checkpoint(folder, spec)), None
     quantization = Quantization.of_model(folder, quantizer)
-    _, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
-    return weights
+    store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+    return weights, CalibrationPlace(spec, store, folder, quantization)
 
 
-def open_executor(
-    spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, progress: Progress | None = None
-) -> Executor:
-    """What runs these weights: the CPU kernels where they are in tiles, the reference for others. To be closed."""
-    if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
-        return Executor(spec, weights, max_tokens)
-    kernels = use_kernel_cache(cache_folder())
-    from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
+def _placement(
+    plan: Plan | str | Path | None,
+    vram_budget: int | None,
+    profile: HardwareProfile | None,
+    limits: Limits | None,
+    emulate: bool,
+    context_tokens: int,
+) -> Placement | None:
+    """None where nothing was asked for: then the CPU runs everything."""
+    if isinstance(plan, str | Path):
+        plan = Plan.load(Path(plan))
+    if plan is None and profile is None:
+        if vram_budget or limits or emulate:
+            raise UsageError("a VRAM budget, limits or an emulated machine need a profile; give profile=...")
+        return None
+    if profile is None:
+        if emulate:
+            raise UsageError("which machine is to be emulated? Give its profile with profile=...")
+        return Placement(None, Limits(), plan)
+    wanted = replace(limits or Limits(), context_tokens=context_tokens)
+    if vram_budget is not None:
+        wanted = replace(wanted, vram_budget_bytes=vram_budget)
+    return Placement(profile, wanted, plan, emulates=emulate)
 
-    executor = CpuExecutor(spec, weights, max_tokens, threads)
-    executor.prepare(None if kernels.is_filled() else progress)
-    kernels.set_filled()
-    return executor
+
+def _draft_head(folder: Path, asked: str | Path | None) -> Path | None:
+    """The folder that was asked for, else the one that the model's own brings."""
+    if asked is not None:
+        return Path(asked)
+    own = folder / DRAFT_HEAD_FOLDER
+    return own if find_file(own, CONFIG_FILE) else None
+
+
+def _notice(progress: Progress | None) -> Callable[[str], None]:
+    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

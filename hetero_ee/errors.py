@@ -30,7 +30,11 @@ class DiskFullError(StoreError):
 
 
 class DeviceMemoryError(HeteroError):
-    """A device has less memory free than was asked for; what was there before is as it was."""
+    """A device has less memory free than was asked for; what was there before is as it was. device: "cpu" or "gpu"."""
+
+    def __init__(self, message: str, device: str = "gpu") -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class DeviceLostError(HeteroError):

@@ -16,7 +16,7 @@ from hetero_ee.planning.candidates import prefix_places
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.schedule import Schedule, exact_schedules, full_schedule
+from hetero_ee.planning.schedule import Schedule, exit_schedules, full_schedule
 from hetero_ee.planning.statistics import ExitStatistics, published_statistics
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
@@ -60,7 +60,7 @@ def row(profile: HardwareProfile, model: str, spec: ModelSpec, n_gpu_layers: int
 
 def boundaries(problem: Problem, places: tuple[str, ...], n_gpu_layers: int) -> tuple[Schedule | None, Schedule]:
     """Exact mode at the end of the GPU's layers, None where nothing exits there, and at the best of all boundaries."""
-    schedules = exact_schedules(problem, places, CONTEXT_TOKENS)
+    schedules = exit_schedules(problem, places, CONTEXT_TOKENS)
     blind = next((schedule for schedule in schedules if schedule.boundary == n_gpu_layers), None)
     return blind, min(schedules, key=lambda schedule: schedule.round.seconds_per_token)
 

@@ -14,6 +14,7 @@ import typer
 
 from hetero_ee_cli import config, models
 from hetero_ee_cli.bench import bench
+from hetero_ee_cli.calibrate import calibrate
 from hetero_ee_cli.chat import chat
 from hetero_ee_cli.convert import convert
 from hetero_ee_cli.doctor import doctor
@@ -22,6 +23,7 @@ from hetero_ee_cli.output import complain
 from hetero_ee_cli.plan import plan
 from hetero_ee_cli.profile import profile
 from hetero_ee_cli.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
+from hetero_ee_cli.simulate import simulate
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
 
@@ -58,6 +60,8 @@ app.command()(_answered(generate))
 app.command()(_answered(chat))
 app.command()(_answered(plan))
 app.command()(_answered(profile))
+app.command()(_answered(simulate))
+app.command()(_answered(calibrate))
 app.command()(_answered(bench))
 app.command()(_answered(convert))
 app.command()(_answered(doctor))

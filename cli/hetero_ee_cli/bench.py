@@ -5,7 +5,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("md", "csv", "json", "jsonl")
 MAX_TOKENS, MAX_REPETITIONS, MAX_THREADS = 2**20, 1000, 1024
-NANOSECONDS = 1e9
+NANOSECONDS, MICROSECONDS = 1e9, 1e6
+MAX_DRIFT = 0.2  # of the memory's speed since the profile was measured
 
 Row = dict[str, Any]
 
@@ -43,6 +44,7 @@ def bench(
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure this machine anew even where a profile is kept.")] = False,
     plan: Annotated[Path | None, typer.Option(help="Predict from this plan's JSON instead of a new one.")] = None,
     quantizer: Quantizer = None,
     offline: Offline = None,
@@ -67,17 +69,22 @@ def bench(
     with stage_progress() as progress:
         spec, name, folder = model_spec(model, random_weights, offline, progress)
         given = _given_plan(plan, spec)
-        profile = profile_for(spec, folder, progress, quick=quick, threads=tuple(counts))
+        profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
         for n_threads in counts:
+            _compare_speed(profile, n_threads, progress)
             max_tokens = max(map(sum, tests))
             options = {"quantizer": settings.value("quantizer", quantizer), "context_tokens": max_tokens}
             with _executor(folder, spec, options | {"threads": n_threads, "progress": progress}) as executor:
+                executor_us = _executor_us(executor)
                 for test in tests:
-                    rows.append(_row(executor, name, profile, n_threads, test, repetitions, given))
+                    row = _row(executor, name, profile, n_threads, test, repetitions, given)
+                    rows.append(row | {"executor_us_per_layer": executor_us})
                     if style in ("md", "jsonl"):
                         _print_row(rows, style)
     if style in ("json", "csv"):
         print(_document(rows, style), end="")
+    if style == "md":
+        print(_footer(rows))
 
 
 def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[tuple[int, int, int]]:
@@ -106,7 +113,8 @@ def _given_plan(file: Path | None, spec: "ModelSpec") -> "Plan | None":
 @contextmanager
 def _executor(folder: Path | None, spec: "ModelSpec", options: dict[str, Any]) -> "Iterator[Executor]":
     """What runs the model in `folder`, or random weights where there is none."""
-    from hetero_ee.engine import Engine, open_executor
+    from hetero_ee.engine import Engine
+    from hetero_ee.runtime.opening import open_on_cpu
     from hetero_ee.weights.random_weights import random_weights
 
     if folder is not None:
@@ -114,11 +122,36 @@ def _executor(folder: Path | None, spec: "ModelSpec", options: dict[str, Any]) -
             yield engine.executor
         return
     weights = random_weights(spec)
-    executor = open_executor(spec, weights, options["context_tokens"], options["threads"], options["progress"])
+    executor = open_on_cpu(spec, weights, options["context_tokens"], options["threads"], options["progress"])
     try:
         yield executor
     finally:
         executor.close()
+
+
+def _compare_speed(profile: "HardwareProfile", threads: int, progress: Callable[[str, int, int], None]) -> None:
+    """Remarks that a kept profile promises another machine than there is now."""
+    from hetero_ee.runtime.cpu_profiling import speed_since
+
+    speed = speed_since(profile, threads, time.perf_counter)
+    if abs(speed - 1) > MAX_DRIFT:
+        progress(
+            f"Memory is read at {speed:.0%} of the speed that the profile of {_date(profile)} has with {threads} "
+            f"thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it anew with --refresh",
+            0,
+            0,
+        )
+
+
+def _date(profile: "HardwareProfile") -> str:
+    return profile.cpu[0].read_bytes_per_s.origin.date
+
+
+def _executor_us(executor: "Executor") -> float | None:
+    from hetero_ee.decoding.benchmark import executor_s_per_layer
+
+    seconds = executor_s_per_layer(executor, time.perf_counter)
+    return None if seconds is None else round(seconds * MICROSECONDS, 2)
 
 
 def _row(
@@ -189,6 +222,7 @@ def _columns(
         "predicted_ts": (run.n_prompt or run.n_gen) / predicted_s,
         "vram_budget": made.vram_budget_bytes,
         "plan_hash": made.sha256,
+        "profile_date": _date(profile),
     }
 
 
@@ -207,6 +241,16 @@ def _print_row(rows: list[Row], style: str) -> None:
         f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {row['predicted_ts']:.2f} |",
         flush=True,
     )
+
+
+def _footer(rows: list[Row]) -> str:
+    """What holds for all rows: where the predictions come from, and what the executor itself takes."""
+    lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures anew"]
+    spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
+    known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
+    if known:
+        lines.append(f"microseconds a layer of the executor, kernels not counted: {', '.join(known)}")
+    return "\n".join(lines)
 
 
 def _document(rows: list[Row], style: str) -> str:

@@ -88,7 +88,7 @@ def plan(
     from hetero_ee_cli.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, _, folder = model_spec(model, random_weights, offline, progress)
+        spec, _, folder = model_spec(model, random_weights, offline, progress, configuration_only=True)
         if plan_file is not None:
             made = Plan.load(plan_file)
             check_fits(made, spec)

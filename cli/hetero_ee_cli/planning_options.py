@@ -98,12 +98,20 @@ def hardware_from(name: str) -> "HardwareProfile":
 
 
 def model_spec(
-    model: str | None, random_weights: str | None, offline: bool | None, progress: Progress
+    model: str | None,
+    random_weights: str | None,
+    offline: bool | None,
+    progress: Progress,
+    *,
+    configuration_only: bool = False,
 ) -> "tuple[ModelSpec, str, Path | None]":
-    """The model's shapes, its name for people, and its folder where it has one. Raises HeteroError."""
+    """The model's shapes, its name for people, and its folder where it has one. Raises HeteroError.
+
+    configuration_only: nothing else of a Hugging Face id is downloaded.
+    """
     from hetero_ee.config.settings import read_settings
     from hetero_ee.errors import UsageError
-    from hetero_ee.models.hub import resolve_model
+    from hetero_ee.models.hub import resolve_configuration, resolve_model
     from hetero_ee.models.known_shapes import known_spec
     from hetero_ee.models.model_id import model_name
     from hetero_ee.models.spec import ModelSpec
@@ -113,9 +121,8 @@ def model_spec(
             raise UsageError("MODEL and --random-weights exclude each other; give one.")
         return known_spec(random_weights), f"{random_weights} (random weights)", None
     settings = read_settings()
-    folder = resolve_model(
-        settings.value("model", model), offline=settings.value("offline", offline), progress=progress
-    )
+    resolve = resolve_configuration if configuration_only else resolve_model
+    folder = resolve(settings.value("model", model), offline=settings.value("offline", offline), progress=progress)
     return ModelSpec.from_hf(folder), model_name(folder), folder
 
 

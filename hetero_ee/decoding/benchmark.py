@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 
 FIRST_TOKEN_ID = 1
+SHORT_CONTEXT_TOKENS = 16  # that the executor itself is timed behind
+EXECUTOR_SAMPLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,18 @@ def bench_run(
         if repetition:
             samples.append(elapsed_s)
     return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
+
+
+def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
+    """Seconds of a layer, one row behind a short context, outside of kernels. None unless the CPU's kernels run."""
+    # The kernels look where to be cached when imported.
+    from hetero_ee.runtime.cpu_executor import CpuExecutor
+    from hetero_ee.runtime.pass_probe import probe_pass
+
+    if not isinstance(executor, CpuExecutor):
+        return None
+    context_tokens = min(SHORT_CONTEXT_TOKENS, executor.cache.max_tokens)
+    return median(probe_pass(executor, 1, context_tokens, EXECUTOR_SAMPLE_S, clock).executor_s)
 
 
 def _make_room(executor: Executor, sequence: int, length: int, n_tokens: int) -> None:

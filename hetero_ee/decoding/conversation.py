@@ -7,7 +7,7 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executor import Executor
 
 N_SEEDS = 2**64
+GenerateFrom = Callable[..., Iterator[GeneratedToken]]  # the way to decode: takes and yields what generate_from does
 
 
 class Conversation:
@@ -42,8 +43,10 @@ class Conversation:
         ending: Ending,
         sampling: SamplingParams,
         system: str | None = None,
+        generate_from: GenerateFrom = generate_from,
     ) -> None:
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
+        self._generate_from = generate_from
         self._ending, self._sampling = ending, sampling
         self._system: tuple[Message, ...] = ()
         self._messages: list[Message] = []
@@ -177,10 +180,11 @@ class Conversation:
         self, messages: list[Message], ids: list[int], n_cached: int, params: SamplingParams
     ) -> Generator[GeneratedToken]:
         """Yields the reply's tokens. Each step leaves what stays true if it is the last, as Ctrl-C may have it."""
+        n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         self._cached_ids = ids[:n_cached]
         self._executor.cache.truncate(self._sequence, n_cached)
         decode, clock = self._tokenizer.decode, time.perf_counter
-        tokens = generate_from(self._executor, self._sequence, ids, params, self._ending, decode, clock)
+        tokens = self._generate_from(self._executor, self._sequence, ids, params, self._ending, decode, clock)
         computed, text = ids[n_cached:], ""
         for token in tokens:
             self._cached_ids.extend(computed)

@@ -48,11 +48,38 @@ def resolve_model(
     only the cache is used. progress: called with (stage, bytes done, bytes in all), and with 0 in all for a remark.
     Raises UsageError, ModelError, CheckpointError or DiskFullError.
     """
+    return _resolved(model, revision, offline, progress, surroundings, configuration_only=False)
+
+
+def resolve_configuration(
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+    surroundings: Surroundings | None = None,
+) -> Path:
+    """As resolve_model, but of an id only the configuration is downloaded: enough to plan for the model.
+
+    A model that can't be used is refused alike, and a cache that holds a whole model keeps naming that one.
+    """
+    return _resolved(model, revision, offline, progress, surroundings, configuration_only=True)
+
+
+def _resolved(
+    model: str | Path | None,
+    revision: str | None,
+    offline: bool,
+    progress: Progress | None,
+    surroundings: Surroundings | None,
+    *,
+    configuration_only: bool,
+) -> Path:
     folder = local_folder(model)
     if folder is None:
         model_id = ModelId(str(model)) if revision is None else ModelId(str(model), revision)
         with _silenced():
-            return _Hub(model_id, progress, surroundings).folder(offline)
+            return _Hub(model_id, progress, surroundings, configuration_only).folder(offline)
     if revision is not None:
         raise UsageError(f"revision is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
     return folder
@@ -61,14 +88,16 @@ def resolve_model(
 class _Hub:
     """One model on the Hub and in the cache."""
 
-    def __init__(self, model: ModelId, progress: Progress | None, surroundings: Surroundings | None) -> None:
-        self._model, self._progress = model, progress
+    def __init__(
+        self, model: ModelId, progress: Progress | None, surroundings: Surroundings | None, configuration_only: bool
+    ) -> None:
+        self._model, self._progress, self._configuration_only = model, progress, configuration_only
         self._surroundings = surroundings or Surroundings()
 
     def folder(self, offline: bool) -> Path:
         from huggingface_hub import is_offline_mode
 
-        cached = self._cached_folder()
+        cached = self._cached_configuration() if self._configuration_only else self._cached_folder()
         if offline or is_offline_mode():
             return cached or self._refuse_offline()
         if cached and self._model.is_pinned:
@@ -81,6 +110,14 @@ class _Hub:
             return self._fetched(repository)
         except Exception as error:
             raise hub_error(error, self._model) from error
+
+    def _cached_configuration(self) -> Path | None:
+        """Where the revision's configuration lies in the cache."""
+        try:
+            config = self._cached_file(CONFIG_FILE)
+            return config.parent if config and ModelSpec.from_hf(config.parent) else None
+        except (ModelError, OSError, ValueError):  # as a damaged cache holds it
+            return None
 
     def _cached_folder(self) -> Path | None:
         """Where the revision lies in the cache, if with all its weights and a tokenizer."""
@@ -145,15 +182,23 @@ class _Hub:
             ModelSpec.from_hf(folder)
         except ModelError as error:
             raise ModelError(f"{self._model.name} can't be used: {error}") from error
+        if self._configuration_only:
+            if self._cached_folder() is None:  # where a whole model has this name already, offline runs go on with it
+                self._name_revision(download, folder)
+            return folder
         index = download.fetch_one(repository.files[INDEX_FILE]) if repository.has_index else None
         weight_files = repository.weight_files(index)
         self._require_space(download.missing_bytes([*small_files, *weight_files]))
         download.announce([*small_files, *weight_files])
         download.fetch(small_files)
         download.fetch(weight_files)
+        self._name_revision(download, folder)
+        return folder
+
+    def _name_revision(self, download: Download, folder: Path) -> None:
+        """Lets the cache find this folder by the revision's name."""
         if self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:
             download.name_revision(self._model.revision)
-        return folder
 
     def _require_space(self, needed_bytes: int) -> None:
         from huggingface_hub import constants

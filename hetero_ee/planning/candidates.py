@@ -1,11 +1,11 @@
 """The placements worth comparing, and which of them serves a typical request fastest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.costs import ON_GPU, STREAMED
+from hetero_ee.planning.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
 from hetero_ee.planning.memory import (
     MemoryTerm,
@@ -15,11 +15,13 @@ from hetero_ee.planning.memory import (
     stream_buffer_bytes,
     working_bytes,
 )
+from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, chain_bytes, place_chain
 from hetero_ee.planning.prediction import prompt_times
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
+from hetero_ee.planning.split_parts import split_times, with_splits
 
 REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # what is made fast where decoding and prompts compete
 PREFILL_CHUNKS = (512, 128)  # rows of a prompt in one pass: more read weights less often, and take more memory
@@ -29,9 +31,10 @@ Places = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """places: of every part when decoding; prefill: when a prompt is read, chunk_tokens at a time. request_s: seconds
-    of a typical request."""
+    """problem: with the parts as they are split. places: of every part when decoding; prefill: when a prompt is read,
+    chunk_tokens at a time. request_s: seconds of a typical request."""
 
+    problem: Problem
     chunk_tokens: int
     places: Places
     prefill: Places
@@ -42,7 +45,7 @@ class Candidate:
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     """The candidate of least request_s that keeps the budgets. Raises UsageError where none does."""
-    options = [problem.options(part, 1, context_tokens) for part in problem.layers]
+    options = problem.layer_options(1, context_tokens)
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
     placed = [(_with_disk(problem, p, chunk), chunk) for chunk in chunks for p in _placements(problem, options, chunk)]
     if not placed:
@@ -50,10 +53,12 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     fitting = [each for each in placed if _ram_bytes(problem, *each) <= problem.ram_budget_bytes]
     if not fitting:
         raise UsageError(_too_little_ram(problem, min(_ram_bytes(problem, *each) for each in placed)))
-    every = (_completed(problem, places, chunk, context_tokens) for places, chunk in fitting)
+    every = (_completed(problem, places, chunk, context_tokens) for places, chunk in dict.fromkeys(fitting))
     found = [each for each in every if _gpu_bytes(each.memory) <= problem.vram_budget_bytes]
     if not found:
         raise UsageError(_does_not_fit(problem, options))
+    splits = split_times(problem, options)
+    found += [each for chunk in chunks for each in _split_candidates(problem, options, splits, chunk, context_tokens)]
     return min(found, key=lambda candidate: candidate.request_s)
 
 
@@ -63,7 +68,31 @@ def _completed(problem: Problem, places: Places, chunk: int, context_tokens: int
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
     prompt_s, _ = prompt_times(problem.costs, problem.parts, prefill, n_prompt, chunk)
     request_s = prompt_s + REQUEST_TEXT_TOKENS * schedule.round.seconds_per_token
-    return Candidate(chunk, places, prefill, schedule, memory_terms(problem, places, prefill, chunk), request_s)
+    return Candidate(
+        problem, chunk, places, prefill, schedule, memory_terms(problem, places, prefill, chunk), request_s
+    )
+
+
+def _split_candidates(
+    problem: Problem,
+    options: Sequence[dict[str, Option]],
+    splits: Mapping[int, SplitTimes],
+    chunk: int,
+    context_tokens: int,
+) -> Iterator[Candidate]:
+    """The fastest chains with FFNs in two, for full mode, where it is known how often neurons are active."""
+    if not splits or problem.limits.mode == "exact" or problem.limits.pinned_place("head") == "cpu":
+        return
+    for allowed, left in _rooms(problem, options, "gpu", chunk):
+        chain = place_split_chain(allowed, splits, left, problem.costs.crossing_s(1), ends_on_gpu=True)
+        if chain is None or not chain.n_blocks:
+            continue
+        split = with_splits(problem, chain.n_blocks)
+        places = _with_disk(split, ("cpu", *(place or SPLIT for place in chain.places), "gpu"), chunk)
+        if _ram_bytes(split, places, chunk) <= problem.ram_budget_bytes:
+            candidate = _completed(split, places, chunk, context_tokens)
+            if _gpu_bytes(candidate.memory) <= problem.vram_budget_bytes:
+                yield candidate
 
 
 def _placements(problem: Problem, options: Sequence[dict[str, Option]], chunk: int) -> Iterator[Places]:
@@ -75,17 +104,22 @@ def _placements(problem: Problem, options: Sequence[dict[str, Option]], chunk: i
     if not problem.has_gpu:
         return
     head_place = pinned_head or "gpu"
-    budget = problem.vram_budget_bytes - sum(term.n_bytes for term in _reserve(problem, head_place, chunk))
     crossing_s = problem.costs.crossing_s(1)
-    for buffer_bytes in _buffers(problem, options):
-        left = budget - buffer_bytes
-        if left < 0:
-            continue
-        allowed = options if buffer_bytes else _without_streaming(options)
+    for allowed, left in _rooms(problem, options, head_place, chunk):
         chain = place_chain(allowed, left, crossing_s, ends_on_gpu=head_place == "gpu")
         for places in (chain, _prefix(allowed, left)):
             if places is not None and (pinned_head == "gpu" or any(place in ON_GPU for place in places)):
                 yield ("cpu", *places, head_place)
+
+
+def _rooms(
+    problem: Problem, options: Sequence[dict[str, Option]], head_place: str, chunk: int
+) -> Iterator[tuple[Sequence[dict[str, Option]], int]]:
+    """What may be chosen and the bytes left for it, with and without buffers for streaming."""
+    budget = problem.vram_budget_bytes - sum(term.n_bytes for term in _reserve(problem, head_place, chunk))
+    for buffer_bytes in _buffers(problem, options):
+        if budget >= buffer_bytes:
+            yield options if buffer_bytes else _without_streaming(options), budget - buffer_bytes
 
 
 def _buffers(problem: Problem, options: Sequence[dict[str, Option]]) -> list[int]:
@@ -111,11 +145,13 @@ def prefix_places(problem: Problem, n_layers: int) -> Places:
 
 def _prefix(options: Sequence[dict[str, Option]], budget_bytes: int) -> Places | None:
     """The first layers on the GPU, whole, as many as fit; the rest where it is pinned, else on the CPU."""
+    on_gpu, on_cpu = ([w if w in option else next(iter(option)) for option in options] for w in ("gpu", "cpu"))
+    n_bytes = chain_bytes(options, on_gpu)
     for n_parts in range(len(options), -1, -2):
-        wanted = ["gpu"] * n_parts + ["cpu"] * (len(options) - n_parts)
-        places = tuple(w if w in option else next(iter(option)) for w, option in zip(wanted, options, strict=True))
-        if chain_bytes(options, places) <= budget_bytes:
-            return places
+        if n_bytes <= budget_bytes:
+            return (*on_gpu[:n_parts], *on_cpu[n_parts:])
+        last = slice(max(0, n_parts - 2), n_parts)
+        n_bytes += chain_bytes(options[last], on_cpu[last]) - chain_bytes(options[last], on_gpu[last])
     return None
 
 
@@ -161,7 +197,7 @@ def _ram_bytes(problem: Problem, places: Sequence[str], chunk: int) -> int:
 
 def _ram_terms(problem: Problem, places: Sequence[str], chunk: int) -> list[MemoryTerm]:
     pairs = list(zip(problem.parts, places, strict=True))
-    weights = sum(part.weight_bytes for part, place in pairs if place in ("cpu", "stream"))
+    weights = sum(part.cpu_bytes for part, place in pairs if place in ("cpu", "stream", SPLIT))
     kv_bytes = sum(part.kv_bytes(problem.context_tokens) for part, place in pairs if place not in ON_GPU)
     return [
         MemoryTerm("cpu", "weights", weights),
@@ -181,6 +217,7 @@ def memory_terms(problem: Problem, places: Places, prefill: Places, chunk: int) 
         return terms
     layers = [(part, place) for part, place in pairs if part.layer is not None]
     weights = sum(rounded(part.weight_bytes) for part, place in layers if place == "gpu")
+    weights += sum(rounded(part.gpu_bytes) for part, place in layers if place == SPLIT)
     kv_bytes = sum(part_gpu_bytes(part, "stream", problem.context_tokens) for part, place in layers if place in ON_GPU)
     buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (places, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
@@ -212,9 +249,13 @@ def _prefill_places(problem: Problem, places: Places, chunk: int) -> Places:
 def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[BlockKind]) -> Places:
     """The fastest chain for a chunk where parts of these kinds may visit."""
     options = []
+    known: dict[object, dict[str, Option]] = {}  # alike for parts of one shape
     for part, place in zip(problem.layers, places[1:-1], strict=True):
-        allowed = ["cpu", "visit"] if place == "cpu" and part.kind in kinds else [place]
-        options.append({each: _prefill_option(problem, part, each, chunk) for each in allowed})
+        key = part.shape, part.split, place
+        if key not in known:
+            allowed = [place, "visit"] if place in ("cpu", SPLIT) and part.kind in kinds else [place]
+            known[key] = {each: _prefill_option(problem, part, each, chunk) for each in allowed}
+        options.append(known[key])
     chain = place_chain(options, 0, problem.costs.crossing_s(chunk), ends_on_gpu=places[-1] in ON_GPU)
     assert chain is not None, "nothing here takes memory"
     return (places[0], *chain, places[-1])
@@ -222,6 +263,8 @@ def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[Bloc
 
 def _prefill_option(problem: Problem, part: Part, place: str, chunk: int) -> Option:
     seconds = problem.costs.part_s(part, place, chunk, chunk)
+    if place == SPLIT:
+        return Option(seconds + 2 * problem.costs.crossing_s(chunk), 0, on_gpu=None)
     if place in STREAMED:
         seconds = max(seconds, problem.costs.copy_s(part, place, chunk))
     return Option(seconds, 0, on_gpu=place in ON_GPU)

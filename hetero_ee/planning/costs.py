@@ -5,20 +5,21 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part
-from hetero_ee_profiles.hardware import DERIVED, DeviceTimes, HardwareProfile
+from hetero_ee.planning.parts import Part, kv_bytes_per_token
+from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # places whose parts the GPU computes
 FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
 HIDDEN_BYTES = 4  # of one value of a hidden state that crosses
+SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """seconds: of the whole pass. cpu_s, gpu_s: its computing. crossing_s: hidden states between the devices. waited_s:
-    computing that had to wait for a copy."""
+    """seconds: of the whole pass. cpu_s, gpu_s: computing of one device alone. crossing_s: hidden states between the
+    devices. waited_s: computing that had to wait for a copy."""
 
     seconds: float
     cpu_s: float
@@ -46,12 +47,14 @@ class Costs:
         "disk" is the CPU reading every weight from the disk. Copies of streamed weights are not in it: see copy_s.
         Parts of one kind and shape share one computation: a plan asks some ten thousand times for some hundred values.
         """
-        key = part.shape, place, m, context_tokens
+        key = part.shape, part.split, place, m, context_tokens
         if key not in self._known:
             self._known[key] = self._part_s(part, place, m, context_tokens)
         return self._known[key]
 
     def _part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
+        if place == SPLIT and part.split is not None:
+            return max(self.split_s(part, part.split.gpu_share, part.split.active_share, m))
         times = self._device(place)
         seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
         if part.layer is not None:
@@ -65,11 +68,25 @@ class Costs:
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
+    def split_s(self, part: Part, gpu_share: float, active_share: float, m: int) -> tuple[float, float]:
+        """Seconds on the GPU and on the CPU of m rows of an FFN with this share of its neurons on the GPU.
+
+        Of the others the CPU computes one row's active ones alone; several rows together are taken to need all.
+        """
+        cpu_share = (1 - gpu_share) * (active_share if m == 1 else 1.0)
+        found = []
+        for place, share in (("gpu", gpu_share), ("cpu", cpu_share)):
+            times = self._device(place)
+            seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
+            overhead_s = times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
+            found.append(seconds * share + overhead_s)
+        return found[0], found[1]
+
     def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
         """Streaming the part's weights to the GPU from pinned memory; of a visiting part keys and values too."""
         link = self.profile.link
         assert link is not None
-        n_bytes = part.weight_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
+        n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
         return link.latency.value + n_bytes / link.to_gpu_bytes_per_s.value
 
     def crossing_s(self, m: int) -> float:
@@ -85,13 +102,20 @@ class Costs:
         """m rows through these parts in order, copies of streamed parts running ahead under the computing.
 
         Rows begin on the CPU, and one comes back there where it `returns`. A streamed part's buffer is free once the
-        one before the last is done.
+        one before the last is done. A split part has its row brought to the other device and one result back; behind
+        it rows may go on from either.
         """
         now = link_free = cpu_s = gpu_s = crossing_s = waited_s = 0.0
         buffer_free = [0.0] * N_STREAM_BUFFERS
-        on_gpu = False
+        on_gpu: bool | None = False
         for part, place in zip(parts, places, strict=True):
             seconds = self.part_s(part, place, m, context_tokens)
+            if place == SPLIT:
+                on_gpu = None
+                crossing_s += 2 * self.crossing_s(m)
+                now += 2 * self.crossing_s(m) + seconds
+                continue
+            on_gpu = place in ON_GPU if on_gpu is None else on_gpu
             if on_gpu != (place in ON_GPU):
                 on_gpu = not on_gpu
                 crossing_s += self.crossing_s(m)
@@ -112,12 +136,11 @@ class Costs:
         return PassTime(now, cpu_s, gpu_s, crossing_s, waited_s)
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
-        """Of few rows in proportion to the keys and values read. A measured profile has its own cache's type; from a
-        derived one, whose figures are for fp32, the type is reckoned."""
+        """Of few rows in proportion to the bytes of the keys and values read, where they were timed in another type."""
         spec = self.spec
         seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= FEW_ROWS)
-        if self.profile.kind == DERIVED and m <= FEW_ROWS:
-            seconds *= part.kv_bytes_per_token / (2 * spec.kv_size * FLOAT_BYTES)
+        if m <= FEW_ROWS:
+            seconds *= part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
         return seconds
 
     def _device(self, place: str) -> DeviceTimes:

@@ -4,11 +4,17 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from hetero_ee.planning.plan import PlacedPart, Plan, TimeTerm
+from hetero_ee.planning.plan import CHAIN, EXIT, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
-LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d"}
-LEGEND = {"gpu": "G GPU", "cpu": "C CPU", "stream": "s streamed to the GPU", "disk": "d read from the disk"}
+LETTERS = {"gpu": "G", "split": "b", "cpu": "C", "stream": "s", "disk": "d"}
+LEGEND = {
+    "gpu": "G GPU",
+    "split": "b both, some neurons each",
+    "cpu": "C CPU",
+    "stream": "s streamed to the GPU",
+    "disk": "d read from the disk",
+}
 
 
 def explained(plan: Plan) -> str:
@@ -39,7 +45,7 @@ def overrides(plan: Plan) -> list[tuple[str, str]]:
     found = []
     for kind in ("attention", "ffn"):
         parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        for place in sorted({part.decode_place for part in parts} - {"disk"}):
+        for place in sorted({part.decode_place for part in parts} - {"disk", "split"}):
             layers = [str(part.layer) for part in parts if part.decode_place == place]
             which = r"\d+" if len(layers) == len(parts) else f"({'|'.join(layers)})"
             found.append((rf"layers\.{which}\.{kind}", place))
@@ -87,7 +93,12 @@ def _memory(plan: Plan) -> list[str]:
 def _expected(plan: Plan) -> list[str]:
     found = plan.prediction
     how = "every token through all layers"
-    if plan.mode == "exact":
+    if plan.drafts == CHAIN:
+        how = (
+            f"chains of {plan.draft_tokens - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens in a pass of "
+            f"{plan.draft_tokens} rows"
+        )
+    elif plan.drafts == EXIT:
         how = (
             f"drafts exit after layer {plan.boundary}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} "
             f"tokens in a pass of at most {plan.draft_tokens}"

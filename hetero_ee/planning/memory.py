@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import N_STREAM_BUFFERS, STREAMED
+from hetero_ee.planning.costs import N_STREAM_BUFFERS, SPLIT, STREAMED
 from hetero_ee.planning.parts import FLOAT_BYTES, Part
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
@@ -31,6 +31,8 @@ def part_gpu_bytes(part: Part, place: str, context_tokens: int) -> int:
     """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
     if place == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
+    if place == SPLIT:
+        return rounded(part.gpu_bytes)
     return rounded(part.kv_bytes(context_tokens)) if place == "stream" else 0
 
 
@@ -61,7 +63,7 @@ def gpu_reserve_terms(
 def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str], context_tokens: int) -> int:
     """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
     streamed = [
-        part.weight_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
+        part.cpu_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
         for part, place in zip(parts, places, strict=True)
         if place in STREAMED
     ]

@@ -29,11 +29,25 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """Of an FFN's neurons the most often active lie on the GPU. active_share: of the others, what a token needs."""
+
+    gpu_neurons: int
+    n_neurons: int
+    active_share: float
+
+    @property
+    def gpu_share(self) -> float:
+        """Of all neurons."""
+        return self.gpu_neurons / self.n_neurons
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A unit of placement. weight_bytes: its tensors as stored. kv_bytes_per_token: what attention keeps a position.
 
     The head's are the final norm's too. shares_with: name of the part that holds its matrix too (a tied head), None
-    where it has its own. shape: the same number for all parts that cost the same.
+    where it has its own. shape: the same number for all parts that cost the same. split: of an FFN in two.
     """
 
     name: str
@@ -45,6 +59,30 @@ class Part:
     window_tokens: int | None
     shares_with: str | None = None
     shape: int = 0
+    split: Split | None = None
+
+    @property
+    def product_bytes(self) -> int:
+        """Of all its matrices."""
+        return sum(product.n_bytes for product in self.products)
+
+    def bytes_of_neurons(self, n_neurons: int) -> int:
+        """Weights of so many of an FFN's neurons: their rows of the first matrices, gate and up in one, their columns
+        of the last, and all vectors, which both devices need."""
+        *inner, outer = self.products
+        of_a_neuron = [replace(product, n_rows=product.n_rows // outer.n_columns * n_neurons) for product in inner]
+        kept = [*of_a_neuron, replace(outer, n_columns=n_neurons)]
+        return self.weight_bytes - self.product_bytes + sum(product.n_bytes for product in kept)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Weights on the GPU where the part is split."""
+        return self.bytes_of_neurons(self.split.gpu_neurons) if self.split else 0
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Weights in RAM where the part is split, all of them where it is not."""
+        return self.bytes_of_neurons(self.split.n_neurons - self.split.gpu_neurons) if self.split else self.weight_bytes
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Keys and values of one sequence of this length. A sliding window saves none: the cache keeps all."""
@@ -96,11 +134,12 @@ def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_l
         layer=block.layer,
         products=() if is_lookup else tuple(Product(layout_of(t), t.shape[0], t.shape[1]) for t in matrices),
         weight_bytes=0 if is_shared else sum(tensor_bytes(t, layout_of(t)) for t in block.tensors.values()),
-        kv_bytes_per_token=_kv_bytes_per_token(spec, kv_type) if attends else 0,
+        kv_bytes_per_token=kv_bytes_per_token(spec, kv_type) if attends else 0,
         window_tokens=spec.sliding_windows[block.layer] if attends and block.layer is not None else None,
         shares_with="embedding" if is_shared else None,
     )
 
 
-def _kv_bytes_per_token(spec: ModelSpec, kv_type: str) -> int:
+def kv_bytes_per_token(spec: ModelSpec, kv_type: str) -> int:
+    """Keys and values of one position that one layer keeps."""
     return 2 * spec.n_kv_heads * (spec.head_dim * KV_BYTES[kv_type] + KV_SCALE_BYTES[kv_type])

@@ -5,6 +5,8 @@ fraction of the budget; sizes are rounded up to whole units, and what that leave
 """
 
 import itertools
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +15,19 @@ import numpy as np
 
 GRID_UNITS = 2**13  # 80 layers are 160 parts: rounding up wastes a fiftieth of the budget at most, before the filling
 SAME = 1.001  # plans closer than this are alike, and the one with early layers on the GPU is wanted: drafts exit early
-GPU, CPU = 1, 0
+CPU, GPU, EITHER = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One place a part may have: seconds there, bytes of GPU memory it takes, and whether the GPU computes it."""
+    """One place a part may have: seconds there, bytes of GPU memory it takes, and whether the GPU computes it.
+
+    on_gpu: None where both devices do; its crossings are in the seconds, rows come from and go on to either.
+    """
 
     seconds: float
     gpu_bytes: int
-    on_gpu: bool
+    on_gpu: bool | None
 
 
 PartOptions = Mapping[str, Option]  # by the place's name
@@ -33,8 +38,12 @@ def place_chain(
 ) -> tuple[str, ...] | None:
     """The places of least total time, rows beginning on the CPU; None where no choice fits the budget."""
     unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
+    units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
     n_units = budget_bytes // unit_bytes
-    found = _fewest_seconds(parts, unit_bytes, n_units, crossing_s, ends_on_gpu)
+    if sum(map(max, units)) <= n_units:
+        found = _fastest(parts, crossing_s, ends_on_gpu)
+    else:
+        found = _Grid(parts, units, n_units, crossing_s).fewest_seconds(ends_on_gpu)
     if found is None:
         return None
     filled = _filled(parts, found, budget_bytes, crossing_s, ends_on_gpu)
@@ -45,64 +54,139 @@ def place_chain(
 
 def chain_s(parts: Sequence[PartOptions], places: Sequence[str], crossing_s: float, *, ends_on_gpu: bool) -> float:
     """Seconds of the chain in these places."""
-    devices = [CPU, *(int(part[place].on_gpu) for part, place in zip(parts, places, strict=True)), int(ends_on_gpu)]
-    n_crossings = sum(a != b for a, b in itertools.pairwise(devices))
-    return n_crossings * crossing_s + sum(part[place].seconds for part, place in zip(parts, places, strict=True))
+    options = [part[place] for part, place in zip(parts, places, strict=True)]
+    devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
+    n_crossings: int = sum(map(operator.ne, devices, devices[1:])) - _n_free_crossings(devices)
+    return n_crossings * crossing_s + sum([option.seconds for option in options])
+
+
+def _n_free_crossings(devices: Sequence[bool | None]) -> int:
+    """Changes of device to and from parts that both compute."""
+    if None not in devices:
+        return 0
+    return sum((a is None) != (b is None) for a, b in itertools.pairwise(devices))
 
 
 def chain_bytes(parts: Sequence[PartOptions], places: Sequence[str]) -> int:
     """GPU memory of the chain in these places."""
-    return sum(part[place].gpu_bytes for part, place in zip(parts, places, strict=True))
+    return sum([part[place].gpu_bytes for part, place in zip(parts, places, strict=True)])
 
 
-def _fewest_seconds(
-    parts: Sequence[PartOptions], unit_bytes: int, n_units: int, crossing_s: float, ends_on_gpu: bool
-) -> tuple[str, ...] | None:
-    """best[device][u]: least seconds with at most u units; chosen[i][device][u]: place and device before, in one."""
-    best = np.full((2, n_units + 1), np.inf)
-    best[CPU] = 0.0
-    chosen = []
+def _fastest(parts: Sequence[PartOptions], crossing_s: float, ends_on_gpu: bool) -> tuple[str, ...] | None:
+    """The places of least time where memory is no matter."""
+    best = [0.0, math.inf]
+    chosen: list[list[tuple[str, int]]] = []
     for part in parts:
-        after = np.full_like(best, np.inf)
-        codes = np.zeros((2, n_units + 1), np.int8)
-        for code, option in enumerate(part.values()):
-            _take(option, code, best, after, codes, -(-option.gpu_bytes // unit_bytes), crossing_s)
+        after, choices = [math.inf, math.inf], [("", CPU), ("", GPU)]
+        for name, option in part.items():
+            for device in _devices(option):
+                stay, cross = best[device], best[1 - device] + (0.0 if option.on_gpu is None else crossing_s)
+                offered = min(stay, cross) + option.seconds
+                if offered < after[device]:
+                    after[device], choices[device] = offered, (name, device if stay <= cross else 1 - device)
         best = after
-        chosen.append(codes)
-    end = int(ends_on_gpu)
-    totals = [best[device][n_units] + (crossing_s if device != end else 0.0) for device in (CPU, GPU)]
-    device = int(np.argmin(totals))
-    if not np.isfinite(totals[device]):
-        return None
-    return _traced(parts, chosen, device, n_units, unit_bytes)
-
-
-def _take(option: Option, code: int, best: Any, after: Any, codes: Any, n_taken: int, crossing_s: float) -> None:
-    """Offers one place of a part to every state."""
-    n_left = best.shape[1] - n_taken
-    if n_left <= 0:
-        return
-    device = int(option.on_gpu)
-    stay, cross = best[device][:n_left], best[1 - device][:n_left] + crossing_s
-    offered = np.minimum(stay, cross) + option.seconds
-    target = after[device][n_taken:]
-    better = offered < target
-    before = np.where(stay <= cross, device, 1 - device)
-    target[better] = offered[better]
-    codes[device][n_taken:][better] = (2 * code + before)[better]
-
-
-def _traced(
-    parts: Sequence[PartOptions], chosen: Sequence[Any], device: int, units: int, unit_bytes: int
-) -> tuple[str, ...]:
+        chosen.append(choices)
+    device = _last_device(best, crossing_s, ends_on_gpu)
     places = []
-    for part, codes in zip(reversed(parts), reversed(chosen), strict=True):
-        code, before = divmod(int(codes[device][units]), 2)
-        name, option = list(part.items())[code]
+    for choices in reversed(chosen):
+        name, device = choices[device]
         places.append(name)
-        units -= -(-option.gpu_bytes // unit_bytes)
-        device = before
     return tuple(reversed(places))
+
+
+def _devices(option: Option) -> Sequence[int]:
+    """Where the rows may be behind the part."""
+    return (CPU, GPU) if option.on_gpu is None else (int(option.on_gpu),)
+
+
+def _last_device(best: Sequence[float], crossing_s: float, ends_on_gpu: bool) -> int:
+    totals = [best[device] + (crossing_s if device != ends_on_gpu else 0.0) for device in (CPU, GPU)]
+    return GPU if totals[GPU] < totals[CPU] else CPU
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What was chosen for one part. codes[device][u]: the place, for the units from `first`; before[device][u]: least
+    seconds before the part, for the units from `first_before` to `last_before`."""
+
+    first: int
+    codes: Any
+    first_before: int
+    last_before: int
+    before: Any
+
+
+class _Grid:
+    """The dynamic programme over units of memory. units: of each part's places, in their order."""
+
+    def __init__(
+        self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, crossing_s: float
+    ) -> None:
+        self._parts, self._units, self._n_units, self._crossing_s = parts, units, n_units, crossing_s
+        most = [max(each) for each in units]
+        # Beyond what the parts so far can take nothing changes, and less than what the others can't use up is no use.
+        self._lasts = [min(n_units, taken) for taken in itertools.accumulate(most, initial=0)]
+        left = [*itertools.accumulate(reversed(most), initial=0)][::-1]
+        self._firsts = [min(last, max(0, n_units - rest)) for last, rest in zip(self._lasts, left, strict=True)]
+
+    def fewest_seconds(self, ends_on_gpu: bool) -> tuple[str, ...] | None:
+        """best[device][u]: least seconds with at most u units."""
+        best = np.array([[0.0], [np.inf]])
+        steps = []
+        for index in range(len(self._parts)):
+            best, step = self._after(index, best)
+            steps.append(step)
+        totals = [float(best[device][-1]) for device in (CPU, GPU)]
+        if not np.isfinite(min(totals)):
+            return None
+        return self._traced(steps, _last_device(totals, self._crossing_s, ends_on_gpu))
+
+    def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
+        """Offers the part's places to every state."""
+        options = list(self._parts[index].values())
+        arrived = [*np.minimum(best, best[::-1] + self._crossing_s)]
+        if any(option.on_gpu is None for option in options):
+            arrived.append(best.min(axis=0))
+        first, last = self._firsts[index + 1], self._lasts[index + 1]
+        after = np.full((len(arrived), last - first + 1), np.inf)
+        codes = np.zeros(after.shape, np.int16)
+        for code, (option, taken) in enumerate(zip(options, self._units[index], strict=True)):
+            n_reached = last + 1 - max(first, taken)
+            if n_reached <= 0:
+                continue
+            row = EITHER if option.on_gpu is None else int(option.on_gpu)
+            offered = self._seen_from(index, arrived[row], taken) + option.seconds
+            _take_better(after[row][-n_reached:], codes[row][-n_reached:], offered, np.int16(code))
+        for device in (CPU, GPU) if len(after) > EITHER else ():
+            _take_better(after[device], codes[device], after[EITHER], codes[EITHER])
+        return after[:EITHER], _Step(first, codes, self._firsts[index], self._lasts[index], best)
+
+    def _seen_from(self, index: int, values: Any, taken: int) -> Any:
+        """The values of the states from which those behind the part are reached by taking so many units."""
+        first, last = self._firsts[index], self._lasts[index]
+        start, end = max(0, self._firsts[index + 1] - taken), self._lasts[index + 1] - taken
+        kept, n_beyond = values[start - first : end - first + 1], end - max(last, start - 1)
+        return np.concatenate([kept, np.full(n_beyond, values[-1])]) if n_beyond > 0 else kept
+
+    def _traced(self, steps: Sequence[_Step], device: int) -> tuple[str, ...]:
+        places = []
+        n_units = self._lasts[-1]
+        for part, units, step in zip(reversed(self._parts), reversed(self._units), reversed(steps), strict=True):
+            code = int(step.codes[device][n_units - step.first])
+            name, option = list(part.items())[code]
+            places.append(name)
+            n_units = min(n_units - units[code], step.last_before)
+            before = step.before[:, n_units - step.first_before]
+            crossing_s = 0.0 if option.on_gpu is None else self._crossing_s
+            device = device if before[device] <= before[1 - device] + crossing_s else 1 - device
+        return tuple(reversed(places))
+
+
+def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
+    """Where what is offered takes less time it is taken."""
+    better = offered < seconds
+    np.copyto(seconds, offered, where=better)
+    np.copyto(codes, code, where=better)
 
 
 def _early_first(parts: Sequence[PartOptions], places: tuple[str, ...]) -> tuple[str, ...]:

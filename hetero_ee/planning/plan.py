@@ -8,15 +8,19 @@ from hetero_ee.errors import UsageError
 from hetero_ee.planning.memory import MemoryTerm
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
-PLAN_VERSION = 1
-PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk")
+PLAN_VERSION = 2
+PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk", "split")
+EXIT, CHAIN = "exit", "chain"  # where drafts come from
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
     """decode_place, prefill_place: "gpu" (weights stay there), "cpu", "stream" (weights wait in RAM, the GPU computes),
-    "visit" (the same for a prompt alone, keys and values come along) or "disk" (mapped, read when used). Seconds: of
-    one row, and of a chunk of the prompt.
+    "visit" (the same for a prompt alone, keys and values come along), "disk" (mapped, read when used) or "split".
+    Seconds: of one row, and of a chunk of the prompt.
+
+    gpu_neurons: of an FFN that is split, how many of its neurons lie on the GPU, the most often active first, of two
+    alike the one with the lower number; None where it is whole. cpu_active_share: of the others, what a token needs.
     """
 
     name: str
@@ -27,6 +31,8 @@ class PlacedPart:
     prefill_place: str
     decode_s: float
     prefill_s: float
+    gpu_neurons: int | None = None
+    cpu_active_share: float | None = None
 
     def __post_init__(self) -> None:
         for place in (self.decode_place, self.prefill_place):
@@ -34,6 +40,13 @@ class PlacedPart:
                 raise ValueError(f"place is {place[:40]!r}, expected one of {', '.join(PART_PLACES)}")
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
+        is_split = self.decode_place == "split"
+        if is_split != (self.gpu_neurons is not None) or is_split != (self.cpu_active_share is not None):
+            raise ValueError("gpu_neurons and cpu_active_share belong to parts that are split")
+        if self.gpu_neurons is not None and self.gpu_neurons < 1:
+            raise ValueError(f"gpu_neurons is {self.gpu_neurons}, expected 1 or more")
+        if self.cpu_active_share is not None and not 0 <= self.cpu_active_share <= 1:
+            raise ValueError(f"cpu_active_share is {self.cpu_active_share}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """model: the architecture and what its shapes hash to. boundary: layers before the exit, None in full mode.
+    """model: the architecture and what its shapes hash to. boundary: layers before the exit, 0 where drafts come in a
+    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode.
 
     reasons: one sentence for each decision, for people.
     """
@@ -79,6 +93,7 @@ class Plan:
     context_tokens: int
     kv_type: str
     mode: str
+    drafts: str | None
     boundary: int | None
     draft_tokens: int
     prefill_chunk_tokens: int
@@ -92,6 +107,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
             raise ValueError(f"it has plan version {self.version}, this engine reads version {PLAN_VERSION}")
+        if self.drafts not in (None, EXIT, CHAIN):
+            raise ValueError(f"drafts is {str(self.drafts)[:40]!r}, expected {EXIT}, {CHAIN} or nothing")
+        if (self.mode == "full") != (self.drafts is None) or (self.mode == "full") != (self.boundary is None):
+            raise ValueError(f"mode {self.mode[:40]!r} does not go with drafts {self.drafts!r} and {self.boundary!r}")
 
     @property
     def sha256(self) -> str:

@@ -9,10 +9,11 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import PLAN_VERSION, Plan
+from hetero_ee.planning.plan import EXIT, PLAN_VERSION, Plan
 from hetero_ee.planning.prediction import placed_parts, predict
 from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.statistics import ExitStatistics
+from hetero_ee.planning.schedule import Schedule
+from hetero_ee.planning.statistics import AnyStatistics, Statistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -20,7 +21,7 @@ def plan(
     spec: ModelSpec,
     profile: HardwareProfile,
     limits: Limits | None = None,
-    statistics: ExitStatistics | None = None,
+    statistics: AnyStatistics = None,
     *,
     predict_at_tokens: int = 0,
 ) -> Plan:
@@ -31,6 +32,7 @@ def plan(
     problem = resolve(spec, profile, limits or Limits(), statistics)
     context = predict_at_tokens or max(1, problem.context_tokens // 2)
     best = best_candidate(problem, context)
+    problem = best.problem
     return Plan(
         version=PLAN_VERSION,
         model=spec.architecture,
@@ -41,6 +43,7 @@ def plan(
         context_tokens=problem.context_tokens,
         kv_type=problem.limits.kv_type,
         mode=best.schedule.mode,
+        drafts=best.schedule.drafts,
         boundary=best.schedule.boundary,
         draft_tokens=best.schedule.draft_tokens,
         prefill_chunk_tokens=best.chunk_tokens,
@@ -73,9 +76,28 @@ def _reasons(problem: Problem, best: Candidate) -> Iterator[str]:
     n_on_disk = best.places.count("disk")
     if n_on_disk:
         yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
-    if problem.statistics is None:
+    yield from _split_reasons(best)
+    yield from _mode_reasons(problem.statistics, best.schedule)
+
+
+def _split_reasons(best: Candidate) -> Iterator[str]:
+    split = [part.split for part in best.problem.parts if part.split]
+    neurons = best.problem.statistics.neurons
+    if split and neurons is not None:
+        fewest, most = (choose(each.gpu_neurons for each in split) for choose in (min, max))
+        yield (
+            f"{len(split)} FFNs are split: {fewest} to {most} of their {split[0].n_neurons} neurons lie on the GPU, "
+            f"the most often active first, with {neurons.source}; no kernel executes that yet."
+        )
+
+
+def _mode_reasons(known: Statistics, schedule: Schedule) -> Iterator[str]:
+    sources = [each.source for each in (known.exits, known.drafts) if each is not None]
+    if not sources:
         yield "Exact mode was not considered: there are no exit statistics."
-    elif best.schedule.mode == "full":
-        yield f"Exact mode was declined: with {problem.statistics.source} it promises too little over full mode."
-    else:
-        yield f"Exits as in {problem.statistics.source}."
+    elif schedule.mode == "full":
+        yield f"Exact mode was declined: with {' and '.join(sources)} it promises too little over full mode."
+    elif schedule.drafts == EXIT and known.exits is not None:
+        yield f"Exits as in {known.exits.source}."
+    elif known.drafts is not None:
+        yield f"Drafts as in {known.drafts.source}."

@@ -1,11 +1,12 @@
 """What a plan is expected to do: rates and where the time goes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import ON_GPU, Costs, PassTime
-from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.costs import ON_GPU, SPLIT, Costs, PassTime
+from hetero_ee.planning.parts import Part, Split, model_parts
 from hetero_ee.planning.plan import PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import Schedule
@@ -53,7 +54,8 @@ def prompt_times(
         seconds += now.seconds
         last = last if last is not None and m < chunk_tokens else now
     assert last is not None, "a prompt has a token"
-    ends_on_gpu, head_on_gpu = places[-2] in ON_GPU, places[-1] in ON_GPU
+    head_on_gpu = places[-1] in ON_GPU
+    ends_on_gpu = head_on_gpu if places[-2] == SPLIT else places[-2] in ON_GPU
     n_crossings = int(ends_on_gpu != head_on_gpu) + int(head_on_gpu)  # to the head, and its token to the CPU
     return seconds + n_crossings * costs.crossing_s(1) + costs.part_s(head, places[-1], 1, n_tokens), last
 
@@ -62,7 +64,7 @@ def predicted_run_s(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, n_prompt: int, n_gen: int, n_depth: int
 ) -> float:
     """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, behind n_depth others."""
-    costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
+    costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
     seconds = 0.0
     if n_prompt:
         places = [part.prefill_place for part in made.parts]
@@ -71,6 +73,16 @@ def predicted_run_s(
     places = [part.decode_place for part in made.parts]
     first = n_depth + n_prompt + 1
     return seconds + sum(costs.pass_time(parts, places, 1, first + index).seconds for index in range(n_gen))
+
+
+def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
+    """The parts as the plan splits them."""
+    return [
+        part
+        if placed.gpu_neurons is None or placed.cpu_active_share is None
+        else replace(part, split=Split(placed.gpu_neurons, spec.ffn_size, placed.cpu_active_share))
+        for part, placed in zip(model_parts(spec, made.kv_type), made.parts, strict=True)
+    ]
 
 
 def placed_parts(
@@ -87,6 +99,8 @@ def placed_parts(
             prefill_place=prefill_place,
             decode_s=problem.costs.part_s(part, place, 1, context_tokens),
             prefill_s=problem.costs.part_s(part, prefill_place, chunk_tokens, chunk_tokens),
+            gpu_neurons=part.split.gpu_neurons if part.split else None,
+            cpu_active_share=part.split.active_share if part.split else None,
         )
         for part, place, prefill_place in zip(problem.parts, places, prefill, strict=True)
     )
@@ -100,7 +114,8 @@ def _terms(
     for part, place in zip(parts, places, strict=True):
         if part.kind is BlockKind.EMBEDDING or (m > 1 and part.kind is BlockKind.HEAD):
             continue
-        name = f"{part.kind.value} on the {'GPU' if place in ON_GPU else 'CPU'}"
+        where = "both" if place == SPLIT else "the GPU" if place in ON_GPU else "the CPU"
+        name = f"{part.kind.value} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, place, m, context_tokens)
     seconds["crossings"] = whole.crossing_s
     seconds["waiting for copies"] = whole.waited_s
@@ -117,6 +132,11 @@ def _reading_s(problem: Problem, places: Sequence[str]) -> float:
             n_bytes = sum(product.n_bytes for product in part.products)
         if place == "gpu" and profile.gpu is not None:
             seconds += n_bytes / profile.gpu.read_bytes_per_s.value
+        elif place == SPLIT and part.split is not None and profile.gpu is not None:
+            needed_bytes = part.cpu_bytes * part.split.active_share
+            seconds += max(
+                part.gpu_bytes / profile.gpu.read_bytes_per_s.value, needed_bytes / costs.cpu.read_bytes_per_s.value
+            )
         elif place == "stream":
             seconds += costs.copy_s(part)
         elif place == "disk":

@@ -11,7 +11,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.memory import part_gpu_bytes
 from hetero_ee.planning.parts import Part, layer_parts, model_parts
 from hetero_ee.planning.placement import Option
-from hetero_ee.planning.statistics import ExitStatistics
+from hetero_ee.planning.statistics import AnyStatistics, Statistics, gathered
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -22,7 +22,7 @@ class Problem:
     spec: ModelSpec
     costs: Costs
     limits: Limits
-    statistics: ExitStatistics | None
+    statistics: Statistics
     parts: tuple[Part, ...]
     context_tokens: int
     vram_budget_bytes: int
@@ -41,13 +41,21 @@ class Problem:
     def head(self) -> Part:
         return self.parts[-1]
 
-    def options(self, part: Part, m: int, context_tokens: int) -> dict[str, Option]:
-        """Where the part may go, by the user's word or at all, and what m rows cost there.
+    def layer_options(self, m: int, context_tokens: int) -> list[dict[str, Option]]:
+        """Where each part of a layer may go, by the user's word or at all, and what m rows cost there.
 
         A streamed part costs what takes longer, the copy or the computing, since copies run ahead.
         """
-        pinned = self._pinned(part)
-        chance = self._survival(part)
+        known: dict[object, dict[str, Option]] = {}  # alike for parts of one shape
+        found = []
+        for part in self.layers:
+            key = part.shape, self._pinned(part), self.survival(part)
+            if key not in known:
+                known[key] = self._options(part, *key[1:], m, context_tokens)
+            found.append(known[key])
+        return found
+
+    def _options(self, part: Part, pinned: str | None, chance: float, m: int, context_tokens: int) -> dict[str, Option]:
         found = {}
         for place in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
             if pinned not in (None, place):
@@ -69,23 +77,21 @@ class Problem:
             place = "gpu" if part.layer < self.limits.gpu_layers else "cpu"
         return place
 
-    def _survival(self, part: Part) -> float:
+    def survival(self, part: Part) -> float:
         """The chance that a token needs the part; a little more than 0, so that memory nobody else wants is used."""
-        if self.statistics is None or self.statistics.survival is None or part.layer is None:
+        exits = self.statistics.exits
+        if exits is None or exits.survival is None or part.layer is None:
             return 1.0
-        return max(self.statistics.survival[part.layer], 1e-6)
+        return max(exits.survival[part.layer], 1e-6)
 
 
-def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: ExitStatistics | None) -> Problem:
+def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: AnyStatistics) -> Problem:
     """The problem that these inputs pose. Raises UsageError for wishes beyond the model or the machine."""
     if limits.gpu_layers is not None and limits.gpu_layers > spec.n_layers:
         raise UsageError(f"gpu_layers is {limits.gpu_layers}, the model has {spec.n_layers} layers.")
-    if statistics is not None and statistics.n_layers != spec.n_layers:
-        raise UsageError(
-            f"the exit statistics are of a model with {statistics.n_layers} layers, this one has {spec.n_layers}; "
-            "calibrate this model."
-        )
-    if limits.mode == "exact" and statistics is None:
+    known = gathered(statistics)
+    _check_statistics(known, spec)
+    if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError("exact mode is planned from exit statistics; drop --mode exact, or try --published-exits.")
     context = limits.context_tokens or spec.max_context_tokens
     if spec.context_is_fixed and context > spec.max_context_tokens:
@@ -96,12 +102,27 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistic
         spec=spec,
         costs=Costs(spec, profile, limits.threads),
         limits=limits,
-        statistics=statistics,
+        statistics=known,
         parts=parts,
         context_tokens=context,
         vram_budget_bytes=_vram_budget(profile, limits),
         ram_budget_bytes=_ram_budget(profile, limits),
     )
+
+
+def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
+    """Statistics of another model are refused."""
+    if known.exits is not None and known.exits.n_layers != spec.n_layers:
+        raise UsageError(
+            f"the exit statistics are of a model with {known.exits.n_layers} layers, this one has {spec.n_layers}; "
+            "calibrate this model."
+        )
+    if known.neurons is not None and known.neurons.shape != (spec.n_layers, spec.ffn_size):
+        n_layers, n_neurons = known.neurons.shape
+        raise UsageError(
+            f"the neuron statistics are of {n_layers} layers of {n_neurons} neurons, this model has {spec.n_layers} of "
+            f"{spec.ffn_size}; calibrate this model."
+        )
 
 
 def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:

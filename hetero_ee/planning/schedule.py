@@ -1,16 +1,18 @@
-"""How to decode in given places: every token through all layers, or drafts that exit at the best of all boundaries."""
+"""How to decode in given places: every token through all layers, drafts that exit at the best of all boundaries, or
+chains of drafts from elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.costs import ON_GPU
+from hetero_ee.planning.costs import ON_GPU, SPLIT
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
+from hetero_ee.planning.plan import CHAIN, EXIT
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.rounds import Round, expected_round
+from hetero_ee.planning.rounds import Round, chain_round, expected_rounds
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
 BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
@@ -18,35 +20,38 @@ BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """mode "full" or "exact". boundary: layers before the exit, None in full mode. draft_tokens: rows of one pass."""
+    """mode "full" or "exact". drafts: EXIT, CHAIN (of another source), None in full mode. boundary: layers before the
+    exit, 0 where drafts come in a chain, None in full mode. draft_tokens: rows of one pass."""
 
     mode: str
+    drafts: str | None
     boundary: int | None
     draft_tokens: int
     round: Round
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class Chain:
     """Seconds before each part of the chain for m rows, crossings included: sums[m][i] is what parts 0..i-1 take."""
 
-    sums: dict[int, Any]
-    exit_head_s: Any
+    sums: dict[int, list[float]]
+    exit_head_s: list[float]
 
     def draft_s(self, n_parts: int) -> float:
         """One row through the first parts and the exit head."""
-        return float(self.sums[1][n_parts] + self.exit_head_s[n_parts])
+        return self.sums[1][n_parts] + self.exit_head_s[n_parts]
 
     def verify_s(self, n_parts: int, m: int) -> float:
         """m rows through the parts behind, head and the way back included."""
-        return float(self.sums[m][-1] - self.sums[m][n_parts])
+        sums = self.sums[m]
+        return sums[-1] - sums[n_parts]
 
 
 def best_schedule(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule:
     """The schedule of least expected time per token; full mode unless exact mode is worth it, or as the user says."""
     full = full_schedule(problem, places, context_tokens)
     wanted = problem.limits.mode
-    if wanted == "full" or problem.statistics is None:
+    if wanted == "full" or SPLIT in places:
         return full
     exact = best_exact(problem, places, context_tokens)
     if exact is None and wanted == "exact":
@@ -60,52 +65,74 @@ def best_schedule(problem: Problem, places: Sequence[str], context_tokens: int) 
 def full_schedule(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule:
     """Every token through every layer."""
     seconds = problem.costs.pass_time(problem.parts, places, 1, context_tokens).seconds
-    return Schedule("full", None, 1, Round(seconds, 1.0, 1.0))
+    return Schedule("full", None, None, 1, Round(seconds, 1.0, 1.0))
 
 
 def best_exact(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule | None:
-    """Exact mode at the boundary and draft length of least expected time; every boundary is evaluated."""
-    exact = exact_schedules(problem, places, context_tokens)
+    """Exact mode of least expected time, of all boundaries, chains and draft lengths; None without drafts."""
+    if problem.statistics.exits is None and problem.statistics.drafts is None:
+        return None
+    lengths = _lengths(problem)
+    chain = chain_of(problem, places, context_tokens, max(lengths))
+    exact = [*_exits(problem, chain, lengths), *_chains(problem, chain, lengths)]
     return min(exact, key=lambda schedule: schedule.round.seconds_per_token, default=None)
 
 
-def exact_schedules(problem: Problem, places: Sequence[str], context_tokens: int) -> list[Schedule]:
+def exit_schedules(problem: Problem, places: Sequence[str], context_tokens: int) -> list[Schedule]:
     """For each boundary with exits the best draft length."""
-    statistics, asked = problem.statistics, problem.limits.draft_tokens
+    lengths = _lengths(problem)
+    return _exits(problem, chain_of(problem, places, context_tokens, max(lengths)), lengths)
+
+
+def _lengths(problem: Problem) -> list[int]:
+    asked = problem.limits.draft_tokens
+    return [asked] if asked else list(range(2, BEST_OF_DRAFTS + 1))
+
+
+def _exits(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Schedule]:
+    statistics = problem.statistics.exits
     if statistics is None:
         return []
-    lengths = [asked] if asked else list(range(2, BEST_OF_DRAFTS + 1))
-    chain = _chain(problem, places, context_tokens, max(lengths))
     found = []
     for boundary in range(1, problem.spec.n_layers):
         rates = statistics.rates_at(boundary)
         if rates.exit_rate == 0:
             continue
         n_parts = 1 + 2 * boundary
-        rounds = [
-            (expected_round(rates, n, chain.draft_s(n_parts), lambda m, k=n_parts: chain.verify_s(k, m)), n)  # type: ignore[misc]
-            for n in lengths
-        ]
-        best, length = min(rounds, key=lambda pair: pair[0].seconds_per_token)
-        found.append(Schedule("exact", boundary, length, best))
+        rounds = expected_rounds(rates, max(lengths), chain.draft_s(n_parts), partial(chain.verify_s, n_parts))
+        length = min(lengths, key=lambda n: rounds[n - 1].seconds_per_token)
+        found.append(Schedule("exact", EXIT, boundary, length, rounds[length - 1]))
     return found
 
 
-def _chain(problem: Problem, places: Sequence[str], context_tokens: int, max_rows: int) -> _Chain:
+def _chains(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Schedule]:
+    """For each length one: no row of a chain exits, so that its time is the same at every boundary, and 0 stands."""
+    drafts = problem.statistics.drafts
+    if drafts is None:
+        return []
+    rounds = [chain_round(n, drafts.acceptance_at, drafts.draft_s, partial(chain.verify_s, 0)) for n in lengths]
+    return [Schedule("exact", CHAIN, 0, n, found) for n, found in zip(lengths, rounds, strict=True)]
+
+
+def chain_of(problem: Problem, places: Sequence[str], context_tokens: int, max_rows: int) -> Chain:
     assert max_rows <= MAX_DRAFT_TOKENS
     costs, parts = problem.costs, problem.parts
     on_gpu = np.array([False, *(place in ON_GPU for place in places), False])
     crosses = np.diff(on_gpu.astype(np.int8)) != 0  # before each part, and after the last
+    keys = [(part.shape, place) for part, place in zip(parts, places, strict=True)]
+    shapes = dict(zip(keys, zip(parts, places, strict=True), strict=True))
     sums = {}
     for m in range(1, max_rows + 1):
-        seconds = []
-        for part, place in zip(parts, places, strict=True):
-            copy_s = costs.copy_s(part) if place == "stream" else 0.0
-            seconds.append(max(costs.part_s(part, place, m, context_tokens), copy_s))
-        steps = np.array([*seconds, 0.0]) + crosses * costs.crossing_s(m)
-        sums[m] = np.concatenate([[0.0], np.cumsum(steps)])
+        seconds = {
+            (part.shape, place): max(
+                costs.part_s(part, place, m, context_tokens), costs.copy_s(part) if place == "stream" else 0.0
+            )
+            for part, place in shapes.values()
+        }
+        steps = np.array([*(seconds[key] for key in keys), 0.0]) + crosses * costs.crossing_s(m)
+        sums[m] = [0.0, *np.cumsum(steps).tolist()]
     head_s = costs.part_s(problem.head, places[-1], 1, context_tokens)
     head_on_gpu = places[-1] in ON_GPU
     # From the boundary's device to the head's, and the drafted token from there to the CPU, which looks it up.
     ways = (on_gpu[: len(parts) + 1] != head_on_gpu).astype(np.int8) + int(head_on_gpu)
-    return _Chain(sums, head_s + ways * costs.crossing_s(1))
+    return Chain(sums, (head_s + ways * costs.crossing_s(1)).tolist())

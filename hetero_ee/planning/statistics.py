@@ -1,9 +1,13 @@
-"""What calibration knows of a model: how often rows exit at each boundary, and how often they are right then."""
+"""What calibration knows of a model: how often rows exit and are right then, how good drafts are, what neurons do."""
 
+import math
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
+from hetero_ee.planning.neuron_statistics import NeuronStatistics
 from hetero_ee.planning.rounds import ExitRates
+
+MAX_ACCEPTANCE_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,47 @@ class ExitStatistics:
             left.rates.exit_rate + share * (right.rates.exit_rate - left.rates.exit_rate),
             left.rates.precision + share * (right.rates.precision - left.rates.precision),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRates:
+    """Of drafts that need none of the model's layers. source: where it comes from, for people. acceptance: for each
+    position of a chain the chance that its draft is right where all before it are; the last one's holds behind it.
+    draft_s: seconds to draft a token.
+    """
+
+    source: str
+    acceptance: tuple[float, ...]
+    draft_s: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
+            raise ValueError(f"acceptance has {len(self.acceptance)} values, expected 1 to {MAX_ACCEPTANCE_POSITIONS}")
+        if not all(0 <= chance <= 1 for chance in self.acceptance):
+            raise ValueError("acceptance holds chances from 0 to 1")
+        if not 0 <= self.draft_s < math.inf:
+            raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
+
+    def acceptance_at(self, position: int) -> float:
+        """Of the draft at this position of a chain, counted from 0."""
+        return self.acceptance[min(position, len(self.acceptance) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """All that may be known of a model."""
+
+    exits: ExitStatistics | None = None
+    drafts: DraftRates | None = None
+    neurons: NeuronStatistics | None = None
+
+
+AnyStatistics = Statistics | ExitStatistics | None
+
+
+def gathered(statistics: AnyStatistics) -> Statistics:
+    """Exit statistics alone, or none, as all that is known."""
+    return statistics if isinstance(statistics, Statistics) else Statistics(exits=statistics)
 
 
 # Llama-2-7B-chat, 25 K rows a layer: layer after which the exit is taken, the share of rows whose argmax there is the

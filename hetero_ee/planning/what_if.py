@@ -9,7 +9,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import ExitStatistics
+from hetero_ee.planning.statistics import AnyStatistics
 from hetero_ee_profiles.hardware import DERIVED, HardwareProfile
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def with_other_vram(
     spec: ModelSpec,
     profile: HardwareProfile,
     limits: Limits,
-    statistics: ExitStatistics | None,
+    statistics: AnyStatistics,
     extra_bytes: int,
 ) -> Plan | None:
     """The plan with so much more VRAM, on a card that has it; None where there is no GPU or nothing would be left."""
@@ -52,7 +52,7 @@ def with_other_vram(
 
 
 def vram_curve(
-    spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: ExitStatistics | None
+    spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: AnyStatistics
 ) -> list[CurvePoint]:
     """Rates at budgets from nothing to what makes everything fit, or to twice the card. Raises UsageError."""
     if profile.gpu is None:

@@ -56,4 +56,4 @@ def memory_error(device: str, purpose: str, n_bytes: int | None, free_bytes: int
     asked = f"more on the {device.upper()} than the {free} that are free"
     if n_bytes is not None:
         asked = f"{n_bytes / MIB:.1f} MiB on the {device.upper()} and {free} are free"
-    return DeviceMemoryError(f"{purpose} needs {asked}; {WAYS_OUT[device]}")
+    return DeviceMemoryError(f"{purpose} needs {asked}; {WAYS_OUT[device]}", device)

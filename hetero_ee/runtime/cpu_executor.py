@@ -77,6 +77,11 @@ class CpuExecutor(Executor):
     def close(self) -> None:
         self._team.close()
 
+    @property
+    def team(self) -> Team:
+        """Its threads, for others that compute while it does not."""
+        return self._team
+
     def embed(self, rows: Rows) -> Tensor:
         """See Executor.embed."""
         return torch.from_numpy(self._embedded(rows))

@@ -49,6 +49,7 @@ class GpuKvCache:
         self._held = HeldLayers(self.n_layers, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
+        self._kind = kind
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
         self._sequences: dict[int, _Sequence] = {}
@@ -177,6 +178,12 @@ class GpuKvCache:
                     f"the GPU's KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens, its "
                     f"pages are {held.pages} in slot {held.slot}."
                 )
+
+    def release(self) -> None:
+        """Closes every sequence and gives the pool's memory back; nothing fits any more."""
+        self._sequences.clear()
+        shape = self.n_layers, self.pages.n_kv_heads, self.pages.head_dim
+        self.pages = new_pages(shape, self._kind, 0, (0, 0), self.pages.codes.device)
 
     def _grow(self, held: _Sequence, pages: list[int]) -> None:
         """Into the table first: a page that only the table knows is still free."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hetero_ee.runtime.registry import Registry
 
-NAMES = ("rms_norm", "layer_norm", "rms_norm_heads", "activate", "kv_write", "attention")
+NAMES = ("rms_norm", "layer_norm", "rms_norm_heads", "activate", "kv_write", "attention", "sliced_head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class GpuOperations:
     activate: Callable[..., Any]
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
+    sliced_head: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]
     add: Callable[..., Any]

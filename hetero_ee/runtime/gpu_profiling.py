@@ -7,8 +7,8 @@ from typing import Any
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu_overhead_probe import probe_gpu_overheads
-from hetero_ee.runtime.gpu_segment import MAX_ROWS
 from hetero_ee.runtime.registry import Registry
+from hetero_ee.runtime.segment_room import MAX_ROWS
 from hetero_ee.runtime.thoroughness import Thoroughness
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.gpu_link_probe import SHORT_REPEATS, probe_link

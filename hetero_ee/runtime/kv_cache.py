@@ -141,6 +141,12 @@ class KvCache:
             )
         return keys, values
 
+    def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """Positions first..end-1 as they are stored, to read and to write, valid until the next admit: keys and values
+        (n_kv_heads, end - first, head_dim), and for int8 their scales (n_kv_heads, end - first)."""
+        place = self._held.place(layer)
+        return tuple(part[place, :, first:end] for part in self._sequences[sequence].parts)
+
     def place(self, layer: int) -> int:
         """Where the layer's keys and values lie among those of the storage. Raises KeyError for one not held."""
         return self._held.place(layer)

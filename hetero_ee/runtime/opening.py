@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
@@ -15,10 +15,16 @@ from hetero_ee.runtime.device import GPU
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.machine import Machine
 from hetero_ee.runtime.timeline import Span
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.hardware import HardwareProfile
+
+if TYPE_CHECKING:
+    from hetero_ee.runtime.cuda_machine import Gpu
+
+FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cuda_machine.usable_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,8 @@ class Placement:
     """Where a model is to run.
 
     plan: None lets the planner decide within `limits` from the profile; one of the two is there. emulates: the
-    profile's machine is emulated on this CPU; else it is this machine's.
+    profile's machine is emulated on this CPU; else it is this machine's. traces: what runs where and when is recorded,
+    which an emulated machine does anyway.
     """
 
     profile: HardwareProfile | None
@@ -34,19 +41,21 @@ class Placement:
     plan: Plan | None = None
     statistics: Any = None
     emulates: bool = False
+    traces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """executor: to be closed. clock: seconds, an emulated machine's own where there is one. plan: as it was opened.
 
-    spans: what ran where and when so far, of what can tell.
+    spans: what ran where and when so far, of what can tell. machine: that was emulated or found, None for a plain CPU.
     """
 
     executor: Executor
     clock: Callable[[], float]
     plan: Plan
     spans: Callable[[], list[Span]] = list
+    machine: Machine | None = None
 
 
 def open_on_cpu(
@@ -62,7 +71,7 @@ def open_on_cpu(
 
     cache: of some layers alone, see Executor.
     """
-    if not all(isinstance(weight, TileWeight) for weight in weights.matrices.values()):
+    if not _are_tiles(weights):
         return Executor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
@@ -81,8 +90,10 @@ def open_placed(
     threads: int,
     clock: Callable[[], float],
     notice: Callable[[str], None],
+    find_gpu: FindGpu | None = None,
 ) -> Opened:
     """What runs the placement's plan, made now where there is none. notice: of what had to be changed, in a sentence.
+    find_gpu: cuda_machine.usable_gpu where None.
 
     Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
     """
@@ -103,11 +114,71 @@ def open_placed(
     if placement.emulates and profile is not None:
         return _emulated(spec, weights, profile, plan, replan, threads, notice)
     if plan.n_bytes(GPU):
+        gpu = _found_gpu(plan, weights, placement, notice, find_gpu)
+        return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, notice, placement.traces)
+    return Opened(open_on_cpu(spec, weights, plan.context_tokens, plan.threads), clock, plan)
+
+
+def _found_gpu(
+    plan: Plan,
+    weights: ModelWeights,
+    placement: Placement,
+    notice: Callable[[str], None],
+    find_gpu: FindGpu | None,
+) -> "Gpu":
+    """Raises UsageError where no GPU can run these weights."""
+    from hetero_ee.runtime.cuda_machine import usable_gpu
+
+    profile = placement.profile
+    gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, notice)
+    if gpu is None:
         raise UsageError(
             f"the plan, made for {plan.hardware}, puts parts on a GPU that can't be used here; make one for this "
             "machine, or try it out with hetero-ee simulate."
         )
-    return Opened(open_on_cpu(spec, weights, plan.context_tokens, plan.threads), clock, plan)
+    if not _are_tiles(weights):
+        raise UsageError(
+            "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another --quantizer "
+            "than none, or plan with --gpu-layers 0."
+        )
+    return gpu
+
+
+def _on_gpu(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    gpu: "Gpu",
+    plan: Plan,
+    replan: Callable[[int], Plan] | None,
+    clock: Callable[[], float],
+    notice: Callable[[str], None],
+    traces: bool,
+) -> Opened:
+    """The plan on this machine's GPU and CPU."""
+    from hetero_ee.runtime.cuda_machine import cuda_machine, gpu_layers
+    from hetero_ee.runtime.execution import open_plan, planned_cache
+    from hetero_ee.runtime.planned_executor import PlannedExecutor
+    from hetero_ee.runtime.replanning_executor import ReplanningExecutor
+    from hetero_ee.runtime.trace import SpanRecorder
+
+    recorder = SpanRecorder() if traces else None
+
+    def opened(made: Plan) -> PlannedExecutor:
+        def runner(device: str, layers: tuple[int, ...]) -> Executor:
+            if device == GPU:
+                return gpu_layers(gpu, spec, weights, made, layers)
+            return open_on_cpu(
+                spec, weights, made.context_tokens, made.threads, cache=planned_cache(spec, made, layers)
+            )
+
+        return open_plan(spec, weights, made, cuda_machine(gpu, spec, made, clock, recorder), runner)
+
+    executor = ReplanningExecutor(plan, replan, opened, notice, gpu.reachable_bytes)
+    return Opened(executor, clock, plan, recorder.spans if recorder is not None else list)
+
+
+def _are_tiles(weights: ModelWeights) -> bool:
+    return all(isinstance(weight, TileWeight) for weight in weights.matrices.values())
 
 
 def _emulated(
@@ -136,4 +207,4 @@ def _emulated(
         return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), runner)
 
     executor = ReplanningExecutor(plan, replan, opened, notice)
-    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans)
+    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, executor.inner.machine)

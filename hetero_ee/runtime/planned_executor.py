@@ -139,7 +139,7 @@ class PlannedExecutor(Executor):
         """See Executor.final_norm. On the head's device; its time is counted with the head's."""
         flow, (runner, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._head_runner
         found, _ = device.run([], lambda: self._marked(runner.final_norm(flow.hidden)), flow.ready)
-        return found
+        return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
     def project(self, normed: Tensor) -> Tensor:
         """See Executor.project."""
@@ -242,7 +242,8 @@ class PlannedExecutor(Executor):
         m = moved.hidden.shape[0]
         works = [block_work(self.blocks[-1], m)] if n_columns == self.spec.vocab_size else []
         found, event = device.run(works, lambda: self._marked(compute(runner, moved.hidden)), moved.ready)
-        return self._moved(_Flow(found, (event,)), False).hidden
+        logits = self._moved(_Flow(found, (event,)), False).hidden
+        return logits.clone() if self._head_on_gpu else logits  # as above
 
     def _marked(self, x: Tensor) -> Tensor:
         """x as a tensor of the head's device, which computed it."""

@@ -1,36 +1,46 @@
 """An executor that goes on when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.device import GPU
 from hetero_ee.runtime.executor import Executor, Observe
 from hetero_ee.runtime.planned_executor import PlannedExecutor
 from hetero_ee.runtime.rows import Rows
 
 SMALLER = 0.85  # of the budget that was too much: what is left for the plan made instead
+TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
+PIECE_TOKENS = 256  # whose keys and values are fetched at a time, as there may be little memory left to gather them in
+GIB = 2**30
 Notice = Callable[[str], None]
-T = TypeVar("T")
 
 
 class ReplanningExecutor(Executor):
-    """replan: a plan within so many bytes of GPU memory, 0 for none; open_plan: makes it ready.
+    """replan: a plan within so many bytes of GPU memory, 0 for none; None: errors are passed on. open_plan: makes it
+    ready. notice: is told in a sentence what was done. reachable_bytes: GPU memory that other programs leave to this
+    one, in use or not; None where there are no others.
 
-    notice: is told in a sentence what was done. A step that failed for want of memory is repeated once.
+    A step that failed for want of the GPU's memory is repeated once; the CPU's own is not the GPU's to make up for.
     """
 
     def __init__(
         self,
         plan: Plan,
-        replan: Callable[[int], Plan],
+        replan: Callable[[int], Plan] | None,
         open_plan: Callable[[Plan], PlannedExecutor],
         notice: Notice,
+        reachable_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._replan, self._open, self._notice = replan, open_plan, notice
+        self._reachable_bytes = reachable_bytes
+        self._reachable_at_first = reachable_bytes() if reachable_bytes is not None else 0
         self._inner = self._opened(plan)
         self.spec, self.weights = self._inner.spec, self._inner.weights
         self.blocks = decoder_blocks(self.spec)
@@ -60,12 +70,17 @@ class ReplanningExecutor(Executor):
 
     def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run."""
-        return self._step(lambda inner: inner.run(rows, hidden, layers))
+        return self._step(lambda inner, x: inner.run(rows, x, layers), hidden)
 
     def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt. Chunks that the cache holds already are not computed again."""
         every = list(chunks)
-        return self._step(lambda inner: inner.prompt(_missing(inner, every), observe))
+
+        def prompt(inner: PlannedExecutor) -> Tensor:
+            self._look_at_memory()
+            return inner.prompt(_missing(inner, every), observe)
+
+        return self._step(prompt)
 
     def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
         """See Executor.logits."""
@@ -78,44 +93,66 @@ class ReplanningExecutor(Executor):
 
     def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
         """See Executor.walk."""
-        return self._step(lambda inner: inner.walk(hidden, rows, blocks))
+        return self._step(lambda inner, x: inner.walk(x, rows, blocks), hidden)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm."""
-        return self._step(lambda inner: inner.final_norm(hidden))
+        return self._step(lambda inner, x: inner.final_norm(x), hidden)
 
     def project(self, normed: Tensor) -> Tensor:
         """See Executor.project."""
-        return self._step(lambda inner: inner.project(normed))
+        return self._step(lambda inner, x: inner.project(x), normed)
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """See Executor.sliced."""
-        return self._step(lambda inner: inner.sliced(normed, token_ids))
+        return self._step(lambda inner, x: inner.sliced(x, token_ids), normed)
 
     def head(self, hidden: Tensor) -> Tensor:
         """See Executor.head."""
-        return self._step(lambda inner: inner.head(hidden))
+        return self._step(lambda inner, x: inner.head(x), hidden)
 
-    def _step(self, action: Callable[[PlannedExecutor], T]) -> T:
+    def _step(self, action: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        """action(executor, *tensors). tensors: hidden states that came out of an executor, this one or one before."""
         try:
-            return action(self._inner)
+            return action(self._inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
-            if not _uses_gpu(self._inner.plan):
+            if self._replan is None or not self._can_do_without(error):
                 raise
-            budget = int(SMALLER * self._inner.plan.vram_budget_bytes)
-            self._change(budget, _contents(self._inner.cache))
-            self._notice(f"{error} Planned again within {budget / 2**30:.2f} GiB of VRAM, and going on.")
-            return action(self._inner)
+            problem = str(error)
         except DeviceLostError as error:
-            self._change(0, {sequence: [] for sequence in self._inner.cache.sequences})
+            if self._replan is None:
+                raise
+            self._change(self._replan(0), {sequence: [] for sequence in self._inner.cache.sequences})
             raise DeviceLostError(
                 f"{error} What was being generated is lost; from now on this runs on the CPU alone."
             ) from error
+        # Not in the handler: the error's frames hold what the step had on the GPU.
+        budget = int(SMALLER * self._inner.plan.vram_budget_bytes)
+        self._change(self._replan(budget), self._contents())
+        self._notice(f"{problem} Planned again within {budget / GIB:.2f} GiB of VRAM, and going on.")
+        return action(self._inner, *self._within_reach(tensors))
 
-    def _change(self, budget_bytes: int, contents: "_Contents") -> None:
-        """Another plan's executor in place of the present one, with these keys and values."""
-        plan = self._replan(budget_bytes)
+    def _within_reach(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The tensors, brought to the CPU where nothing runs on the GPU any more."""
+        if _uses_gpu(self._inner.plan):
+            return list(tensors)
+        return [None if x is None else x.cpu() for x in tensors]
+
+    def _contents(self) -> "_Contents":
+        """Keys and values of all sequences. Raises DeviceMemoryError where there is not even room to fetch them."""
+        inner = self._inner
+        assert inner.machine.gpu is not None, "only a GPU has plans made anew"
+        found, _ = inner.machine.gpu.run([], lambda: _contents(inner.cache))
+        return found
+
+    def _can_do_without(self, error: DeviceMemoryError) -> bool:
+        """Whether another plan would help."""
+        return error.device == GPU and _uses_gpu(self._inner.plan)
+
+    def _change(self, plan: Plan, contents: "_Contents") -> None:
+        """The plan's executor in place of the present one, with these keys and values."""
         self._inner.close()
+        gc.collect()  # what cycles hold of it is memory that the next one needs
         self._inner = self._opened(plan)
         _restore(self._inner.cache, contents)
 
@@ -124,10 +161,25 @@ class ReplanningExecutor(Executor):
         try:
             return self._open(plan)
         except DeviceMemoryError as error:
-            if not _uses_gpu(plan):
+            if self._replan is None or error.device != GPU or not _uses_gpu(plan):
                 raise
-            self._notice(f"{error} Going on without the GPU.")
-            return self._open(self._replan(0))
+            problem = str(error)
+        self._notice(f"{problem} Going on without the GPU.")
+        return self._open(self._replan(0))
+
+    def _look_at_memory(self) -> None:
+        """Tells, once, of another program that has taken VRAM."""
+        if self._reachable_bytes is None or not _uses_gpu(self._inner.plan):
+            return
+        reachable = self._reachable_bytes()
+        taken = self._reachable_at_first - reachable
+        if taken >= TAKEN_BYTES:
+            self._reachable_bytes = None
+            self._notice(
+                f"Another program has taken {taken / GIB:.1f} GiB of VRAM since this model was opened, and "
+                f"{reachable / GIB:.1f} GiB are left to it; where it gets slow, close that program or lower "
+                "--vram-budget."
+            )
 
 
 # Of each sequence, for each layer in order: (keys, values), fp32 (n_kv_heads, n_tokens, head_dim).
@@ -136,12 +188,17 @@ _Contents = dict[int, list[tuple[Tensor, Tensor]]]
 
 def _contents(cache: Any) -> _Contents:
     return {
-        sequence: [
-            tuple(part.clone() for part in cache.read(layer, sequence, 0, cache.length_at(sequence, layer)))
-            for layer in cache.held_layers
-        ]
+        sequence: [_layer_contents(cache, layer, sequence) for layer in cache.held_layers]
         for sequence in cache.sequences
     }
+
+
+def _layer_contents(cache: Any, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
+    n_tokens = cache.length_at(sequence, layer)
+    firsts = range(0, max(n_tokens, 1), PIECE_TOKENS)
+    pieces = [cache.read(layer, sequence, first, min(first + PIECE_TOKENS, n_tokens)) for first in firsts]
+    keys, values = (torch.cat([part.cpu() for part in parts], 1) for parts in zip(*pieces, strict=True))
+    return keys, values
 
 
 def _restore(cache: Any, contents: _Contents) -> None:
@@ -151,9 +208,11 @@ def _restore(cache: Any, contents: _Contents) -> None:
         for layer, (keys, values) in enumerate(layers):
             n_tokens = keys.shape[1]
             if n_tokens:
-                rows = Rows.of_sequence(sequence, 0, [0] * n_tokens)
-                cache.admit(rows, range(layer, layer + 1))
-                cache.write(layer, rows, keys.transpose(0, 1), values.transpose(0, 1))
+                cache.admit(Rows.of_sequence(sequence, 0, [0] * n_tokens), range(layer, layer + 1))
+            for first in range(0, n_tokens, PIECE_TOKENS):
+                piece = slice(first, min(first + PIECE_TOKENS, n_tokens))
+                rows = Rows.of_sequence(sequence, first, [0] * (piece.stop - first))
+                cache.write(layer, rows, keys[:, piece].transpose(0, 1), values[:, piece].transpose(0, 1))
 
 
 def _uses_gpu(plan: Plan) -> bool:

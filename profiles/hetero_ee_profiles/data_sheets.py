@@ -219,7 +219,7 @@ def _times(
     )  # fmt: skip
     attentions = tuple(
         AttentionTime(
-            n_heads, n_heads, head_dim, m, context,
+            n_heads, n_heads, head_dim, m, context, "fp32",
             seconds(
                 call_s
                 + max(2 * side * 4 * context / bytes_per_s, 4 * m * context * side / operations_per_s[m])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hetero_ee_profiles.measurement import Measurement
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+KV_TYPES = ("fp32", "fp16", "int8")  # of a cache
 MEASURED, DERIVED = "measured", "derived"
 
 
@@ -44,18 +45,24 @@ class MatmulTime:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Seconds of one layer's attention of m rows over a cache that holds context_tokens with them."""
+    """Seconds of one layer's attention of m rows over a cache that holds context_tokens with them.
+
+    kv_type: of the keys and values in it.
+    """
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     m: int
     context_tokens: int
+    kv_type: str
     time: Measurement
 
     def __post_init__(self) -> None:
         _positive(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim, m=self.m)
         _positive(context_tokens=self.context_tokens)
+        if self.kv_type not in KV_TYPES:
+            raise ValueError(f"kv_type is {self.kv_type[:40]!r}, expected one of {', '.join(KV_TYPES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,13 @@ class DeviceTimes:
         for name in ("matmuls", "attentions", "overheads"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty")
+        if len({row.kv_type for row in self.attentions}) > 1:
+            raise ValueError("attentions hold times of several kv_types, expected one")
+
+    @property
+    def kv_type(self) -> str:
+        """Of the keys and values that attention was timed with."""
+        return self.attentions[0].kv_type
 
     def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int) -> float:
         """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts.

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,35 @@ def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, ti
     lines = [json.loads(line) for line in cli(*arguments, "-o", "jsonl").out.splitlines()]
     assert [line["test"] for line in lines] == [row["test"] for row in rows]
     table = cli(*arguments).out.splitlines()
-    assert len(table) == 2 + len(rows) and "predicted t/s" in table[0]
+    assert "predicted t/s" in table[0] and [line[0] for line in table if line.startswith("|")] == ["|"] * (
+        2 + len(rows)
+    )
+    (date,) = {row["profile_date"] for row in rows}
+    assert f"predicted from a profile measured on {date}; --refresh" in table[-2]
+    assert re.search(r"microseconds a layer of the executor, kernels not counted: [\d.]+ \(threads: \d+\)", table[-1])
+    assert all(0 < row["executor_us_per_layer"] < 1e6 for row in rows)
+
+
+def test_bench_measures_anew_where_asked_and_tells_of_another_speed(cli: Cli, data: Path, tiny: Path) -> None:
+    arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick"]
+    assert "Measuring this machine" in cli(*arguments).err
+    (file,) = (data / "profiles").iterdir()
+    profile = read_record(HardwareProfile, file)
+    quick_memory = replace(profile.cpu[0].read_bytes_per_s, value=1e18, p80=1e18)
+    cpu = (replace(profile.cpu[0], read_bytes_per_s=quick_memory), *profile.cpu[1:])
+    write_record(replace(profile, cpu=cpu), file)
+    again = cli(*arguments)
+    assert "Measuring this machine" not in again.err and "Memory is read at 0% of the speed" in again.err
+    anew = cli(*arguments, "--refresh")
+    assert "Measuring this machine" in anew.err and "Memory is read at 0%" not in anew.err
+    assert read_record(HardwareProfile, file).cpu[0].read_bytes_per_s.value < 1e18
+
+
+def test_bench_of_fp32_weights_times_no_kernels(cli: Cli, data: Path, tiny: Path) -> None:
+    arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick", "--quantizer", "none"]
+    (row,) = json.loads(cli(*arguments, "--json").out)
+    assert row["executor_us_per_layer"] is None
+    assert "of the executor" not in cli(*arguments).out
 
 
 BAD: dict[str, tuple[list[Any], str]] = {

@@ -39,7 +39,7 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "cut off": (lambda: to_json(PROFILE)[:-100], "Expecting|Unterminated|delimiter"),
     "a list": (lambda: "[]", "expected an object"),
     "too deep": (lambda: "[" * 100_000, "nested too deeply"),
-    "a future version": (lambda: changed("version", 2), "profile version 2, this engine reads version 1"),
+    "a future version": (lambda: changed("version", 3), "profile version 3, this engine reads version 2"),
     "a version as text": (lambda: changed("version", "1"), "version is '1', expected int"),
     "a version as truth": (lambda: changed("version", True), "version is True, expected int"),
     "another kind": (lambda: changed("kind", "guessed"), "kind is 'guessed'"),
@@ -55,13 +55,15 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "more digits than Python reads": (lambda: changed("version", 0).replace("0", "9" * 5000, 1), "digits"),
     "text for a number": (lambda: changed("cpu.0.matmuls.0.m", "4"), r"matmuls\[0\]\.m is '4', expected int"),
     "rows of zero": (lambda: changed("cpu.0.matmuls.0.m", 0), "m is 0, expected 1 or more"),
+    "an unknown cache": (lambda: changed("cpu.0.attentions.0.kv_type", "fp3"), "kv_type is 'fp3', expected one of"),
+    "two kinds of cache": (lambda: changed("gpu.attentions.0.kv_type", "int8"), "several kv_types"),
     "no matmuls": (lambda: changed("cpu.0.matmuls", []), "matmuls is empty"),
     "no processor": (lambda: changed("cpu", []), "ascending numbers of threads"),
     "the same threads twice": (lambda: changed("cpu", lambda cpu: [cpu[0], cpu[0]]), "ascending numbers of threads"),
     "negative memory": (lambda: changed("gpu.free_bytes", -1), "must be 0 or more"),
     "a GPU without a link": (lambda: changed("link", None), "gpu and link must be there together"),
     "control characters": (lambda: changed("kind", "\x1b[2J\n"), r"\\x1b"),
-    "a field twice": (lambda: to_json(PROFILE).replace('"version": 1,', '"version": 1, "version": 1,', 1), "twice"),
+    "a field twice": (lambda: to_json(PROFILE).replace('"version": 2,', '"version": 2, "version": 2,', 1), "twice"),
 }  # fmt: skip
 
 

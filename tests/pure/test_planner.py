@@ -1,6 +1,7 @@
 """What must hold of every plan, whatever the model, the machine and the wishes."""
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
+from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.costs import Costs
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.rounds import ExitRates
@@ -247,6 +251,50 @@ def test_fewer_key_heads_and_smaller_types_take_less_time_on_paper() -> None:
     ]
     times = [1 / found.prediction.generated_tokens_per_s for found in rates]
     assert times[0] > times[1] > times[2]
+
+
+@pytest.mark.parametrize("timed", ["fp32", "fp16", "int8"])
+def test_a_cache_of_another_type_than_was_timed_takes_time_by_its_bytes(timed: str) -> None:
+    """Of measured profiles as of derived ones, on either device; of many rows the computing counts."""
+    spec, profile = spec_of(8), derived_profile(DATA_SHEETS[0], "2026-11-21")
+    assert profile.gpu is not None and profile.gpu.kv_type == "fp32"
+    profile = replace(profile, kind="measured", cpu=tuple(map(timed_with(timed), profile.cpu)))
+    profile = replace(profile, gpu=timed_with(timed)(derived_profile(DATA_SHEETS[0], "2026-11-21").gpu))
+    token_bytes = {"fp32": 4 * 128, "fp16": 2 * 128, "int8": 128 + 4}
+    for place in ("cpu", "gpu"):
+        few, many = {}, {}
+        for kind in token_bytes:
+            attention = model_parts(spec, kind)[1]
+            without = replace(attention, kind=BlockKind.FFN)
+            costs = [Costs(spec, profile) for _ in range(2)]
+            few[kind], many[kind] = (
+                costs[0].part_s(attention, place, m, 2048) - costs[1].part_s(without, place, m, 2048) for m in (1, 512)
+            )
+        for kind, n_bytes in token_bytes.items():
+            assert few[kind] == pytest.approx(few[timed] * n_bytes / token_bytes[timed])
+            assert many[kind] == pytest.approx(many[timed])
+
+
+def timed_with(kv_type: str) -> Any:
+    """What makes a device's times those of another type of cache."""
+    return lambda times: replace(times, attentions=tuple(replace(row, kv_type=kv_type) for row in times.attentions))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [False, True])
+def test_eighty_layers_are_planned_in_less_than_a_tenth_of_a_second(is_known: bool) -> None:
+    """The time of the process, the best of several: other programs may be running."""
+    config = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
+    spec = ModelSpec.from_hf(config | {"max_position_embeddings": 4096})
+    profile, statistics = derived_profile(DATA_SHEETS[3], "2026-11-21"), published_statistics(80) if is_known else None
+    assert profile.name == "rtx-4090-24gb"
+    times = []
+    for _ in range(20):
+        start = time.process_time()
+        plan(spec, profile, statistics=statistics)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1
 
 
 def test_asked_threads_stay_in_the_plan_and_foreign_times_are_told() -> None:

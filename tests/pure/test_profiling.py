@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime import profiling
 from hetero_ee.runtime.gpu_profiling import GpuFigures
 from hetero_ee.runtime.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.overhead_probe import OverheadSamples
 from hetero_ee.runtime.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee.runtime.thoroughness import FULL, QUICK
 from hetero_ee_profiles import machine as machine_module
 from hetero_ee_profiles import memory as memory_module
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
-from hetero_ee_profiles.hardware import HardwareProfile, Machine
-from hetero_ee_profiles.measurement import Origin
+from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
+from hetero_ee_profiles.measurement import Origin, measured
 from hetero_ee_profiles.memory import MemoryInfo
-from hetero_ee_profiles.probe_samples import AttentionSamples, ProductSamples
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
 
@@ -32,41 +31,28 @@ FIGURES = derived_profile(DATA_SHEETS[0], "2026-11-21")
 
 
 class Probes:
-    """In place of the CPU's probes: write down what they are asked, and answer at once."""
+    """In place of what measures the CPU and the disk: writes down what it is asked, and answers at once."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.teams: list[int] = []
-        self.rows: list[tuple[int, ...]] = []
         self.points: list[tuple[tuple[int, int], ...]] = []
-        self.overhead_points: list[tuple[tuple[int, int], ...]] = []
-        self.rates, self.disk_rates, self.n_closed = [1e9, 1e9, 1e9], [5e8, 6e8, 7e8], 0
-        for name in ("read_bytes_per_s", "products", "attention", "overheads", "disk_bytes_per_s"):
-            patch.setattr(profiling, f"probe_{name}", getattr(self, name))
-        patch.setattr(profiling, "Team", self.team)
+        self.models: list[tuple[int, int]] = []
+        self.rates, self.disk_rates = [1e9, 1e9, 1e9], [5e8, 6e8, 7e8]
+        patch.setattr(profiling, "measured_cpu", self.cpu)
+        patch.setattr(profiling, "probed_model", self.model)
+        patch.setattr(profiling, "probe_disk_bytes_per_s", self.disk_bytes_per_s)
 
-    def team(self, n_threads: int) -> "Probes":
+    def model(self, spec: Any, shapes: Any, max_bytes: int, context_tokens: int) -> str:
+        self.models.append((max_bytes, context_tokens))
+        return "a model"
+
+    def cpu(
+        self, model: Any, points: Any, n_threads: int, free_bytes: int, thoroughness: Any, origin: Any, clock: Any
+    ) -> DeviceTimes:
         self.teams.append(n_threads)
-        return self
-
-    def close(self) -> None:
-        self.n_closed += 1
-
-    def read_bytes_per_s(self, team: Any, repeats: int, clock: Any) -> list[float]:
-        return self.rates
-
-    def products(
-        self, team: Any, shapes: Any, rows: Any, repeats: int, n_bytes: int, clock: Any
-    ) -> list[ProductSamples]:
-        self.rows.append(tuple(rows))
-        return [ProductSamples(shape, m, n_bytes, (1e-6 * m,) * repeats) for shape in shapes for m in rows]
-
-    def attention(self, team: Any, heads: Any, n: int, points: Any, repeats: int, clock: Any) -> list[AttentionSamples]:
         self.points.append(tuple(points))
-        return [AttentionSamples(m, context, (2e-6,) * repeats) for m, context in points]
-
-    def overheads(self, spec: Any, threads: int, points: Any, repeats: int, clock: Any) -> list[OverheadSamples]:
-        self.overhead_points.append(tuple(points))
-        return [OverheadSamples(m, context, (5e-6, 1e-6), (9e-6,)) for m, context in points]
+        rates = measured(self.rates, "B/s", origin)
+        return replace(FIGURES.cpu[0], threads=n_threads, free_bytes=free_bytes, read_bytes_per_s=rates)
 
     def disk_bytes_per_s(self, file: Path, clock: Any) -> list[float]:
         return self.disk_rates
@@ -146,25 +132,17 @@ def measure(spec: ModelSpec, threads: Sequence[int] = (1,), thoroughness: Any = 
 
 def test_a_quick_profile(probes: Probes, spec: ModelSpec) -> None:
     found = measure(spec, (4,))
-    assert (probes.teams, probes.rows) == ([4], [(1, 4, 128)])
-    assert probes.points == [((1, 16), (1, 1024), (4, 16), (128, 128))]
-    assert probes.overhead_points == [((1, 16), (4, 16), (128, 128))]
+    assert (probes.teams, probes.models) == ([4], [(2**28, 1024)])
+    assert probes.points == [((1, 16), (1, 1024), (4, 16), (128, 128), (128, 1024))]
     assert found.cpu[0].threads == 4 and found.gpu is None and found.warnings == ()
 
 
 def test_a_full_profile(probes: Probes, spec: ModelSpec) -> None:
     found = measure(spec, (4, 1), FULL)
-    assert (probes.teams, probes.rows) == ([1, 4], [(1, 2, 4, 8, 16, 128, 512)] * 2)
-    wanted = {(1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (128, 128), (512, 512)}
-    assert set(probes.overhead_points[0]) == wanted
-    assert set(probes.points[0]) == wanted | {(1, 256), (1, 1024), (1, 4096), (16, 1024), (128, 1024), (512, 2048)}
-    assert [times.threads for times in found.cpu] == [1, 4] and probes.n_closed == 2
-
-
-def test_attention_is_counted_by_itself(probes: Probes, spec: ModelSpec) -> None:
-    """Its 2 us are taken from a layer's 5 us; what would be left of 1 us is next to nothing, and above it."""
-    layer = measure(spec).cpu[0].overheads[0].layer
-    assert (layer.p80, layer.p20) == (pytest.approx(3e-6), pytest.approx(1e-7))
+    assert (probes.teams, probes.models) == ([1, 4], [(2**30, 4096)])  # one model for all thread counts
+    shortest = {(1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (128, 128), (512, 512)}
+    assert set(probes.points[0]) == shortest | {(1, 256), (1, 1024), (1, 4096), (16, 1024), (128, 1024), (512, 2048)}
+    assert [times.threads for times in found.cpu] == [1, 4]
 
 
 def test_progress_counts_threads_disk_and_gpu(probes: Probes, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

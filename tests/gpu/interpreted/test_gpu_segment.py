@@ -16,9 +16,10 @@ from hetero_ee.runtime import gpu_segment
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
 from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu_segment import MAX_ROWS, GpuSegment, recorder_for
+from hetero_ee.runtime.gpu_segment import GpuSegment, recorder_for
 from hetero_ee.runtime.registry import default_registry
 from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.segment_room import MAX_ROWS
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized

@@ -1,0 +1,149 @@
+"""What a model's drafts can be made from, told to the planner; and the plan's drafts, ready to be made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.decoding.draft_gate import AdaptiveGate, FixedGate, Gate
+from hetero_ee.decoding.drafting import Confidence, Drafting, ExitHead
+from hetero_ee.errors import HeteroError, StoreError, UsageError
+from hetero_ee.exits.calibration import BoundaryCalibration, Calibration
+from hetero_ee.exits.calibration_place import CalibrationPlace
+from hetero_ee.exits.candidates import N_CANDIDATES, DraftSource
+from hetero_ee.exits.draft_head_facts import DraftHeadFacts, draft_head_facts
+from hetero_ee.exits.draft_head_opening import open_draft_head
+from hetero_ee.exits.draft_head_placement import draft_head_works
+from hetero_ee.exits.features import exit_features
+from hetero_ee.exits.ngram import NgramSource
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.plan import CHAIN, Plan
+from hetero_ee.planning.round_costs import round_costs
+from hetero_ee.planning.statistics import DraftRates, Statistics
+from hetero_ee.runtime.opening import Opened
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.work import Overhead, Work, work_s
+from hetero_ee.weights.model_weights import UNQUANTIZED
+from hetero_ee_profiles.hardware import HardwareProfile
+
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.team import Team
+
+DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder
+TYPICAL_CONTEXT_TOKENS = 512  # behind which the planner reckons a draft
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKnowledge:
+    """calibration: of the exits; draft_head: folder of a head; None where there is none."""
+
+    calibration: Calibration | None = None
+    draft_head: Path | None = None
+
+    def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, *, on_gpu: bool) -> Statistics:
+        """As the planner takes it. on_gpu: whether the draft head would run there. Raises ModelError."""
+        exits = None if self.calibration is None else self.calibration.statistics()
+        if self.draft_head is None or profile is None:
+            return Statistics(exits)
+        facts = draft_head_facts(self.draft_head, spec)
+        if not facts.acceptance:
+            return Statistics(exits)
+        draft_s = _draft_s(facts, spec, profile, threads, on_gpu=on_gpu)
+        return Statistics(exits, DraftRates(f"the draft head in {self.draft_head.name}", facts.acceptance, draft_s))
+
+
+def found_knowledge(calibrations: CalibrationPlace | None, draft_head: Path | None, notice: Notice) -> DraftKnowledge:
+    """What there is to draft with. A calibration of other weights, or a damaged one, is left out with a notice."""
+    try:
+        calibration = None if calibrations is None else calibrations.find()
+    except StoreError as error:
+        notice(str(error))
+        calibration = None
+    return DraftKnowledge(calibration, draft_head)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDrafting:
+    """Drafting that holds threads of its own, to be closed."""
+
+    drafting: Drafting
+    team: "Team | None" = None
+
+    def close(self) -> None:
+        if self.team is not None:
+            self.team.close()
+
+
+def open_drafting(
+    knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, notice: Notice
+) -> OpenDrafting | None:
+    """The plan's way to draft, None for full mode. A draft head that can't be read is replaced by repeated n-grams.
+
+    Raises UsageError for a plan whose exits were not calibrated.
+    """
+    plan, spec = opened.plan, opened.executor.spec
+    if plan.mode == "full" or plan.boundary is None:
+        return None
+    if plan.drafts == CHAIN:
+        source, team = _source(knowledge.draft_head, opened, notice)
+        return OpenDrafting(Drafting(0, plan.draft_tokens, FixedGate(0.0), None, source, notice), team)
+    if knowledge.calibration is None:
+        raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
+    fitted = knowledge.calibration.at(plan.boundary)
+    exit_map = None if fitted.exit_map is None else fitted.exit_map.apply
+    gate = _gate(fitted, spec, profile, plan)
+    exit_head = ExitHead(exit_map, _confidence(fitted))
+    return OpenDrafting(Drafting(plan.boundary, plan.draft_tokens, gate, exit_head, None, notice))
+
+
+def _gate(fitted: BoundaryCalibration, spec: ModelSpec, profile: HardwareProfile | None, plan: Plan) -> Gate:
+    """By costs where they are known; else the threshold that was calibrated."""
+    if profile is None:
+        return FixedGate(fitted.threshold)
+    costs = round_costs(spec, profile, plan, fitted.boundary)
+    return AdaptiveGate(costs.draft_s, costs.verify_s)
+
+
+def _confidence(fitted: BoundaryCalibration) -> Confidence:
+    """The predictor's probability of the likeliest candidate, from the four best logits at the boundary."""
+
+    def confidence(normed: Tensor, logits: Tensor, token_id: int) -> float:
+        best = torch.topk(logits, N_CANDIDATES).values.numpy()[None]
+        features = exit_features(best, np.zeros((1, N_CANDIDATES), np.float32))
+        return float(fitted.predictor.probability(features)[0])
+
+    return confidence
+
+
+def _source(folder: Path | None, opened: Opened, notice: Notice) -> tuple[DraftSource, "Team | None"]:
+    """And the threads that were made for it."""
+    if folder is None:
+        return NgramSource(), None
+    own = None
+    team = getattr(opened.executor, "team", None)
+    if team is None and opened.executor.weights.quantizer != UNQUANTIZED:
+        from hetero_ee_cpu_ops.team import Team  # the kernels look where to be cached when imported
+
+        team = own = Team(1)
+    try:
+        on_gpu = opened.machine is not None and opened.machine.gpu is not None
+        head = open_draft_head(folder, opened.executor, team, machine=opened.machine, on_gpu=on_gpu, notice=notice)
+    except HeteroError as error:
+        notice(f"{error} Drafting from repeated n-grams instead.")
+        return NgramSource(), own
+    return head, own
+
+
+def _draft_s(facts: DraftHeadFacts, spec: ModelSpec, profile: HardwareProfile, threads: int, *, on_gpu: bool) -> float:
+    """Seconds of one draft: the head's layer and the logits, and on a GPU the way there and back."""
+    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(threads)
+    works = draft_head_works(facts.spec, Rows.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
+    works.append(Work("logits", 1, (("int8", spec.vocab_size, spec.hidden_size),), None, Overhead.PASS))
+    disk = profile.disk_read_bytes_per_s.value
+    seconds = sum(work_s(work, times, disk, facts.spec) for work in works)
+    return seconds + (2 * profile.link.crossing.value if on_gpu and profile.link is not None else 0.0)

@@ -1,0 +1,118 @@
+"""DraftStatistics: what drafting brought, counted while it runs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+EXIT, CHAIN = "exit", "chain"  # where a draft comes from: an exit at the boundary, or a source's chain
+
+
+@dataclass(frozen=True, slots=True)
+class OriginCounts:
+    """Drafts of one origin. n_checked: those that followed right ones only, so that the full model judged them.
+
+    n_accepted: those it agreed with.
+    """
+
+    origin: str
+    n_drafted: int
+    n_checked: int
+    n_accepted: int
+
+    @property
+    def precision(self) -> float:
+        """Share of judged drafts that were right, 0 for none."""
+        return self.n_accepted / self.n_checked if self.n_checked else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStatistics:
+    """Counts of all texts together, each text's first token left out: its prompt's pass gave it.
+
+    n_passes: of the later layers; each takes a round of every text that is not finished. n_rounds: of single texts.
+    n_rows: verified. n_tokens: what came out. drafted_runs[n], accepted_runs[n]: rounds with n drafts, and with n
+    accepted ones. origins: by where drafts come from.
+    """
+
+    n_layers: int
+    boundary: int
+    n_passes: int
+    n_rounds: int
+    n_rows: int
+    n_tokens: int
+    drafted_runs: tuple[int, ...]
+    accepted_runs: tuple[int, ...]
+    origins: tuple[OriginCounts, ...]
+
+    @property
+    def n_drafted(self) -> int:
+        return sum(counts.n_drafted for counts in self.origins)
+
+    @property
+    def n_accepted(self) -> int:
+        return sum(counts.n_accepted for counts in self.origins)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafts that became tokens, 0 for none."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens for each time the later layers' weights were read, 0 for none."""
+        return self.n_tokens / self.n_passes if self.n_passes else 0.0
+
+    @property
+    def mean_exit_depth(self) -> float:
+        """Layers after which a token was known: the boundary for accepted exits, all layers for others; 0 for none."""
+        if not self.n_tokens:
+            return 0.0
+        n_exited = sum(counts.n_accepted for counts in self.origins if counts.origin == EXIT)
+        return (n_exited * self.boundary + (self.n_tokens - n_exited) * self.n_layers) / self.n_tokens
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts rounds as they end; `statistics` is what they amount to so far."""
+
+    n_passes: int = 0
+    n_tokens: int = 0
+    _drafted: Counter[str] = field(default_factory=Counter)
+    _checked: Counter[str] = field(default_factory=Counter)
+    _accepted: Counter[str] = field(default_factory=Counter)
+    _drafted_runs: Counter[int] = field(default_factory=Counter)
+    _accepted_runs: Counter[int] = field(default_factory=Counter)
+
+    def add_round(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
+        """One text's round. origins: of its drafts, in order, of which the first n_accepted were right."""
+        n_checked = min(n_tokens, len(origins))  # each token came with a judgement of the draft in its place
+        self._drafted.update(origins)
+        self._checked.update(origins[:n_checked])
+        self._accepted.update(origins[:n_accepted])
+        self._drafted_runs[len(origins)] += 1
+        self._accepted_runs[n_accepted] += 1
+        self.n_tokens += n_tokens
+
+    def statistics(self, n_layers: int, boundary: int) -> DraftStatistics:
+        """The counts so far."""
+        origins = (
+            OriginCounts(name, self._drafted[name], self._checked[name], self._accepted[name])
+            for name in (EXIT, CHAIN)
+            if self._drafted[name]
+        )
+        n_rounds = self._drafted_runs.total()
+        return DraftStatistics(
+            n_layers,
+            boundary,
+            self.n_passes,
+            n_rounds,
+            n_rounds + self._drafted.total(),
+            self.n_tokens,
+            _histogram(self._drafted_runs),
+            _histogram(self._accepted_runs),
+            tuple(origins),
+        )
+
+
+def _histogram(counts: Counter[int]) -> tuple[int, ...]:
+    return tuple(counts[n] for n in range(max(counts, default=-1) + 1))

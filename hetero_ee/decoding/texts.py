@@ -1,0 +1,118 @@
+"""The texts being generated: how each begins, takes a token and ends. All that the ways to decode share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hetero_ee.decoding.result import FinishReason, GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.text import Decode, TextStream
+from hetero_ee.exits.candidates import DraftSource
+from hetero_ee.runtime.executor import Executor, Observe
+from hetero_ee.runtime.rows import Rows
+
+UNCACHED = -1  # no sequence of the KV cache has this number
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What ends a text beside its sampling parameters. context_tokens: prompt and text together."""
+
+    eos_token_ids: frozenset[int]
+    context_tokens: int
+
+
+@dataclass(slots=True)
+class Text:
+    """One sequence being generated: the prompt's index in its list, token_ids of prompt and text so far.
+
+    cached_as: its number in the KV cache, other than `sequence` where texts of another call are being generated too.
+    """
+
+    sequence: int
+    token_ids: list[int]
+    n_prompt_tokens: int
+    stream: TextStream
+    cached_as: int = UNCACHED
+    finished: bool = False
+
+    @classmethod
+    def of_prompt(
+        cls, sequence: int, prompt_ids: list[int], params: SamplingParams, decode: Decode, cached_as: int = UNCACHED
+    ) -> "Text":
+        """The text that follows these tokens, none of it there yet."""
+        stream = TextStream(decode, prompt_ids, params.stop)
+        return cls(sequence, list(prompt_ids), len(prompt_ids), stream, cached_as)
+
+    def tokens_left(self, params: SamplingParams, ending: Ending) -> int:
+        """The most tokens that may still follow."""
+        in_context = ending.context_tokens - len(self.token_ids)
+        if params.max_new_tokens is None:
+            return in_context
+        return min(in_context, self.n_prompt_tokens + params.max_new_tokens - len(self.token_ids))
+
+
+def in_own_sequences(
+    executor: Executor,
+    texts: list[Text],
+    tokens: Iterator[GeneratedToken],
+    source: DraftSource | None = None,
+) -> Iterator[GeneratedToken]:
+    """Yields the tokens, every text in a sequence of its own in the KV cache, which is closed at its end, in `source`
+    too."""
+
+    def free(text: Text) -> None:
+        executor.cache.close(text.cached_as)
+        if source is not None and text.cached_as != UNCACHED:
+            source.close(text.cached_as)
+        text.cached_as = UNCACHED
+
+    try:
+        for text in texts:
+            text.cached_as = executor.cache.open_new()
+        for token in tokens:
+            if token.finish_reason is not None:  # its memory is free for others at once
+                free(texts[token.sequence])
+            yield token
+    finally:
+        for text in texts:
+            free(text)
+
+
+def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
+    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token."""
+    sequence, prompt = text.cached_as, text.token_ids[: text.n_prompt_tokens]
+    n_tokens = executor.prompt_chunk_tokens
+    firsts = range(executor.cache.length(sequence), len(prompt), n_tokens)
+    chunks = (Rows.of_sequence(sequence, first, prompt[first : first + n_tokens]) for first in firsts)
+    return executor.prompt(chunks, observe)
+
+
+def step(text: Text, logits: Tensor, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:
+    """Chooses one sequence's next token and decides whether its text ends there."""
+    position = len(text.token_ids)
+    token_id = choose_token(logits, text.token_ids, params, text.sequence, position)
+    text.token_ids.append(token_id)
+    is_end = is_end_token(token_id, params, ending)
+    piece = "" if is_end else text.stream.add(token_id)
+    reason = _finish_reason(text, is_end, params, ending)
+    if reason is not None:
+        text.finished = True
+        piece += text.stream.finish()
+    return GeneratedToken(piece, token_id, text.sequence, position, reason, elapsed_s)
+
+
+def is_end_token(token_id: int, params: SamplingParams, ending: Ending) -> bool:
+    """Whether a text ends with this token, which is no part of it."""
+    return token_id in params.stop_token_ids or (token_id in ending.eos_token_ids and not params.ignore_eos)
+
+
+def _finish_reason(text: Text, is_end: bool, params: SamplingParams, ending: Ending) -> FinishReason | None:
+    if is_end or text.stream.stopped:
+        return FinishReason.STOP
+    if len(text.token_ids) - text.n_prompt_tokens == params.max_new_tokens:
+        return FinishReason.LENGTH
+    if len(text.token_ids) >= ending.context_tokens:
+        return FinishReason.CONTEXT
+    return None

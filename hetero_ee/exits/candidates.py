@@ -1,0 +1,111 @@
+"""Candidates: the few tokens that may follow, from the head at a boundary and from sources that draft ahead."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+N_CANDIDATES = 4
+
+Choose = Callable[[Tensor, Sequence[int]], int]
+"""(logits (vocab,), every token before) -> the token that this sequence's sampling takes there."""
+
+
+class DraftSource(Protocol):
+    """Proposes tokens from what is known without the later layers.
+
+    token_ids is the sequence's text from position 0 on: what was observed, and drafts not yet verified behind it.
+    """
+
+    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
+        """A chain of 0 to n_tokens tokens that may follow token_ids."""
+
+    def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
+        """0 to k different tokens that may come next, best first."""
+
+    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+        """Verified rows: their tokens from first_position on, and their final normed hidden states (m, hidden)."""
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets every position from `length` on."""
+
+    def close(self, sequence: int) -> None:
+        """The sequence has ended; closing an unknown one does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """token_ids (m, k) int64, best first; logits (m, k) fp32, theirs; is_finite (m,): False where logits are NaN or
+    infinite, and the row's tokens mean nothing."""
+
+    token_ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    is_finite: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCandidates:
+    """The likeliest tokens by the head's logits at one layer."""
+
+    n_candidates: int = N_CANDIDATES
+
+    def of(self, logits: Tensor) -> Candidates:
+        """logits (m, vocab) fp32 -> the n_candidates largest of each row, the lowest id first among equals."""
+        rest = logits.numpy(force=True).copy()
+        m, k = len(rest), min(self.n_candidates, rest.shape[1])
+        token_ids, values = np.empty((m, k), np.int64), np.empty((m, k), np.float32)
+        flat, first = rest.reshape(-1), np.arange(m) * rest.shape[1]
+        # As many passes as candidates: argmax takes the lowest of equal ids, where topk takes any, and NaN for largest.
+        for place in range(k):
+            token_ids[:, place] = best = rest.argmax(1)
+            values[:, place] = flat[first + best]
+            flat[first + best] = -np.inf
+        return Candidates(token_ids, values, np.asarray(np.isfinite(values).all(1)))
+
+
+def merged_candidates(proposals: Iterable[Sequence[int]], k: int) -> list[int]:
+    """The first k different tokens of the proposals, one after the other: those of the best source come first."""
+    merged = dict.fromkeys(token_id for proposal in proposals for token_id in proposal)
+    return list(merged)[:k]
+
+
+class CombinedSource:
+    """Several sources as one, the best first.
+
+    A chain comes whole from the first source that proposes any, so that a draft never mixes two sources' guesses;
+    candidates are filled up from one source after the other.
+    """
+
+    def __init__(self, sources: Sequence[DraftSource]) -> None:
+        self._sources = tuple(sources)
+
+    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
+        """See DraftSource.propose."""
+        chains = (source.propose(sequence, token_ids, n_tokens, choose) for source in self._sources)
+        return next(filter(None, chains), [])
+
+    def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
+        """See DraftSource.candidates."""
+        found: list[int] = []
+        for source in self._sources:
+            if len(found) < k:
+                found = merged_candidates((found, source.candidates(sequence, token_ids, k)), k)
+        return found
+
+    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+        """See DraftSource.observe."""
+        for source in self._sources:
+            source.observe(sequence, first_position, token_ids, normed)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """See DraftSource.truncate."""
+        for source in self._sources:
+            source.truncate(sequence, length)
+
+    def close(self, sequence: int) -> None:
+        """See DraftSource.close."""
+        for source in self._sources:
+            source.close(sequence)

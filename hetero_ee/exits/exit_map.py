@@ -1,0 +1,54 @@
+"""ExitMap: what a hidden state in the middle of the model would be at its end, by one linear map.
+
+    y = x + x W + b
+
+x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or of
+low rank in two factors. The map is a correction: without evidence it is the identity. How it is fitted: map_fit.py.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExitMap:
+    """up: fp32 (hidden, rank); down: fp32 (rank, hidden), None for full rank, W^T = up then; bias: fp32 (hidden,)."""
+
+    down: Tensor | None
+    up: Tensor
+    bias: Tensor
+
+    def __post_init__(self) -> None:
+        n_inner = self.up.shape[0] if self.down is None else self.down.shape[0]
+        n_outer = self.up.shape[0] if self.down is None else self.down.shape[1]
+        if self.up.shape != (n_outer, n_inner) or self.bias.shape != (n_outer,):
+            raise ValueError(f"factors {tuple(self.up.shape)} and bias {tuple(self.bias.shape)} are of no map")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.up.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[1]
+
+    @torch.inference_mode()
+    def apply(self, normed: Tensor) -> Tensor:
+        """(m, hidden) -> (m, hidden). A row's bits don't depend on the rows beside it: each is multiplied alone."""
+        mapped = torch.empty_like(normed)
+        for row, state in enumerate(normed):
+            own = state.clone()  # a clone is aligned, a view need not be
+            inner = own if self.down is None else torch.mv(self.down, own)
+            mapped[row] = own + (torch.mv(self.up, inner) + self.bias)
+        return mapped
+
+    def rounded(self) -> Self:
+        """The same map in fp16's values, as it is kept on disk. Raises ValueError where they are too large for fp16."""
+        parts = (self.down, self.up, self.bias)
+        halves = [None if part is None else part.half().float() for part in parts]
+        if not all(part is None or bool(torch.isfinite(part).all()) for part in halves):
+            raise ValueError("the map has values that fp16 can't hold")
+        return type(self)(*halves)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""Makes the calibration that ships with the demo model.
+
+    python scripts/calibrate_demo.py --data DIR
+
+DIR holds stories_a.txt and stories_c.txt of the TinyStories data set. Calibrated is on the stories that the training of
+the demo model held out, so that neither maps nor figures rest on texts that the model has learnt. The result is keyed
+by checksums of the checkpoint, and fits the store that any machine makes of it.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from hetero_ee import Engine
+from hetero_ee.config import demo_model_folder
+from hetero_ee.decoding.calibration_text import text_chunks
+from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.exits.calibration_file import write_calibration
+from hetero_ee.exits.calibration_key import checkpoint_key
+from hetero_ee.exits.calibration_place import SHIPPED_FOLDER
+from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
+from hetero_ee.weights.quantization import Quantization
+
+TEXTS = ("stories_a.txt", "stories_c.txt")
+SEPARATOR = "<|endoftext|>"
+HELD_OUT_EVERY = 80  # as scripts/train_demo_model.py has it
+ENOUGH_TOKENS = 10**6  # all there are
+DESCRIPTION = "TinyStories that training held out"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the stories")
+    data = parser.parse_args().data
+    model = demo_model_folder()
+    with Engine.from_pretrained(threads=1) as engine:
+        tokenizer = Tokenizer.load(model, engine.spec.vocab_size)
+        chunks = text_chunks(tokenizer, held_out_stories(data), ENOUGH_TOKENS, engine.context_tokens)
+        run = CalibrationRun(engine.executor, CalibrationSettings(), None, time.perf_counter)
+        start_s = time.perf_counter()
+        calibration = run.calibrate(chunks, DESCRIPTION)
+        seconds = time.perf_counter() - start_s
+    folder = model / SHIPPED_FOLDER
+    write_calibration(calibration, checkpoint_key(model, Quantization.of_model(model, None)), folder)
+    n_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{calibration.text.n_tokens} tokens, {seconds:.0f} s, {n_bytes} bytes in {folder}")
+
+
+def held_out_stories(data: Path) -> list[str]:
+    """Every HELD_OUT_EVERY-th story of the texts together, as the training counted them."""
+    pieces = [piece.strip() for name in TEXTS for piece in read_pieces(data / name)]
+    return list(filter(None, pieces))[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+
+
+def read_pieces(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8", errors="ignore").split(SEPARATOR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The model that a draft head learns from: its tokens, its continuations and its final normed states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetero_ee import Engine, ModelSpec, SamplingParams
+from hetero_ee.decoding.sampling import choose_token
+from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.rows import Rows
+
+EMBEDDING, HEAD = "embedding.tokens", "head.tokens"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One sequence: token_ids (n,), and the model's final normed state at each, (n, hidden)."""
+
+    token_ids: Tensor
+    states: Tensor
+
+
+class Teacher:
+    """folder: the model's, as the engine takes it. embedding, head: fp32 (vocab, hidden)."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.executor: Executor = engine.executor
+        self.spec: ModelSpec = engine.spec
+        self.quantizer = engine.quantizer
+        tokenizer = Tokenizer.load(folder, self.spec.vocab_size)
+        self._encode, self._end = tokenizer.encode, tokenizer.eos_token_id
+        matrices = self.executor.weights.matrices
+        self.embedding = matrices[EMBEDDING].dequantize()
+        self.head = self.embedding if HEAD not in matrices else matrices[HEAD].dequantize()
+
+    def encoded(self, text: str, n_tokens: int) -> list[int]:
+        """The first tokens of a text and of what ends it."""
+        ids = self._encode(text)
+        return (ids if self._end is None else [*ids, self._end])[:n_tokens]
+
+    def trace(self, token_ids: list[int]) -> Trace:
+        """One pass of the model."""
+        sequence = self.executor.cache.open_new()
+        try:
+            hidden = self.executor.hidden(Rows.of_sequence(sequence, 0, token_ids))
+            return Trace(torch.tensor(token_ids), self.executor.final_norm(hidden))
+        finally:
+            self.executor.cache.close(sequence)
+
+    def continued(
+        self, beginnings: Sequence[list[int]], n_tokens: int, params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """The beginnings with up to n_tokens more, in one batch; the first goes by params[0], the next by params[1]."""
+        whole = [list(tokens) for tokens in beginnings]
+        numbers = [self.executor.cache.open_new() for _ in whole]
+        pending = {i: Rows.of_sequence(numbers[i], 0, tokens) for i, tokens in enumerate(whole)}
+        for _ in range(n_tokens):
+            ends = torch.tensor([len(rows) for rows in pending.values()]).cumsum(0)
+            logits = self.executor.logits(Rows.joined(list(pending.values())), (ends - 1).tolist())
+            for i, line in zip(list(pending), logits, strict=True):
+                tokens = whole[i]
+                tokens.append(choose_token(line, tokens, params[i % len(params)], i, len(tokens)))
+                pending[i] = Rows.of_sequence(numbers[i], len(tokens) - 1, tokens[-1:])
+                if tokens[-1] == self._end:
+                    del pending[i]
+            if not pending:
+                break
+        for number in numbers:
+            self.executor.cache.close(number)
+        return whole
+
+
+def read_texts(files: Sequence[Path], separator: str) -> list[str]:
+    """The texts of all files, without the separators and line ends between them."""
+    pieces = (piece.strip() for file in files for piece in file.read_text(encoding="utf-8").split(separator))
+    return [piece for piece in pieces if piece]

@@ -1,0 +1,270 @@
+"""Train an EAGLE-1 style draft head for a local model.
+
+    python scripts/train_draft_head.py --model DIR --texts FILE... --output DIR [--evaluate FILE]
+
+The head (arXiv 2401.15077) sees the newest token and the model's final normed state that led to it, and guesses the
+next such state; the model's own head turns it into a token. It learns from the states that this engine's int4 model
+computes, over texts and over its own continuations of their beginnings. Later guesses of a chain start from guessed
+states, so the later steps of training unroll the head over its own guesses (arXiv 2408.15766). Figures are printed.
+All states are kept in memory, 2 bytes x hidden size a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from draft_head_module import TrainingHead
+from draft_head_teacher import Teacher, Trace, read_texts
+from measure_draft_head import Size, measure
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hetero_ee import Engine, SamplingParams
+from hetero_ee.exits.draft_head_file import read_draft_head
+
+Batch = tuple[Tensor, Tensor, Tensor]  # token_ids (b, n), states (b, n, hidden), which of them are there (b, n)
+CONTINUED_TOGETHER = 64
+COPIED_FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+COPIED_FIELDS += ["head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"]
+COPIED_FIELDS += ["rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that defines a run; each field is also a command-line flag."""
+
+    seed: int = field(default=8, metadata={"help": "seed of everything random"})
+    threads: int = field(default=1, metadata={"help": "CPU threads"})
+    tokens: int = field(default=1_000_000, metadata={"help": "tokens of text to learn from, about"})
+    generated: int = field(default=200_000, metadata={"help": "tokens of continuations to learn from, about"})
+    temperature: float = field(default=0.8, metadata={"help": "of every other continuation; the rest are greedy"})
+    beginning: int = field(default=12, metadata={"help": "tokens of a text that are gone on from"})
+    window: int = field(default=320, metadata={"help": "longest sequence, in tokens"})
+    batch: int = field(default=2048, metadata={"help": "tokens in a step"})
+    epochs: float = field(default=6.0, metadata={"help": "passes over the states, at most"})
+    seconds: float = field(default=3600.0, metadata={"help": "time limit of the steps; the rate falls with it"})
+    rate: float = field(default=3e-3, metadata={"help": "peak learning rate (Adam)"})
+    warmup: float = field(default=0.02, metadata={"help": "share of the steps in which the rate rises"})
+    alone: float = field(default=0.5, metadata={"help": "first share of the run, in which a step is one guess"})
+    chain: int = field(default=3, metadata={"help": "guesses that a step unrolls from then on"})
+    state_weight: float = field(default=1.0, metadata={"help": "weight of the states' loss (smooth L1)"})
+    token_weight: float = field(default=1.0, metadata={"help": "weight of the tokens' loss (EAGLE: 0.1)"})
+    held_out: int = field(default=80, metadata={"help": "every n-th text is kept to watch the training"})
+    watched: int = field(default=5000, metadata={"help": "tokens of each kind that the training is watched on"})
+    log_every: int = field(default=200, metadata={"help": "steps between two lines of progress"})
+    separator: str = field(default="<|endoftext|>", metadata={"help": "what separates the texts of a file"})
+
+    def smoke(self) -> Settings:
+        """A run of seconds, to test the path from texts to a head."""
+        tiny = replace(self, tokens=1500, generated=400, window=48, batch=256, epochs=2.0, held_out=4)
+        return replace(tiny, watched=200, log_every=5)
+
+
+def progress(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def collect(teacher: Teacher, texts: Sequence[str], settings: Settings, n_text: int, n_generated: int) -> list[Trace]:
+    """Traces of about n_text tokens of the texts, and of about n_generated of continuations."""
+    token_lists: list[list[int]] = []
+    for text in texts:
+        if n_text <= 0:
+            break
+        token_lists.append(teacher.encoded(text, settings.window))
+        n_text -= len(token_lists[-1])
+    token_lists += continuations(teacher, token_lists, settings, n_generated)
+    traces = []
+    for number, tokens in enumerate(token_lists):
+        trace = teacher.trace(tokens)
+        traces.append(Trace(trace.token_ids, trace.states.half()))
+        if number % 500 == 0:
+            progress(f"states of {number} of {len(token_lists)} sequences")
+    return traces
+
+
+def continuations(teacher: Teacher, texts: list[list[int]], settings: Settings, n_tokens: int) -> list[list[int]]:
+    """Of the texts' beginnings, every other one sampled, until there are n_tokens."""
+    params = [SamplingParams(temperature=temperature) for temperature in (0.0, settings.temperature)]
+    found: list[list[int]] = []
+    for first in range(0, len(texts), CONTINUED_TOGETHER):
+        if n_tokens <= 0:
+            break
+        beginnings = [tokens[: settings.beginning] for tokens in texts[first : first + CONTINUED_TOGETHER]]
+        whole = teacher.continued(beginnings, settings.window - settings.beginning, params)
+        found += whole
+        n_tokens -= sum(map(len, whole))
+        progress(f"{sum(map(len, found))} tokens generated")
+    return found
+
+
+def batches(traces: Sequence[Trace], settings: Settings) -> Iterator[Batch]:
+    """Endless: sequences of about one length together, in a new order at each pass."""
+    shuffle = random.Random(settings.seed)
+    while True:
+        order = sorted(range(len(traces)), key=lambda index: len(traces[index].token_ids) + shuffle.random() * 16)
+        groups: list[list[Trace]] = [[]]
+        for index in order:
+            trace = traces[index]
+            if groups[-1] and (len(groups[-1]) + 1) * len(trace.token_ids) > settings.batch:
+                groups.append([])
+            groups[-1].append(trace)
+        shuffle.shuffle(groups)
+        for group in groups:
+            yield padded(group)
+
+
+def padded(traces: Sequence[Trace]) -> Batch:
+    tokens = pad_sequence([trace.token_ids for trace in traces], batch_first=True)
+    states = pad_sequence([trace.states for trace in traces], batch_first=True).float()
+    lengths = torch.tensor([len(trace.token_ids) for trace in traces])
+    return tokens, states, torch.arange(tokens.shape[1]) < lengths[:, None]
+
+
+def losses(head: TrainingHead, teacher: Teacher, batch: Batch, chain: int, settings: Settings) -> tuple[Tensor, Tensor]:
+    """The loss of one step, and the share of right first tokens at each guess of a chain (chain,)."""
+    tokens, states, mask = batch
+    inputs = head.embedding[tokens[:, 1:]]
+    targets, counted = states[:, 1:], mask[:, 1:]
+    with torch.no_grad():
+        wanted = F.linear(targets[counted], teacher.head)
+        best, likely = wanted.argmax(-1), wanted.softmax(-1)
+    total, right = torch.zeros(()), []
+    for guessed in head.unrolled(inputs, states[:, :-1], chain):
+        guesses = guessed[counted]
+        logits = F.linear(guesses, teacher.head).float()
+        state_loss = F.smooth_l1_loss(guesses.float(), targets[counted])
+        token_loss = F.cross_entropy(logits, likely)
+        total = total + settings.state_weight * state_loss + settings.token_weight * token_loss
+        right.append((logits.argmax(-1) == best).float().mean())
+    return total / chain, torch.stack(right)
+
+
+def train(head: TrainingHead, teacher: Teacher, traces: list[Trace], watched: list[Trace], settings: Settings) -> int:
+    """Trains until the passes are done or the time is up; returns the number of steps."""
+    n_steps = math.ceil(settings.epochs * sum(len(trace.token_ids) for trace in traces) / settings.batch)
+    optimizer = torch.optim.Adam(head.parameters(), lr=settings.rate, betas=(0.9, 0.95))
+    started = time.monotonic()
+    recent: list[Tensor] = []
+    step, share = 0, 0.0
+    for batch in batches(traces, settings):
+        step += 1
+        share = max(step / n_steps, (time.monotonic() - started) / settings.seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate * min(1.0, step / (settings.warmup * n_steps + 1), max(0.0, 1 - share))
+        chain = 1 if share < settings.alone else settings.chain
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, right = losses(head, teacher, batch, chain, settings)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(right[:1])
+        if step % settings.log_every == 0 or share >= 1:
+            figures = f"train {_shares(recent)} held-out {_shares(_held_out(head, teacher, watched, settings))}"
+            progress(f"step {step} of {n_steps} loss {loss.item():.4f} right {figures}")
+            recent.clear()
+        if share >= 1:
+            break
+    return step
+
+
+@torch.no_grad()
+def _held_out(head: TrainingHead, teacher: Teacher, watched: list[Trace], settings: Settings) -> list[Tensor]:
+    """Shares of right tokens at each guess of a chain, of some sequences together at a time."""
+    parts = [watched[first : first + 8] for first in range(0, len(watched), 8)]
+    return [losses(head, teacher, padded(part), settings.chain, settings)[1] for part in parts]
+
+
+def _shares(found: Sequence[Tensor]) -> str:
+    return "/".join(f"{share:.3f}" for share in torch.stack(list(found)).mean(0).tolist())
+
+
+def head_config(model: Path) -> dict[str, Any]:
+    """config.json of the head: one Llama layer in the model's shape."""
+    values = json.loads((model / "config.json").read_text())
+    config = {name: values[name] for name in COPIED_FIELDS if values.get(name) is not None}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1} | config
+
+
+def save(head: TrainingHead, teacher: Teacher, model: Path, output: Path, figures: dict[str, Any]) -> None:
+    """Writes the head in fp16, and reads it as the engine does."""
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(head.tensors(torch.float16), output / "model.safetensors")
+    config = head_config(model) | {"torch_dtype": "float16", "training": figures}
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    read_draft_head(output, teacher.spec)
+
+
+def run(model: Path, texts: list[Path], output: Path, settings: Settings) -> dict[str, Any]:
+    """The whole way from texts to a head; returns what the run was."""
+    torch.manual_seed(settings.seed)
+    kept = read_texts(texts, settings.separator)
+    held_out = kept[settings.held_out - 1 :: settings.held_out] or kept[-1:]
+    del kept[settings.held_out - 1 :: settings.held_out]
+    random.Random(settings.seed).shuffle(kept)
+    with Engine.from_pretrained(model, threads=settings.threads) as engine:
+        torch.set_num_threads(settings.threads)
+        teacher = Teacher(engine, model)
+        if not (teacher.spec.gated and teacher.spec.rope and teacher.spec.norm == "rms"):
+            raise SystemExit(f"{model}: a draft head needs rotary positions, RMSNorm and a gated FFN.")
+        with torch.inference_mode():
+            watched = collect(teacher, held_out, settings, settings.watched, settings.watched)
+            traces = collect(teacher, kept, settings, settings.tokens, settings.generated)
+    head = TrainingHead(teacher.spec, teacher.embedding.clone())
+    started = time.monotonic()
+    n_steps = train(head, teacher, traces, watched, settings)
+    figures = {
+        "model": model.resolve().name,
+        "quantizer": teacher.quantizer,
+        "texts": [text.name for text in texts],
+        "sequences": len(traces),
+        "tokens": sum(len(trace.token_ids) for trace in traces),
+        "steps": n_steps,
+        "seconds": round(time.monotonic() - started),
+        "settings": asdict(settings),
+    }
+    save(head, teacher, model, output, figures)
+    return figures
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Settings]:
+    """The command line: where things are, and a flag for every setting."""
+    parser = argparse.ArgumentParser(description="Train a draft head for a local model.")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model, or a store")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files to learn from")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the head")
+    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
+    parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
+    for item in fields(Settings):
+        flag = "--" + item.name.replace("_", "-")
+        parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
+    arguments = parser.parse_args()
+    settings = Settings(**{item.name: getattr(arguments, item.name) for item in fields(Settings)})
+    return arguments, settings.smoke() if arguments.smoke else settings
+
+
+def main() -> None:
+    """Trains, and evaluates if there is a text to evaluate on."""
+    arguments, settings = parse_arguments()
+    figures: dict[str, Any] = {"training": run(arguments.model, arguments.texts, arguments.output, settings)}
+    if arguments.evaluate:
+        size, temperatures = Size(prompts=4, new_tokens=16) if arguments.smoke else Size(), (0.0, settings.temperature)
+        model, head = arguments.model, arguments.output
+        figures["acceptance"] = measure(model, head, arguments.evaluate, size, temperatures, settings.threads)
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

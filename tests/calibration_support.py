@@ -1,0 +1,115 @@
+"""What the tests of calibrations share: one made of random numbers, and a disk that fails on demand."""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hetero_ee.exits.activations import activation_names
+from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
+from hetero_ee.exits.exit_map import ExitMap
+from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures
+from hetero_ee.exits.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
+from hetero_ee.exits.predictors import Predictor, ThresholdPredictor
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.filesystem import LocalFileSystem
+from tests.families import config_of
+
+KEY = "ab" * 32
+
+
+def small_spec() -> ModelSpec:
+    """Five layers, so that every kind of map and predictor has a boundary."""
+    return ModelSpec.from_hf(config_of("llama", num_hidden_layers=5))
+
+
+def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
+    """Every boundary with another kind of map and predictor."""
+    random = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    size = spec.hidden_size
+    maps = (None, ExitMap(torch.randn(3, size), torch.randn(size, 3), torch.randn(size)).rounded())
+    full = ExitMap(None, torch.randn(size, size), torch.randn(size)).rounded()
+    boundaries = []
+    for boundary in range(1, spec.n_layers):
+        shares = dict(
+            zip(("agreement", "exit_rate", "precision", "recall", "acceptance"), random.random(5), strict=True)
+        )
+        exit_map = (*maps, full)[boundary % 3]
+        figures = BoundaryFigures(
+            mapped_agreement=0.5 if exit_map else None,
+            kept_drafts=tuple(range(MAX_DRAFTS + 1)),
+            **{name: float(share) for name, share in shares.items()},
+        )
+        boundaries.append(BoundaryCalibration(boundary, exit_map, _predictor(boundary, seed), 0.6, figures))
+    histogram = tuple(range(1, spec.n_layers + 1))
+    depths = DepthFigures(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
+    activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
+    text = CalibrationText("a text", 200, 100, 90, 150)
+    return Calibration(spec.n_layers, size, text, tuple(boundaries), depths, activations)
+
+
+def same(one: Calibration, other: Calibration) -> bool:
+    """Whether two calibrations are equal to the last bit."""
+    return _plain(one) == _plain(other)
+
+
+class FailingDisk(LocalFileSystem):
+    """A disk on which one call of one kind fails: the `at`-th write, rename and so on, counted from 0."""
+
+    def __init__(self, operation: str, at: int = 0, number: int = errno.ENOSPC) -> None:
+        self._operation, self._left, self._errno = operation, at, number
+
+    def write(self, file, data) -> None:  # type: ignore[no-untyped-def]
+        self._maybe_fail("write")
+        super().write(file, data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe_fail("rename")
+        super().rename(source, target)
+
+    def close_durably(self, file) -> None:  # type: ignore[no-untyped-def]
+        super().close_durably(file)
+        self._maybe_fail("close_durably")
+
+    def create_file(self, file: Path):  # type: ignore[no-untyped-def]
+        self._maybe_fail("create_file")
+        return super().create_file(file)
+
+    def _maybe_fail(self, operation: str) -> None:
+        if operation == self._operation:
+            self._left -= 1
+            if self._left == -1:
+                raise OSError(self._errno, "injected")
+
+
+def _predictor(boundary: int, seed: int) -> Predictor:
+    random = np.random.default_rng(seed + boundary)
+    features, labels = random.normal(size=(80, 12)).astype(np.float32), random.random(80) < 0.5
+    match boundary % 3:
+        case 0:
+            return fit_mlp(features, labels, training=MlpTraining(n_hidden=4, n_steps=5))
+        case 1:
+            return fit_logistic(features, labels)
+        case _:
+            return ThresholdPredictor(4, 0.75, 0.5)
+
+
+def _plain(calibration: Calibration) -> object:
+    def tensor(part: torch.Tensor | None) -> object:
+        return None if part is None else part.tolist()
+
+    boundaries = [
+        (
+            each.boundary,
+            each.exit_map and [tensor(part) for part in (each.exit_map.down, each.exit_map.up, each.exit_map.bias)],
+            each.predictor.kind,
+            {name: array.tolist() for name, array in each.predictor.arrays().items()},
+            each.threshold,
+            each.figures,
+        )
+        for each in calibration.boundaries
+    ]
+    activations = {name: array.tolist() for name, array in calibration.activations.items()}
+    return calibration.n_layers, calibration.hidden_size, calibration.text, boundaries, calibration.depths, activations

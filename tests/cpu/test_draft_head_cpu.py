@@ -1,0 +1,108 @@
+"""A draft head on the CPU kernels against the same head in plain torch."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_ee.exits.draft_head import DraftHeadSource
+from hetero_ee.exits.draft_head_cpu import CpuDraftHeadLayer
+from hetero_ee.exits.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
+from hetero_ee.runtime.rows import Rows
+from hetero_ee_cpu_ops.team import Team
+from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
+
+N_TOKENS, MAX_TOKENS = 20, 64
+TOKENS, STATES = random_text(N_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    team = Team(2)
+    yield team
+    team.close()
+
+
+def guessed(layer: DraftHeadLayer, chunks: Sequence[int]) -> Tensor:
+    """The guesses of a whole text, taken in chunks of rows."""
+    sequence, found, first = layer.cache.open_new(), [], 0
+    for n_rows in chunks:
+        end = first + n_rows
+        embedded = layer.embed(TOKENS[first:end])
+        if embedded is None:
+            embedded = BareTarget().embedding[TOKENS[first:end]]
+        found.append(layer.guess(embedded, STATES[first:end], Rows.of_sequence(sequence, first, TOKENS[first:end])))
+        first = end
+    layer.cache.close(sequence)
+    return torch.cat(found)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("quantizer", "tolerance"), [("int8", 0.02), ("codebook", 0.2)])
+def test_it_computes_what_the_reference_does(team: Team, quantizer: str, tolerance: float) -> None:
+    """The rest is quantization: of weights and activations to 8 bits, or of weights to 4."""
+    weights = head_weights(qkv_bias=torch.linspace(-1, 1, 80), embedding=BareTarget(seed=8).embedding)
+    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, quantizer=quantizer)
+    expected = guessed(TorchDraftHeadLayer(weights, MAX_TOKENS), [N_TOKENS])
+    error = relative_error(guessed(layer, [N_TOKENS]), expected)
+    assert 0 < error < tolerance
+
+
+def test_a_rows_bits_do_not_depend_on_its_batch(team: Team) -> None:
+    layer = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team)
+    whole = guessed(layer, [N_TOKENS])
+    for chunks in ([1] * N_TOKENS, [3, 1, 9, 7]):
+        assert torch.equal(guessed(layer, chunks), whole)
+
+
+def test_the_draft_vocabularys_logits_are_the_heads(team: Team) -> None:
+    head = BareTarget().head[[2, 5, 17]]
+    weights = head_weights()
+    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, head)
+    logits = layer.logits(STATES[:1])
+    assert logits is not None and logits.shape == (1, 3)
+    assert relative_error(logits, STATES[:1] @ head.T) < 0.02
+    assert CpuDraftHeadLayer(weights, MAX_TOKENS, team).logits(STATES[:1]) is None
+
+
+def test_after_a_rollback_it_proposes_as_a_fresh_one_does(team: Team) -> None:
+    def source() -> DraftHeadSource:
+        return DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team), BareTarget())
+
+    used, fresh = source(), source()
+    wrong, wrong_states = random_text(N_TOKENS, seed=5)
+    used.observe(0, 0, TOKENS[:8], STATES[:8])
+    used.propose(0, TOKENS[:9], 6, lambda logits, history: int(logits.argmax()))
+    used.observe(0, 8, wrong[:7], wrong_states[:7])
+    used.propose(0, [*TOKENS[:8], *wrong[:7], 3], 6, lambda logits, history: int(logits.argmax()))
+    used.truncate(0, 8)
+    for first in range(8, 16, 2):
+        used.observe(0, first, TOKENS[first : first + 2], STATES[first : first + 2])
+    fresh.observe(0, 0, TOKENS[:16], STATES[:16])
+    logits: list[list[Tensor]] = [[], []]
+    for number, one in enumerate((used, fresh)):
+        one.propose(0, TOKENS[:17], 5, lambda found, history, n=number: logits[n].append(found) or int(found.argmax()))
+    assert len(logits[0]) == 5 and all(map(torch.equal, *logits))
+
+
+def test_it_has_the_shapes_it_says(team: Team) -> None:
+    layer = CpuDraftHeadLayer(head_weights(embedding=BareTarget().embedding), MAX_TOKENS, team)
+    embedded = layer.embed([3, VOCAB - 1])
+    assert embedded is not None and embedded.shape == (2, HIDDEN)
+    assert relative_error(embedded, BareTarget().embedding[[3, VOCAB - 1]]) < 0.02
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_whose_head_is_no_number_gets_no_drafts(team: Team, broken: float) -> None:
+    target, notices = BareTarget(), list[str]()
+    target.head[VOCAB // 2, 5] = broken
+    source = DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team), target, notice=notices.append)
+    source.observe(0, 0, TOKENS, STATES)
+    for _ in range(2):
+        assert source.propose(0, [*TOKENS, 4], 3, lambda logits, history: int(logits.argmax())) == []
+    assert len(notices) == 1

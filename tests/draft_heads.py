@@ -1,0 +1,102 @@
+"""Tiny draft heads with random weights, in memory and on disk, and a model without layers to draft for."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hetero_ee.exits.draft_head_layer import DraftHeadWeights
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.rows import Rows
+
+VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+MODEL = ModelSpec.from_hf(CONFIG | {"num_hidden_layers": 3})
+
+
+def head_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """What a file of EAGLE's holds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    return {
+        "fc.weight": random(HIDDEN, 2 * HIDDEN),
+        "fc.bias": random(HIDDEN),
+        "layers.0.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        "layers.0.mlp.gate_proj.weight": random(FFN, HIDDEN),
+        "layers.0.mlp.up_proj.weight": random(FFN, HIDDEN),
+        "layers.0.mlp.down_proj.weight": random(HIDDEN, FFN),
+        "layers.0.post_attention_layernorm.weight": 1 + 0.1 * random(HIDDEN),
+    }
+
+
+def save_head(folder: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+    """Writes config.json, with some fields changed, and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(head_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+def head_weights(seed: int = 0, **changes: Any) -> DraftHeadWeights:
+    """The same in memory."""
+    tensors = head_tensors(seed)
+
+    def stacked(room: str, parts: tuple[str, ...]) -> Tensor:
+        return torch.cat([tensors[f"layers.0.{room}.{part}_proj.weight"] for part in parts])
+
+    weights = DraftHeadWeights(
+        spec=dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,)),
+        fc=tensors["fc.weight"],
+        fc_bias=tensors["fc.bias"],
+        qkv=stacked("self_attn", ("q", "k", "v")),
+        output=stacked("self_attn", ("o",)),
+        gate_up=stacked("mlp", ("gate", "up")),
+        down=stacked("mlp", ("down",)),
+        norm=tensors["layers.0.post_attention_layernorm.weight"],
+    )
+    return dataclasses.replace(weights, **changes)
+
+
+class BareTarget:
+    """An embedding and a head, exact in fp32."""
+
+    def __init__(self, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.spec = MODEL
+        self.embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+        self.head = torch.randn(VOCAB, HIDDEN, generator=generator)
+
+    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+        assert hidden is None and not layers, "a draft head asks for the embedding alone"
+        return self.embedding[list(rows.token_ids)]
+
+    def project(self, normed: Tensor) -> Tensor:
+        return torch.stack([self.head @ row for row in normed])
+
+
+def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:
+    """Tokens, and a state at each."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (n_tokens,), generator=generator)
+    return tokens.tolist(), torch.randn(n_tokens, HIDDEN, generator=generator)

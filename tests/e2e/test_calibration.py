@@ -1,0 +1,247 @@
+"""Calibration from end to end, on a random model: what it gives, that it can be gone on with, and what it refuses."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_ee import Engine, UsageError
+from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.decoding.calibration_text import MIN_TOKENS, text_chunks
+from hetero_ee.errors import DiskFullError, ModelError, StoreError
+from hetero_ee.exits.activations import activation_names
+from hetero_ee.exits.calibration_file import JSON_FILE, TENSORS_FILE
+from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
+from hetero_ee.exits.mlp_training import MlpTraining
+from hetero_ee.exits.traces import traces
+from hetero_ee.weights.filesystem import FileSystem
+from tests.calibration_support import FailingDisk, same
+from tests.families import random_model, save_checkpoint
+
+WORDS = tuple("the cat saw a big red ball and said hello to Lily , who ran home . Tom was sad but then".split())  # noqa: SIM905
+SETTINGS = CalibrationSettings(
+    save_every_s=0.0, n_selection_tokens=100, n_activation_tokens=100, training=MlpTraining(n_hidden=8, n_steps=20)
+)
+
+
+def text_of(n_words: int, seed: int = 0) -> str:
+    torch.manual_seed(seed)
+    return " ".join(WORDS[place] for place in torch.randint(len(WORDS), (n_words,)).tolist())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(tiny, threads=1) as opened:
+        yield opened
+
+
+def job(
+    engine: Engine,
+    request: CalibrationRequest,
+    progress: Callable[[str, int, int], None] | None = None,
+    files: FileSystem | None = None,
+    settings: CalibrationSettings = SETTINGS,
+) -> CalibrationOutcome:
+    assert engine.calibrations is not None
+    tokenizer, ending = engine._tokenizer, engine._ending(engine.executor)
+    place = engine.calibrations
+    return calibrate(
+        engine.executor,
+        tokenizer,
+        ending,
+        place,
+        request,
+        settings=settings,
+        progress=progress,
+        clock=lambda: 0.0,  # saves at every chunk
+        files=files,
+    )
+
+
+def written(engine: Engine) -> list[bytes]:
+    """The bytes on disk."""
+    assert engine.calibrations is not None
+    return [(engine.calibrations.folder / name).read_bytes() for name in (JSON_FILE, TENSORS_FILE)]
+
+
+def partial_file(engine: Engine) -> Path:
+    assert engine.calibrations is not None
+    folder = engine.calibrations.folder
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def interrupting(call: int) -> Callable[[str, int, int], None]:
+    """A progress that is Ctrl-C at its call-th call, counted from 0."""
+    left = [call]
+
+    def progress(stage: str, n_done: int, n_all: int) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+REQUESTS = {
+    "text": CalibrationRequest((text_of(700), text_of(300, seed=1)), 900, "words"),
+    "own": CalibrationRequest(None, 900),
+}
+
+
+@pytest.fixture(scope="module", params=REQUESTS)
+def whole(request: pytest.FixtureRequest, engine: Engine) -> tuple[CalibrationRequest, list[bytes]]:
+    """A request and what an uninterrupted run writes for it."""
+    asked = REQUESTS[request.param]
+    job(engine, asked)
+    return asked, written(engine)
+
+
+def test_it_is_found_beside_its_store_and_holds_every_boundary(engine: Engine) -> None:
+    outcome = job(engine, REQUESTS["text"])
+    assert engine.calibrations is not None
+    assert outcome.folder == engine.calibrations.folder
+    found = engine.calibrations.find()
+    assert found is not None and same(found, outcome.calibration)
+    assert [each.boundary for each in found.boundaries] == list(range(1, engine.spec.n_layers))
+    assert found.text.description == "words" and 700 < found.text.n_tokens <= 900
+    assert sum(found.depths.histogram) == found.text.n_held_out_tokens
+    statistics = found.statistics()
+    assert statistics.rates_at(1).exit_rate == found.at(1).figures.exit_rate
+    assert not partial_file(engine).exists()
+
+
+@pytest.mark.parametrize("call", [0, 1, 8, 13, 25])
+def test_an_interrupted_run_gone_on_with_gives_the_same_bytes(
+    engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], call: int
+) -> None:
+    request, expected = whole
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        job(engine, request, interrupting(call))
+    assert partial_file(engine).exists() == bool(getattr(interrupt.value, "__notes__", ()))
+    job(engine, request)
+    assert written(engine) == expected
+    assert not partial_file(engine).exists()
+
+
+def test_what_was_done_is_not_done_again(
+    engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, run = [], engine.executor.run
+
+    def counted(rows: object, hidden: object, layers: range) -> object:
+        passes.append(layers)
+        return run(rows, hidden, layers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.executor, "run", counted)
+    job(engine, whole[0])
+    n_whole = len(passes)
+    with pytest.raises(KeyboardInterrupt):
+        job(engine, whole[0], interrupting(25))
+    passes.clear()
+    job(engine, whole[0])
+    assert len(passes) < 0.7 * n_whole
+    assert written(engine) == whole[1]
+
+
+@pytest.mark.parametrize("damage", ["another run's", "changed", "cut short", "empty"])
+def test_a_partial_file_that_is_not_this_runs_is_left_out(
+    engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], damage: str
+) -> None:
+    request, expected = whole
+    other = CalibrationRequest((text_of(900, seed=7),), 900)
+    with pytest.raises(KeyboardInterrupt):
+        job(engine, other if damage == "another run's" else request, interrupting(20))
+    file = partial_file(engine)
+    content = file.read_bytes()
+    changed = content[:2000] + bytes([content[2000] ^ 1]) + content[2001:]
+    file.write_bytes({"changed": changed, "cut short": content[:3000], "empty": b""}.get(damage, content))
+    job(engine, request)
+    assert written(engine) == expected
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_full_disk_leaves_the_calibration_that_was_there(
+    engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], at: int
+) -> None:
+    with pytest.raises(DiskFullError, match="disk is full"):
+        job(engine, REQUESTS["text"], files=FailingDisk("write", at))
+    assert written(engine) == whole[1]
+    job(engine, whole[0])
+    assert written(engine) == whole[1]
+
+
+def test_a_calibration_of_other_weights_is_refused(engine: Engine, stories260k: Path) -> None:
+    job(engine, REQUESTS["text"])
+    with Engine.from_pretrained(stories260k, threads=1) as other:
+        assert engine.calibrations is not None and other.calibrations is not None
+        other.calibrations.folder.mkdir()
+        for file in engine.calibrations.folder.iterdir():
+            (other.calibrations.folder / file.name).write_bytes(file.read_bytes())
+        with pytest.raises(StoreError, match=r"of another model.*hetero-ee calibrate"):
+            other.calibrations.find()
+
+
+@pytest.mark.parametrize("texts", [(), ("",), ("a b c",), (text_of(100), text_of(100))])
+def test_a_text_too_short_says_how_much_is_needed(engine: Engine, texts: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=rf"has \d+ tokens .* at least {MIN_TOKENS} are needed"):
+        job(engine, CalibrationRequest(texts, 1000))
+
+
+@pytest.mark.parametrize("n_tokens", [-1, 0, MIN_TOKENS - 1, 10**8])
+def test_an_impossible_number_of_tokens_is_refused(n_tokens: int) -> None:
+    with pytest.raises(UsageError, match=rf"expected {MIN_TOKENS} to"):
+        CalibrationRequest(n_tokens=n_tokens)
+
+
+def test_a_model_with_one_layer_has_nothing_to_calibrate(demo: Path, tmp_path: Path) -> None:
+    model = random_model("llama", vocab_size=2048, num_hidden_layers=1)
+    folder = save_checkpoint(model, tmp_path / "one", tokenizer_from=demo)
+    with Engine.from_pretrained(folder, threads=1) as engine, pytest.raises(ModelError, match="one layer"):
+        engine.calibrate()
+
+
+def test_fp32_weights_have_no_store_to_calibrate(tiny: Path) -> None:
+    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as engine:
+        assert engine.calibrations is None
+        with pytest.raises(UsageError, match="belongs to a store"):
+            engine.calibrate()
+
+
+def test_chunks_are_the_texts_and_each_begins_as_a_prompt_does(engine: Engine) -> None:
+    tokenizer, texts = engine._tokenizer, [text_of(400), text_of(400, seed=1)]
+    chunks = text_chunks(tokenizer, texts, 600, engine.context_tokens)
+    begin = tokenizer.encode("x")[0]
+    assert {chunk[0] for chunk in chunks} == {begin}
+    joined = [token for chunk in chunks for token in chunk[1:]]
+    expected = [tokenizer.encode(text, with_special_tokens=False)[:300] for text in texts]
+    assert joined == expected[0] + expected[1]
+    assert max(map(len, chunks)) <= 256 and len(chunks) >= 16
+
+
+def test_a_trace_is_what_a_single_pass_computes(engine: Engine) -> None:
+    executor = engine.executor
+    chunk = tuple(engine._tokenizer.encode(text_of(30)))
+    (found,) = traces(executor, [chunk])
+    assert found.token_ids == chunk and len(found.normed) == engine.spec.n_layers - 1
+    result = engine.generate(engine._tokenizer.decode(list(chunk)), max_new_tokens=1)
+    assert int(found.tokens[-1]) == result.token_ids[0]
+    assert found.final.shape == (len(chunk) - 1, engine.spec.hidden_size)
+    assert not torch.equal(found.at(1), found.final)
+
+
+def test_activations_are_those_of_the_matrices_inputs(engine: Engine) -> None:
+    """The first matrix reads the normed embedding: its moments can be computed from the outside."""
+    chunks = text_chunks(engine._tokenizer, [text_of(600)], 600, engine.context_tokens)
+    run = CalibrationRun(engine.executor, replace(SETTINGS, n_activation_tokens=1), None, lambda: 0.0)
+    found = run.calibrate(chunks, "words")
+    assert {name: len(array) for name, array in found.activations.items()} == activation_names(engine.spec)
+    embedded = engine.executor.weights.matrices["embedding.tokens"].rows(torch.tensor(chunks[0][1:]))
+    normed = embedded * torch.rsqrt(embedded.square().mean(-1, keepdim=True) + engine.spec.norm_eps)
+    normed = normed * engine.executor.weights.vectors["layers.0.attention.norm"]
+    moments = torch.from_numpy(found.activations["layers.0.attention.qkv.second_moment"])
+    torch.testing.assert_close(moments, normed.square().mean(0), rtol=1e-4, atol=1e-6)
+    assert found.text.n_activation_tokens == len(chunks[0]) - 1
+    shares = found.activations["layers.1.ffn.active_share"]
+    assert shares.min() >= 0 and 0.1 < shares.mean() < 1

@@ -1,0 +1,63 @@
+"""The script that turns a pickled draft head into safetensors: the head it makes, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.exits.draft_head_file import read_draft_head
+from tests.draft_heads import CONFIG, MODEL, head_tensors, head_weights
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_draft_head.py"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder with a pickled head, its model beside it."""
+    for name, n_layers in (("head", 1), ("model", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": n_layers}))
+    torch.save(head_tensors(), tmp_path / "head" / "pytorch_model.bin")
+    return tmp_path / "head"
+
+
+def converted(published: Path) -> subprocess.CompletedProcess[str]:
+    folder = published.parent
+    command = [sys.executable, str(SCRIPT), "--head", str(published), "--model", str(folder / "model")]
+    return subprocess.run([*command, "--output", str(folder / "out")], capture_output=True, text=True, timeout=120)
+
+
+def test_the_result_is_the_head(published: Path) -> None:
+    assert converted(published).returncode == 0
+    weights = read_draft_head(published.parent / "out", MODEL)
+    assert torch.equal(weights.fc, head_weights().fc) and torch.equal(weights.qkv, head_weights().qkv)
+    again = converted(published)
+    assert again.returncode == 1 and "is there already" in again.stderr
+
+
+class Bomb:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("bomb", "tensors alone"),
+        ([torch.zeros(2)], "expected tensors by name"),
+        ({"fc.weight": torch.zeros(2)}, "lacks tensor"),
+    ],
+)
+def test_what_is_no_head_leaves_nothing_behind(published: Path, content: Any, words: str) -> None:
+    mark = published.parent / "gone off"
+    torch.save({"a": Bomb(mark)} if content == "bomb" else content, published / "pytorch_model.bin")
+    result = converted(published)
+    assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr
+    assert not mark.exists() and not list(published.parent.glob("out/*"))

@@ -1,0 +1,79 @@
+"""The draft head that ships with the demo model: what it is worth, and that exact mode with it says what full does."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee import Engine, SamplingParams
+from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.decoding.drafting import Drafting
+from hetero_ee.decoding.texts import Ending
+from hetero_ee.exits.draft_head_opening import open_draft_head
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.timeline import Timeline
+from hetero_ee_cpu_ops.team import Team
+from tests.e2e.test_placements import split_at
+from tests.e2e.test_trained_models import OPENINGS
+from tests.emulation import emulated, planned
+from tests.exact_cases import Run
+
+N_TOKENS, MAX_HEAD_BYTES = 40, 2_500_000
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+
+
+@pytest.fixture(scope="module")
+def head(demo: Path) -> Path:
+    folder = demo / "draft_head"
+    if not folder.is_dir():
+        pytest.skip("the demo model's draft head is not in hetero_ee/assets")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(demo: Path, kernels: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(demo, quantizer="codebook", threads=1) as engine:
+        yield engine
+
+
+def run_of(engine: Engine, **sampling: Any) -> Run:
+    prompts = [engine._tokenizer.encode(text) for text in OPENINGS[:3]]
+    ending = Ending(engine._eos_token_ids, engine.context_tokens)
+    return Run(engine, prompts, SamplingParams(N_TOKENS, seed=3, **sampling), ending)
+
+
+def drafting_with(head: Path, executor: Executor, boundary: int, **placed: Any) -> Drafting:
+    return Drafting(boundary, 5, FixedGate(0.0), source=open_draft_head(head, executor, Team(1), **placed))
+
+
+@pytest.mark.parametrize(("sampling", "least"), [({}, 2.5), (SAMPLED, 2.0)], ids=["greedy", "sampled"])
+def test_drafts_are_right_often_and_the_tokens_are_full_modes(
+    head: Path, engine: Engine, sampling: dict[str, Any], least: float
+) -> None:
+    run, counts = run_of(engine, **sampling), DraftCounts()
+    tokens = run.exact(drafting_with(head, engine.executor, 0), counts=counts)
+    assert tokens == run.full()
+    statistics = counts.statistics(engine.spec.n_layers, 0)
+    assert statistics.n_tokens / statistics.n_rounds > least
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_an_emulated_machine_too_and_drafting_takes_its_time(head: Path, engine: Engine, on_gpu: bool) -> None:
+    timeline = Timeline()
+    plan = planned(engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens)
+    executor = emulated(engine.spec, engine.executor.weights, plan, timeline=timeline)
+    run, counts = run_of(engine), DraftCounts()
+    drafting = drafting_with(head, executor, 6, machine=executor.machine, on_gpu=on_gpu)
+    assert run.exact(drafting, executor, counts) == run.full()
+    lanes = {span.lane for span in timeline.spans if span.name.startswith("draft_head.") and span.end_s > span.start_s}
+    assert lanes == {"gpu" if on_gpu else "cpu"}
+    statistics = counts.statistics(engine.spec.n_layers, 6)
+    assert statistics.n_tokens / statistics.n_rounds > 2.5
+    executor.close()
+
+
+def test_its_file_is_small_and_says_what_it_was_trained_on(head: Path) -> None:
+    assert (head / "model.safetensors").stat().st_size < MAX_HEAD_BYTES
+    assert '"texts"' in (head / "config.json").read_text()

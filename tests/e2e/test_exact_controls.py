@@ -1,0 +1,172 @@
+"""Negative controls: each defect of exact decoding, put in by hand, makes the identity check fail."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_ee import Engine
+from hetero_ee.decoding import draft_round, texts
+from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.decoding.drafting import Drafting, ExitHead
+from hetero_ee.decoding.sampling import choose_token
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import TorchOps
+from tests.exact_cases import Case, Run, check_identity
+
+BOUNDARY = 5
+DRAFTING = Drafting(BOUNDARY, 5, FixedGate(0.0), ExitHead())
+N_TOKENS = 48
+SAMPLED = Case(3, "demo", "none", False, "exit", 4, 0.5, "always", False, "top-p", 1, "length")
+
+
+@pytest.fixture(scope="module")
+def engine(demo: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(demo, quantizer="none", threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run(engine: Engine) -> Run:
+    """A sampled text, in which drafts are right and wrong."""
+    run = Run.of(SAMPLED, engine, N_TOKENS)
+    return replace(run, params=run.params.changed(max_new_tokens=N_TOKENS))
+
+
+class Later(Executor):
+    """Does something before or after a pass of waiting rows through the later layers."""
+
+    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+        if hidden is None or layers.start != BOUNDARY:
+            return super().run(rows, hidden, layers)
+        result = super().run(rows, self.before(hidden), layers)
+        self.after(rows)
+        return result
+
+    def before(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def after(self, rows: Rows) -> None: ...
+
+
+class SwappedKvRow(Later):
+    """The first two rows of a round change places in one layer's cache."""
+
+    def after(self, rows: Rows) -> None:
+        if len(rows) > 1:
+            first = rows.positions[0]
+            keys, values = (
+                part.transpose(0, 1).flip(0).clone()
+                for part in self.cache.read(BOUNDARY + 1, rows.sequences[0], first, first + 2)
+            )
+            two = Rows(rows.token_ids[:2], rows.sequences[:2], rows.positions[:2])
+            self.cache.write(BOUNDARY + 1, two, keys, values)
+
+
+class StalePendingRow(Later):
+    """The last row that waits is the one that waited there the round before."""
+
+    stale: Tensor | None = None
+
+    def before(self, hidden: Tensor) -> Tensor:
+        last, self.stale = self.stale, hidden[-1:]
+        return hidden if last is None or len(hidden) == 1 else torch.cat([hidden[:-1], last])
+
+
+class ShiftedOps(TorchOps):
+    """Turns keys and queries as of another position."""
+
+    shift = 0
+
+    def rope(self, x: Tensor, positions: tuple[int, ...], rope: Any) -> Tensor:
+        return super().rope(x, tuple(position + self.shift for position in positions), rope)
+
+
+class OffByOnePosition(Later):
+    """Rows that have waited are taken for one position later than they are."""
+
+    def before(self, hidden: Tensor) -> Tensor:
+        self._ops.shift = 1  # type: ignore[attr-defined]
+        return hidden
+
+    def after(self, rows: Rows) -> None:
+        self._ops.shift = 0  # type: ignore[attr-defined]
+
+
+class WrittenOnce(KvCache):
+    """What was written stays: nothing is rolled back but the lengths."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.written: set[tuple[int, int, int]] = set()
+
+    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        for row, sequence, position in rows.places():
+            if (layer, sequence, position) not in self.written:
+                self.written.add((layer, sequence, position))
+                one = Rows.of_sequence(sequence, position, [rows.token_ids[row]])
+                super().write(layer, one, keys[row : row + 1], values[row : row + 1])
+
+
+class NeverTruncated(KvCache):
+    """truncate does nothing."""
+
+    def truncate(self, sequence: int, length: int) -> None: ...
+
+
+def executor(engine: Engine, kind: type[Executor] = Executor, cache: type[KvCache] = KvCache) -> Executor:
+    """Of the engine's weights, with a cache of its own; sound, unless made of what is not."""
+    spec, n_tokens = engine.spec, engine.context_tokens
+    ops = ShiftedOps() if kind is OffByOnePosition else TorchOps()
+    held = cache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens)
+    return kind(spec, engine.executor.weights, n_tokens, ops, cache=held)
+
+
+def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
+    counts = DraftCounts()
+    for sound in (executor(engine), executor(engine, Later)):
+        check_identity(run.full(), run.exact(DRAFTING, sound, counts))
+    found = counts.statistics(engine.spec.n_layers, BOUNDARY)
+    assert 0.1 < found.acceptance < 0.95 and found.accepted_runs[0] > 2  # right and wrong drafts both
+
+
+@pytest.mark.parametrize("defect", [SwappedKvRow, StalePendingRow, OffByOnePosition])
+def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[Executor]) -> None:
+    said = run.exact(DRAFTING, executor(engine, defect))
+    with pytest.raises(AssertionError):
+        check_identity(run.full(), said)
+
+
+def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
+    said = run.exact(DRAFTING, executor(engine, cache=WrittenOnce))
+    with pytest.raises(AssertionError):
+        check_identity(run.full(), said)
+    with pytest.raises(ValueError, match="can't follow"):
+        run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
+
+
+def of_the_next_position(logits: Any, history: Any, params: Any, sequence: int, position: int) -> int:
+    return choose_token(logits, history, params, sequence, position + 1)
+
+
+def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run.full()
+    with monkeypatch.context() as patch:
+        patch.setattr(texts, "choose_token", of_the_next_position)
+        said = run.exact(DRAFTING)
+    with pytest.raises(AssertionError):
+        check_identity(expected, said)
+    # A draft's noise decides how often it is right, and never what is said.
+    right, wrong = DraftCounts(), DraftCounts()
+    check_identity(expected, run.exact(DRAFTING, counts=right))
+    monkeypatch.setattr(draft_round, "choose_token", of_the_next_position)
+    check_identity(expected, run.exact(DRAFTING, counts=wrong))
+    shares = [counts.statistics(engine.spec.n_layers, BOUNDARY).acceptance for counts in (right, wrong)]
+    assert shares[1] < 0.8 * shares[0]

@@ -1,0 +1,89 @@
+"""Exact mode says what full mode says, token for token, whatever drafts and however it is sampled and ended."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_ee import Engine
+from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.runtime.executor import Executor
+from tests.conftest import SHARED_MODELS
+from tests.e2e.test_placements import split_at
+from tests.emulation import emulated, planned
+from tests.exact_cases import DIMENSIONS, Case, Run, check_identity, drafting_of, drawn_cases
+
+N_SLOW_CASES, SLOW_TOKENS = 500, 128
+N_CASES, TOKENS = 20, 40
+
+
+class Models:
+    """Engines of every model and quantizer, and emulated machines of the same weights, opened when first asked for."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self._folders = folders
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._splits: dict[tuple[str, str], Executor] = {}
+
+    def engine(self, case: Case) -> Engine:
+        key, folder = (case.model, case.quantizer), self._folders[case.model]
+        if not folder.is_dir():
+            pytest.skip(f"shared/models/{folder.name} is not beside the repository")
+        if key not in self._engines:
+            self._engines[key] = Engine.from_pretrained(folder, quantizer=case.quantizer, threads=1)
+        return self._engines[key]
+
+    def executor(self, case: Case) -> Executor:
+        """What runs the case in exact mode."""
+        key, engine = (case.model, case.quantizer), self.engine(case)
+        if not case.is_split:
+            return engine.executor
+        if key not in self._splits:
+            pins = split_at(engine.spec.n_layers // 2)
+            plan = planned(engine.spec, overrides=pins, context_tokens=engine.context_tokens)
+            self._splits[key] = emulated(engine.spec, engine.executor.weights, plan)
+        return self._splits[key]
+
+    def close(self) -> None:
+        for opened in (*self._splits.values(), *self._engines.values()):
+            opened.close()
+
+
+@pytest.fixture(scope="module")
+def models(demo: Path) -> Iterator[Models]:
+    opened = Models({"demo": demo, "stories260k": SHARED_MODELS / "stories260K", "tiny12": SHARED_MODELS / "tiny12"})
+    yield opened
+    opened.close()
+
+
+def check_case(case: Case, models: Models, n_tokens: int) -> None:
+    """Raises AssertionError where exact and full differ in anything."""
+    run, executor = Run.of(case, models.engine(case), n_tokens), models.executor(case)
+    expected = run.full()
+    texts = [
+        prompt + [token.token_id for token in tokens] for prompt, tokens in zip(run.prompts, expected, strict=True)
+    ]
+    counts = DraftCounts()
+    check_identity(expected, run.exact(drafting_of(case, run, texts), executor, counts))
+    assert executor.cache.n_bytes == 0
+    assert counts.n_tokens == sum(len(tokens) - 1 for tokens in expected)
+
+
+@pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.source}")
+def test_exact_says_what_full_says(case: Case, models: Models) -> None:
+    check_case(case, models, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_exact_says_what_full_says_in_many_cases(part: int, models: Models) -> None:
+    for case in drawn_cases(N_SLOW_CASES)[part::20]:
+        check_case(case, models, SLOW_TOKENS)
+
+
+def test_every_value_of_each_dimension_is_drawn_often() -> None:
+    for name, values in DIMENSIONS.items():
+        counts = Counter(getattr(case, name) for case in drawn_cases(N_SLOW_CASES))
+        assert set(counts) == set(values) and min(counts.values()) >= 20
+        assert {getattr(case, name) for case in drawn_cases(N_CASES)} == set(values)

@@ -1,0 +1,36 @@
+"""The draft head's training script: a few steps on a tiny text give a head that drafts for its model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from hetero_ee import Engine
+from hetero_ee.exits.draft_head_file import read_draft_head
+from hetero_ee.exits.draft_head_opening import open_draft_head
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train_draft_head.py"
+STORY = "Once upon a time there was a {0}. The {0} saw a dog. They had a lot of fun.\n<|endoftext|>\n"
+
+
+def test_a_short_training_makes_a_head_that_drafts(tiny: Path, tmp_path: Path, cache: Path) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "head"
+    text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))
+    arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output), "--evaluate", str(text)]
+    command = [sys.executable, str(SCRIPT), *arguments, "--smoke"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["training"]["steps"] > 1 and figures["training"]["texts"] == ["text.txt"]
+    greedy = figures["acceptance"]["temperature 0"]
+    assert greedy["chains"] > 10 and len(greedy["acceptance_by_position"]) == 4 and greedy["tokens_a_pass"] >= 1
+    assert json.loads((output / "config.json").read_text())["training"] == figures["training"]
+    with Engine.from_pretrained(tiny, quantizer="none") as engine:
+        assert read_draft_head(output, engine.spec).fc.dtype == torch.float32
+        source = open_draft_head(output, engine.executor)
+        source.observe(0, 0, [5, 6], torch.randn(2, engine.spec.hidden_size))
+        assert len(source.propose(0, [5, 6, 7], 4, lambda logits, history: int(logits.argmax()))) == 4

@@ -1,0 +1,203 @@
+"""A calibration on disk: it comes back as it was, appears whole or not at all, and whatever is wrong is refused."""
+
+import errno
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hetero_ee.errors import DiskFullError, StoreError
+from hetero_ee.exits.calibration_file import (
+    JSON_FILE,
+    TENSORS_FILE,
+    calibration_folder,
+    read_calibration,
+    write_calibration,
+)
+from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
+
+SPEC = small_spec()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A calibration that was written."""
+    place = calibration_folder(tmp_path / "store")
+    write_calibration(some_calibration(SPEC), KEY, place)
+    return place
+
+
+def edit_json(folder: Path, **changes: Any) -> None:
+    file = folder / JSON_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the tensors and has the checksum match again."""
+    file = folder / TENSORS_FILE
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    edit_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def test_it_comes_back_to_the_last_bit(folder: Path) -> None:
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None and same(found, some_calibration(SPEC))
+    assert not same(found, some_calibration(SPEC, seed=1))
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
+
+
+def test_it_tells_the_planner_its_rates(folder: Path) -> None:
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None
+    statistics = found.statistics()
+    assert statistics.rates_at(2).exit_rate == found.at(2).figures.exit_rate
+    assert statistics.rates_at(4).precision == found.at(4).figures.precision
+    assert statistics.survival is None and "a text" in statistics.source
+    assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)
+    assert found.neuron_frequencies[3].tolist() == found.activations["layers.3.ffn.active_share"].tolist()
+
+
+def test_none_where_there_is_none(tmp_path: Path) -> None:
+    assert read_calibration(tmp_path / "nothing", SPEC, KEY) is None
+
+
+def test_a_new_one_takes_the_place_of_the_old(folder: Path) -> None:
+    write_calibration(some_calibration(SPEC, seed=1), KEY, folder)
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None and same(found, some_calibration(SPEC, seed=1))
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
+
+
+@pytest.mark.parametrize("operation", ["write", "create_file", "close_durably", "rename"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, DiskFullError), (errno.EIO, StoreError)])
+def test_a_disk_that_fails_leaves_the_old_one_as_it_was(
+    folder: Path, operation: str, at: int, number: int, error: type[StoreError]
+) -> None:
+    with pytest.raises(error, match="can't be written"):
+        write_calibration(some_calibration(SPEC, seed=1), KEY, folder, FailingDisk(operation, at, number))
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None and same(found, some_calibration(SPEC))
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
+
+
+@pytest.mark.parametrize("left", [".new", ".old"])
+def test_what_a_killed_writer_left_is_in_nobodys_way(folder: Path, left: str) -> None:
+    (folder.parent / f"{folder.name}{left}").mkdir()
+    write_calibration(some_calibration(SPEC, seed=1), KEY, folder)
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
+
+
+def test_another_models_is_refused_with_the_way_out(folder: Path) -> None:
+    with pytest.raises(StoreError, match=r"of another model or of other weights.*hetero-ee calibrate"):
+        read_calibration(folder, SPEC, "cd" * 32)
+
+
+def test_another_versions_is_refused_before_anything_else(folder: Path) -> None:
+    edit_json(folder, version=99, unheard_of=1)
+    with pytest.raises(StoreError, match=r"format version 99.*hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "another"},
+        {"version": True},
+        {"n_layers": 6},
+        {"hidden_size": "48"},
+        {"boundaries": []},
+        {"depths": {}},
+        {"depths": None},
+        {"tensors_sha256": "0" * 64},
+        {"unknown": 1},
+        {"text": {"description": 1}},
+    ],
+    ids=str,
+)
+def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    edit_json(folder, **changes)
+    with pytest.raises(StoreError, match="hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("boundary", 3),
+        ("map_rank", 0),
+        ("map_rank", 4),
+        ("map_rank", 10**9),
+        ("predictor", "oracle"),
+        ("predictor", "logistic"),
+        ("threshold", -0.5),
+        ("threshold", "1"),
+        ("figures", {}),
+    ],
+)
+def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) -> None:
+    boundaries = json.loads((folder / JSON_FILE).read_text())["boundaries"]
+    boundaries[1][field] = value
+    edit_json(folder, boundaries=boundaries)
+    with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"format": "hetero_ee calibration"}'])
+def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+    (folder / JSON_FILE).write_bytes(content)
+    with pytest.raises(StoreError, match="hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.popitem(),
+        lambda tensors: tensors.update(another=next(iter(tensors.values()))),
+        lambda tensors: tensors["boundaries.1.map.up"].fill(float("nan")),
+        lambda tensors: tensors["boundaries.1.predictor.bias"].fill(float("inf")),
+        lambda tensors: tensors.update({"boundaries.1.map.up": tensors["boundaries.1.map.up"][:-1]}),
+        lambda tensors: tensors.update({"boundaries.1.map.bias": tensors["boundaries.1.map.bias"].astype("float32")}),
+        lambda tensors: tensors["activations.layers.0.attention.qkv.second_moment"].fill(float("nan")),
+    ],
+    ids=["missing", "too many", "map nan", "predictor inf", "shape", "type", "activations nan"],
+)
+def test_tensors_that_are_not_what_they_have_to_be_are_refused(
+    folder: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    edit_tensors(folder, change)
+    with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4, 8, 200, -1])
+def test_a_tensors_file_that_is_cut_short_is_refused(folder: Path, n_bytes: int) -> None:
+    file = folder / TENSORS_FILE
+    file.write_bytes(file.read_bytes()[:n_bytes])
+    edit_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    with pytest.raises(StoreError, match="hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+def test_every_changed_byte_of_the_tensors_is_seen(folder: Path) -> None:
+    file = folder / TENSORS_FILE
+    whole = file.read_bytes()
+    for place in range(0, len(whole), len(whole) // 50):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(StoreError, match="checksum"):
+            read_calibration(folder, SPEC, KEY)
+
+
+def test_links_and_other_files_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    file = folder / TENSORS_FILE
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="link out of its folder"):
+        read_calibration(folder, SPEC, KEY)

@@ -1,0 +1,67 @@
+"""A draft head on an emulated device: the same drafts, and what the time line says they took."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.exits.draft_head import DraftHeadSource
+from hetero_ee.exits.draft_head_layer import TorchDraftHeadLayer
+from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.runtime.machine import EmulatedMover, Machine
+from hetero_ee.runtime.rows import Rows
+from tests.device_support import EmulatedMachine
+from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, BareTarget, head_weights, random_text
+
+SPEC = dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,))
+DRAFT_TOKENS = torch.tensor([2, 5, 17])
+TOKENS, STATES = random_text(6)
+N_DRAFTS = 3
+
+
+def chain_of(source: DraftHeadSource) -> list[int]:
+    source.observe(0, 0, TOKENS, STATES)
+    return source.propose(0, [*TOKENS, 4], N_DRAFTS, lambda logits, history: int(logits.argmax()))
+
+
+def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bool = False) -> DraftHeadSource:
+    head = BareTarget().head[DRAFT_TOKENS] if trimmed else None
+    layer: Any = TorchDraftHeadLayer(head_weights(), 64, head)
+    if devices is not None:
+        machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedMover())
+        layer = PlacedDraftHeadLayer(layer, SPEC, machine, on_gpu=on_gpu)
+    return DraftHeadSource(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, trimmed: bool) -> None:
+    devices = EmulatedMachine(spec=SPEC)
+    assert chain_of(source_of(devices, on_gpu, trimmed)) == chain_of(source_of(None, trimmed=trimmed))
+    spans = [(span.lane, span.name) for span in devices.timeline.spans if span.end_s > span.start_s]
+    device = "gpu" if on_gpu else "cpu"
+    expected = [(device, "draft_head.attention"), (device, "draft_head.ffn")]
+    if trimmed:
+        expected.append((device, "draft_head.vocabulary"))
+    for one in expected:
+        assert spans.count(one) == N_DRAFTS, spans
+    crossings = [name for lane, name in spans if lane not in ("cpu", "gpu")]
+    once = ["draft embedding", *(["draft logits"] if trimmed else [])]
+    assert crossings == (once * N_DRAFTS if on_gpu else [])
+
+
+def test_a_guess_is_one_layers_products_and_fc() -> None:
+    rows = Rows.of_sequence(0, 10, [1, 2])
+    works = draft_head_works(SPEC, rows)
+    layer = (HIDDEN + 2 * KV_HEADS * HEAD_DIM) * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN
+    assert sum(rows * columns for work in works for _, rows, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
+    assert works[0].attention is not None and works[0].attention.n_positions == 12
+    assert all(work.m == 2 for work in works)
+
+
+def test_without_a_gpu_there_is_no_place_on_it() -> None:
+    devices = EmulatedMachine(spec=SPEC)
+    machine = Machine(devices.cpu, None, None, EmulatedMover())
+    with pytest.raises(ValueError, match="no GPU"):
+        PlacedDraftHeadLayer(TorchDraftHeadLayer(head_weights(), 64), SPEC, machine, on_gpu=True)

@@ -1,0 +1,189 @@
+"""Plans with parts on a GPU, run by everything that runs them there but the card: near the CPU's results, exact among
+themselves, and without a trace when closed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from tests.emulation import planned, prompt_of
+from tests.executor_support import Model, model_of
+from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
+
+INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for a segment
+CONTEXT_TOKENS = 128
+PROMPT = [1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64, 8, 9, 10, 3, 2, 55, 31]  # more rows than a launch takes
+FAMILIES = ["llama-tied", "qwen2-window", "qwen3", "opt", "phi3-partial"]
+PLACEMENTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "all on the GPU": (("layers.*|head", "gpu"),),
+    "split": ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu")),
+    "attention and FFN apart": ((".*attention", "cpu"), (".*ffn", "gpu"), ("head", "cpu")),
+    "FFN and attention apart": ((".*attention", "gpu"), (".*ffn", "cpu"), ("head", "cpu")),
+    "streamed": (("layers.*", "stream"),),
+    "head alone on the GPU": (("layers.*", "cpu"), ("head", "gpu")),
+    "GPU, streamed, CPU": ((r"layers\.0\..*", "gpu"), (r"layers\.1\..*", "stream"), ("layers.*", "cpu")),
+}
+
+
+def plan_of(model: Model, placement: str, **limits: Any) -> Plan:
+    return planned(model[0], overrides=PLACEMENTS[placement], context_tokens=CONTEXT_TOKENS, **limits)
+
+
+def visiting(plan: Plan) -> Plan:
+    """Everything the CPU has visits the GPU for prompts."""
+    return replace(
+        plan,
+        parts=tuple(
+            replace(part, prefill_place="visit") if part.decode_place == "cpu" and part.layer is not None else part
+            for part in plan.parts
+        ),
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of(request.param, "int4", tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("llama-tied", "int4", tmp_path_factory.mktemp("llama"))
+
+
+def steps(executor: Executor) -> torch.Tensor:
+    """Logits after a prompt, after each of three more tokens, and of three rows at once."""
+    sequence = executor.cache.open_new()
+    found = [executor.prompt(prompt_of(executor, sequence, PROMPT))]
+    for token in (4, 8, 15):
+        rows = Rows.of_sequence(sequence, executor.cache.length(sequence), [token])
+        found += list(executor.logits(rows, [0]))
+    rows = Rows.of_sequence(sequence, executor.cache.length(sequence), [16, 23, 42])
+    found += list(executor.logits(rows, [0, 1, 2]))
+    executor.cache.check()
+    executor.cache.close(sequence)
+    return torch.stack(found)
+
+
+def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).square().sum() / expected.square().sum())
+
+
+def test_every_placement_is_near_the_cpu(model: Model) -> None:
+    expected = steps(Executor(*model, CONTEXT_TOKENS, BatchedTorchOps()))
+    plans = {name: plan_of(model, name) for name in PLACEMENTS}
+    plans["visiting"] = visiting(plans["head alone on the GPU"])
+    for name, plan in plans.items():
+        executor = on_stand_in(*model, plan)
+        assert squared_error(steps(executor), expected) <= INT8_ACTIVATIONS, name
+        executor.close()
+
+
+@pytest.mark.parametrize("kv_type", ["fp16", "int8"])
+@pytest.mark.parametrize("placement", ["split", "streamed", "head alone on the GPU"])
+def test_stored_kinds_of_keys_and_values(llama: Model, placement: str, kv_type: str) -> None:
+    expected = steps(Executor(*llama, CONTEXT_TOKENS, BatchedTorchOps()))
+    for plan in (plan_of(llama, placement, kv_type=kv_type), visiting(plan_of(llama, placement, kv_type=kv_type))):
+        executor = on_stand_in(*llama, plan)
+        assert squared_error(steps(executor), expected) <= 2 * INT8_ACTIVATIONS
+        executor.close()
+
+
+@pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
+def test_visiting_attentions_compute_and_store_what_resident_ones_do(model: Model, kv_type: str) -> None:
+    """Two prompts at once, one of them behind tokens that are known: the same bits, on the way and in the cache."""
+    resident = on_stand_in(*model, plan_of(model, "all on the GPU", kv_type=kv_type))
+    visits = on_stand_in(*model, visiting(plan_of(model, "head alone on the GPU", kv_type=kv_type)))
+    mixed = Rows((3, 4, *PROMPT), (1, 0, *[1] * len(PROMPT)), (0, len(PROMPT), *range(1, 1 + len(PROMPT))))
+    found = []
+    for executor in (resident, visits):
+        for sequence in range(2):
+            executor.cache.open(sequence)
+        hidden = [executor.hidden(Rows.of_sequence(0, 0, PROMPT)), executor.hidden(mixed)]
+        kept = [
+            part
+            for layer in range(model[0].n_layers)
+            for sequence in range(2)
+            for part in executor.cache.read(layer, sequence, 0, len(PROMPT) + 1)
+        ]
+        found.append([*hidden, *kept])
+        executor.cache.check()
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+def test_a_row_has_the_same_bits_whatever_m_is(llama: Model, placement: str) -> None:
+    """And when it is computed again, after others were and were forgotten."""
+    executor = on_stand_in(*llama, plan_of(llama, placement))
+    sequence = executor.cache.open_new()
+    together = executor.hidden(Rows.of_sequence(sequence, 0, PROMPT[:7]))
+    logits = executor.head(together)
+    ids = torch.tensor([[5, 130, 5, 0]]).expand(7, 4)
+    assert torch.equal(executor.sliced(executor.final_norm(together), ids), logits.gather(1, ids))
+    for n_kept in (0, 3):
+        executor.cache.truncate(sequence, n_kept)
+        for position in range(n_kept, 7):
+            alone = executor.hidden(Rows.of_sequence(sequence, position, [PROMPT[position]]))
+            assert torch.equal(alone[0], together[position])
+            assert torch.equal(executor.head(alone)[0], logits[position])
+
+
+def test_logits_stay_what_they_are(llama: Model) -> None:
+    """Though they come through buffers that are used again."""
+    executor = on_stand_in(*llama, plan_of(llama, "all on the GPU"))
+    sequence = executor.cache.open_new()
+    kept = []
+    for position, token in enumerate(PROMPT[:8]):
+        logits = executor.logits(Rows.of_sequence(sequence, position, [token]), [0])
+        kept.append((logits, logits.clone()))
+    assert all(torch.equal(logits, then) for logits, then in kept)
+
+
+def test_streamed_weights_are_prepared_once(llama: Model) -> None:
+    """For each device buffer that a block comes into; where preparing copies them, each time."""
+    prepared: list[Any] = []
+    operations = torch_operations()
+
+    def prepare(weight: Any, device: Any) -> Any:
+        prepared.append(weight)
+        return operations.prepare_int4(weight, device)
+
+    n_matrices = 4 * llama[0].n_layers
+    for is_capturable, most in ((True, 2 * n_matrices), (False, 100 * n_matrices)):
+        prepared.clear()
+        counted = replace(operations, prepare_int4=prepare, is_capturable=is_capturable)
+        executor = on_stand_in(*llama, plan_of(llama, "streamed"), stand_in_gpu(operations=counted))
+        sequence = executor.cache.open_new()
+        counts = []
+        for position in range(6):
+            executor.hidden(Rows.of_sequence(sequence, position, [4]))
+            counts.append(len(prepared))
+        executor.close()
+        assert counts[-1] <= most
+        assert (counts[-1] == counts[2]) == is_capturable
+
+
+@pytest.mark.parametrize("placement", ["split", "streamed"])
+def test_closing_gives_everything_back(llama: Model, placement: str) -> None:
+    executor = on_stand_in(*llama, visiting(plan_of(llama, placement)))
+    machine = executor.machine
+    assert machine.gpu is not None and machine.gpu.held_bytes() and machine.cpu.held_bytes()
+    steps(executor)
+    executor.cache.open_new()
+    executor.close()
+    executor.close()
+    assert machine.gpu.held_bytes() == machine.cpu.held_bytes() == {}
+    gpu_cache: Any = executor._runners["gpu"].cache
+    assert gpu_cache.n_bytes == 0
+
+
+def test_dense_weights_are_refused(tmp_path: Path) -> None:
+    model = model_of("llama", "fp32", tmp_path)
+    with pytest.raises(TypeError, match="the GPU kernels multiply tiles"):
+        on_stand_in(*model, plan_of(model, "split"))

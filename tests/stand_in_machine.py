@@ -1,0 +1,103 @@
+"""Plans on a computer whose GPU is a stand-in: torch's reference operations on the CPU, behind the real device, link,
+mover, streams and runner."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.cuda_machine import Gpu, cuda_machine, gpu_layers
+from hetero_ee.runtime.cuda_mover import CudaMover
+from hetero_ee.runtime.device import GPU
+from hetero_ee.runtime.execution import open_plan, planned_cache
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.gpu_operations import NAMES, GpuOperations, gpu_operations
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.machine import EmulatedGpuTensor, Machine
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.registry import default_registry
+from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.weights.model_weights import ModelWeights
+from tests.stand_in_cuda import StandInCuda
+
+PLENTY = 2**40
+MakeCpu = Callable[[ModelSpec, ModelWeights, KvCache], Executor]
+COMPUTED = ("walk", "walk_lent", "visit_lent", "final_norm", "project", "sliced", "head")
+
+
+class StandInMover(CudaMover):
+    """Tensors that count as the GPU's carry another type, as there is one memory only."""
+
+    def is_on_gpu(self, x: Tensor) -> bool:
+        return isinstance(x, EmulatedGpuTensor)
+
+    def to_gpu(self, x: Tensor) -> Tensor:
+        return x if self.is_on_gpu(x) else super().to_gpu(x).as_subclass(EmulatedGpuTensor)
+
+    def to_cpu(self, x: Tensor) -> Tensor:
+        return super().to_cpu(x).as_subclass(Tensor)
+
+
+class OnStandIn:
+    """A GPU's runner: what it is given must be the GPU's, and what it computes is."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in COMPUTED:
+            return found
+
+        def computed(hidden: Tensor, *rest: Any) -> Tensor:
+            assert isinstance(hidden, EmulatedGpuTensor), "hidden states of the CPU on the GPU"
+            result: Tensor = found(hidden.as_subclass(Tensor), *rest)
+            return result.as_subclass(EmulatedGpuTensor)
+
+        return computed
+
+
+def torch_operations() -> GpuOperations:
+    names = (*NAMES, "matmul_int4", "matmul_int8")
+    return gpu_operations(default_registry(), "cuda", dict.fromkeys(names, "torch"))
+
+
+def stand_in_gpu(driver: StandInCuda | None = None, operations: GpuOperations | None = None) -> Gpu:
+    return Gpu(torch.device("cpu"), driver or StandInCuda(PLENTY), operations or torch_operations())
+
+
+def marked_layers(*arguments: Any) -> Any:
+    """`gpu_layers` on the stand-in."""
+    return OnStandIn(gpu_layers(*arguments))
+
+
+def reference_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> Executor:
+    """The CPU's part in plain torch, one row at a time: exact, and nothing to compile."""
+    return Executor(spec, weights, cache.max_tokens, TorchOps(), cache=cache)
+
+
+def on_stand_in(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    gpu: Gpu | None = None,
+    wrap: Callable[[Machine], Machine] = lambda machine: machine,
+    make_cpu: MakeCpu = reference_cpu,
+) -> PlannedExecutor:
+    gpu = gpu or stand_in_gpu()
+    machine = cuda_machine(gpu, spec, plan, time.perf_counter, None, lambda: PLENTY)
+    if machine.link is not None:
+        machine = replace(machine, mover=StandInMover(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
+
+    def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        if device == GPU:
+            found: Executor = marked_layers(gpu, spec, weights, plan, layers)
+            return found
+        return make_cpu(spec, weights, planned_cache(spec, plan, layers))
+
+    return open_plan(spec, weights, plan, wrap(machine), runner)
