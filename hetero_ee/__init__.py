@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetero_ee.decoding.chat_template import Message
     from hetero_ee.decoding.conversation import Conversation
+    from hetero_ee.decoding.draft_statistics import DraftStatistics
     from hetero_ee.decoding.reply import Reply
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.decoding.sampling import SamplingParams
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from hetero_ee.errors import (
         CheckpointError,
         DamagedStoreError,
+        DeviceLostError,
+        DeviceMemoryError,
         DiskFullError,
         HeteroError,
         ModelError,
@@ -23,11 +26,18 @@ if TYPE_CHECKING:
         UsageError,
     )
     from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee_profiles.hardware import HardwareProfile
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "Conversation": "hetero_ee.decoding.conversation",
+    "DraftStatistics": "hetero_ee.decoding.draft_statistics",
+    "HardwareProfile": "hetero_ee_profiles.hardware",
+    "Limits": "hetero_ee.planning.limits",
+    "Plan": "hetero_ee.planning.plan",
     "Message": "hetero_ee.decoding.chat_template",
     "Reply": "hetero_ee.decoding.reply",
     "Engine": "hetero_ee.engine",
@@ -40,6 +50,8 @@ _HOME_OF = {
     "ModelError": "hetero_ee.errors",
     "CheckpointError": "hetero_ee.errors",
     "DamagedStoreError": "hetero_ee.errors",
+    "DeviceLostError": "hetero_ee.errors",
+    "DeviceMemoryError": "hetero_ee.errors",
     "DiskFullError": "hetero_ee.errors",
     "StoreError": "hetero_ee.errors",
 }
@@ -48,14 +60,20 @@ __all__ = [
     "CheckpointError",
     "Conversation",
     "DamagedStoreError",
+    "DeviceLostError",
+    "DeviceMemoryError",
     "DiskFullError",
+    "DraftStatistics",
     "Engine",
     "GeneratedToken",
     "GenerationResult",
+    "HardwareProfile",
     "HeteroError",
+    "Limits",
     "Message",
     "ModelError",
     "ModelSpec",
+    "Plan",
     "Reply",
     "SamplingParams",
     "StoreError",

@@ -18,9 +18,10 @@ from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, OpenDrafting, found_knowledge, open_drafting
 from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
-from hetero_ee.decoding.full import Ending, generate, generate_from
+from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.exits.calibration_place import CalibrationPlace
@@ -216,10 +217,14 @@ class Engine:
                 "or use hetero-ee generate."
             )
         template = ChatTemplate(source, self._tokenizer.special_tokens)
-        way = generate_from
-        if self._drafting is not None:
-            way = partial(generate_exact_from, drafting=self._drafting.drafting)
-        conversation = Conversation(executor, self._tokenizer, template, self._ending(executor), params, system, way)
+        common = executor, self._tokenizer, template, self._ending(executor), params, system
+        if self._drafting is None:
+            conversation = Conversation(*common)
+        else:
+            drafting = self._drafting.drafting
+            way = partial(generate_exact_from, drafting=drafting)
+            forget = None if drafting.source is None else drafting.source.close
+            conversation = Conversation(*common, way, forget)
         self._conversations.add(conversation)
         return conversation
 

@@ -17,7 +17,7 @@ from hetero_ee.decoding.calibration_text import (
     own_writer,
     text_chunks,
 )
-from hetero_ee.decoding.full import Ending
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.exits.calibration import Calibration

@@ -4,8 +4,9 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 
-from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.executor import Executor

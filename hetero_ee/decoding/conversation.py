@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from hetero_ee.decoding.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
-from hetero_ee.decoding.full import Ending, generate_from
+from hetero_ee.decoding.full import generate_from
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executor import Executor
@@ -44,7 +45,9 @@ class Conversation:
         sampling: SamplingParams,
         system: str | None = None,
         generate_from: GenerateFrom = generate_from,
+        forget: Callable[[int], None] | None = None,
     ) -> None:
+        """generate_from: the way to decode; forget: is told the sequence of the KV cache when it is freed."""
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._generate_from = generate_from
         self._ending, self._sampling = ending, sampling
@@ -54,7 +57,7 @@ class Conversation:
         self._n_regenerated = 0
         self._sequence = executor.cache.open_new()
         self._cached_ids: list[int] = []  # what the sequence holds for certain; it may hold more
-        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template)
+        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template, forget)
         try:
             self.system = system
         except BaseException:
@@ -212,7 +215,11 @@ def _common_length(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _free(executor: Executor, sequence: int, template: ChatTemplate) -> None:
+def _free(
+    executor: Executor, sequence: int, template: ChatTemplate, forget: Callable[[int], None] | None = None
+) -> None:
     """What a conversation holds beside itself; called once, at the latest when it is collected."""
     executor.cache.close(sequence)
+    if forget is not None:
+        forget(sequence)
     template.close()

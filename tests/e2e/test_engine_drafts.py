@@ -1,0 +1,82 @@
+"""An engine that drafts writes what one that does not writes: exits, a draft head, n-grams; chat; emulated."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee import Engine, ModelError, UsageError
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee_profiles.reference import reference_profile
+from tests.emulation import LAPTOP
+
+OPENINGS = ["Once upon a time", "The big dog", "Tom and his mom went to the store."]
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 3}
+WAYS = ["head", "exits", "n-grams"]
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[Engine]:
+    with Engine.from_pretrained(threads=1) as engine:
+        yield engine
+
+
+def drafting_plan(way: str, **limits: Any) -> Plan:
+    """A plan of the demo model that drafts in this way, whatever would be fastest."""
+    with emulating(limits=Limits(mode="exact", **limits)) as engine:
+        found = engine.plan
+    assert found is not None and found.drafts == CHAIN
+    return replace(found, drafts=EXIT, boundary=6, draft_tokens=5) if way == "exits" else found
+
+
+def emulating(**options: Any) -> Engine:
+    return Engine.from_pretrained(threads=1, profile=reference_profile(LAPTOP), emulate=True, **options)
+
+
+@pytest.fixture(scope="module", params=[(way, n) for way in WAYS for n in (0, 6)], ids=str)
+def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """On the emulated laptop, the layers on the CPU or half of them on the GPU."""
+    way, gpu_layers = request.param
+    plan = drafting_plan(way, gpu_layers=gpu_layers)
+    with pytest.MonkeyPatch.context() as patched:
+        if way == "n-grams":  # as for a model that brings no draft head
+            patched.setattr("hetero_ee.engine.DRAFT_HEAD_FOLDER", "missing")
+        engine = emulating(plan=plan)
+    with engine:
+        yield engine
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_texts_are_those_of_full_mode(full: Engine, drafting: Engine, sampling: dict[str, Any]) -> None:
+    expected, found = (engine.generate(OPENINGS, max_new_tokens=48, **sampling) for engine in (full, drafting))
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    statistics = drafting.draft_statistics
+    assert statistics is not None and statistics.n_tokens == sum(len(result.token_ids) - 1 for result in expected)
+
+
+def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:
+    with full.chat() as expected, drafting.chat() as found:
+        for message in ("Tell me a story.", "Go on."):
+            told = [
+                "".join(token.text for token in chat.send(message, max_new_tokens=24)) for chat in (expected, found)
+            ]
+            assert told[0] == told[1]
+
+
+def test_the_planner_drafts_where_that_is_faster(full: Engine) -> None:
+    with emulating() as fast, emulating(limits=Limits(mode="full")) as slow:
+        rates = [engine.generate(OPENINGS[0], max_new_tokens=64).generated_tokens_per_s for engine in (fast, slow)]
+        assert fast.plan is not None and fast.plan.mode == "exact" and rates[0] > 1.2 * rates[1]
+
+
+def test_a_draft_head_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        emulating(draft_head=tmp_path)
+
+
+def test_exits_need_a_calibration(stories260k: Path) -> None:
+    with pytest.raises(UsageError, match="exact mode is planned from"):
+        emulating(model=stories260k, limits=Limits(mode="exact"))
