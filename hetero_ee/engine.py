@@ -100,7 +100,7 @@ class Engine:
         "codebook" for others. A store is opened as it is. context_tokens: longest prompt and text together,
         0 for the model's own. threads: 0 for all physical cores. torch is set to one thread for the whole process.
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, and before the kernels'
-        first compilation; with 0 in all, the stage is a remark.
+        first compilation, and in tokens while a long prompt is read; with 0 in all, the stage is a remark.
 
         plan: where every part goes, a Plan or its JSON file; None makes one where a profile is given, within
         vram_budget (bytes) and the other limits. profile: what the machine was measured to do. emulate: runs the plan
@@ -123,10 +123,12 @@ class Engine:
         placement = _placement(plan, vram_budget, profile, limits, emulate, n_tokens)
         if placement is None:
             executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
+            executor.progress = progress
             return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
         knowledge = found_knowledge(calibrations, _draft_head(folder, draft_head), notice)
         placement = replace(placement, statistics=knowledge.statistics(spec, profile, threads, on_gpu=emulate))
         opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice)
+        opened.executor.progress = progress
         drafting = open_drafting(knowledge, opened, profile, notice)
         quantizer = weights.quantizer
         return cls(opened.executor, tokenizer, end_tokens, sampling, quantizer, threads, calibrations, opened, drafting)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+READING = "Reading the prompt"  # the engine's stage that is nothing special, and comes with every long prompt
+
 
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
@@ -27,7 +29,7 @@ class _Lines:
         self._quiet = quiet
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
-        if stage not in self._said and not self._quiet:
+        if stage not in self._said and not self._quiet and stage != READING:
             self._said.add(stage)
             print(f"{stage}, once ..." if n_all else f"{stage}.", file=sys.stderr)
 
@@ -51,6 +53,7 @@ class _Bars:
 
     def close(self) -> None:
         self._close()
+        self._close, self._advance = lambda: None, None
 
     def _start(self) -> None:
         from rich.console import Console
@@ -60,8 +63,7 @@ class _Bars:
         from hetero_ee.models.download import DOWNLOADING
 
         texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
-        stage = TextColumn(f"{{task.description}}{self._note}")
-        columns = (stage, BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         tasks: dict[str, Any] = {}
 
@@ -70,9 +72,11 @@ class _Bars:
                 progress.console.print(f"{stage}.", markup=False, highlight=False)
                 return
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=n_all, size="")
+                tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
             size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
             progress.update(tasks[stage], completed=n_done, size=size)
+            if progress.finished:  # what comes now may be text, which a bar would be drawn across
+                self.close()
 
         progress.start()
         self._close, self._advance = progress.stop, advance

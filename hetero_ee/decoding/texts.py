@@ -12,6 +12,7 @@ from hetero_ee.exits.candidates import DraftSource
 from hetero_ee.runtime.executor import Executor, Observe
 from hetero_ee.runtime.rows import Rows
 
+READING = "Reading the prompt"
 UNCACHED = -1  # no sequence of the KV cache has this number
 
 
@@ -82,11 +83,20 @@ def in_own_sequences(
 
 def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
     """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token."""
+    return executor.prompt(_chunks(executor, text), observe)
+
+
+def _chunks(executor: Executor, text: Text) -> Iterator[Rows]:
+    """Says how far it is where there are several."""
     sequence, prompt = text.cached_as, text.token_ids[: text.n_prompt_tokens]
-    n_tokens = executor.prompt_chunk_tokens
-    firsts = range(executor.cache.length(sequence), len(prompt), n_tokens)
-    chunks = (Rows.of_sequence(sequence, first, prompt[first : first + n_tokens]) for first in firsts)
-    return executor.prompt(chunks, observe)
+    n_cached, n_tokens = executor.cache.length(sequence), executor.prompt_chunk_tokens
+    tell = executor.progress if len(prompt) - n_cached > n_tokens else None
+    for first in range(n_cached, len(prompt), n_tokens):
+        if tell is not None:
+            tell(READING, first - n_cached, len(prompt) - n_cached)
+        yield Rows.of_sequence(sequence, first, prompt[first : first + n_tokens])
+    if tell is not None:
+        tell(READING, len(prompt) - n_cached, len(prompt) - n_cached)
 
 
 def step(text: Text, logits: Tensor, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:

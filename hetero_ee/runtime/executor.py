@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kv_cache import KvCache
@@ -21,10 +22,11 @@ class Executor:
     """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows.
 
     cache: of some layers alone where others compute the rest, of all where None. prompt_chunk_tokens: rows of a prompt
-    that are best run at a time.
+    that are best run at a time. progress: told how far a prompt of several chunks is, by those who cut it up.
     """
 
     prompt_chunk_tokens = PROMPT_CHUNK_TOKENS
+    progress: Progress | None = None
 
     def __init__(
         self,
