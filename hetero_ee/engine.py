@@ -17,6 +17,7 @@ from hetero_ee.decoding.chat_template import ChatTemplate
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, OpenDrafting, found_knowledge, open_drafting
 from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
+from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
@@ -44,6 +45,8 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.process import physical_core_count
+
+FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 
 
 class Engine:
@@ -85,9 +88,10 @@ class Engine:
         threads: int = 0,
         plan: Plan | str | Path | None = None,
         vram_budget: int | None = None,
-        profile: HardwareProfile | None = None,
+        profile: HardwareProfile | FindProfile | None = None,
         limits: Limits | None = None,
         emulate: bool = False,
+        traces: bool = False,
         draft_head: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Self:
@@ -103,8 +107,10 @@ class Engine:
         first compilation, and in tokens while a long prompt is read; with 0 in all, the stage is a remark.
 
         plan: where every part goes, a Plan or its JSON file; None makes one where a profile is given, within
-        vram_budget (bytes) and the other limits. profile: what the machine was measured to do. emulate: runs the plan
-        on that profile's machine, emulated here: the same tokens, and times as there. draft_head: folder of an EAGLE-1
+        vram_budget (bytes) and the other limits. profile: what the machine was measured to do, or a function
+        of the model's shapes and folder that finds it, or finds None. emulate: runs the plan
+        on that profile's machine, emulated here: the same tokens, and times as there. traces: what
+        a plan runs where and when is kept in `spans`. draft_head: folder of an EAGLE-1
         head for this model, where the plan drafts; None takes the model folder's own. Raises ModelError,
         CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
@@ -120,14 +126,18 @@ class Engine:
         weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
         n_tokens, notice = _context_tokens(spec, context_tokens), _notice(progress)
         end_tokens = _eos_token_ids(hf_generation, folder, tokenizer)
+        if profile is not None and not isinstance(profile, HardwareProfile):
+            profile = profile(spec, folder)
         placement = _placement(plan, vram_budget, profile, limits, emulate, n_tokens)
         if placement is None:
             executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
             executor.progress = progress
             return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
         knowledge = found_knowledge(calibrations, _draft_head(folder, draft_head), notice)
-        placement = replace(placement, statistics=knowledge.statistics(spec, profile, threads, on_gpu=emulate))
+        statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
+        placement = replace(placement, statistics=statistics, traces=traces)
         opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice)
+        opened = replace(opened, placement=placement)
         opened.executor.progress = progress
         drafting = open_drafting(knowledge, opened, profile, notice)
         quantizer = weights.quantizer
@@ -153,15 +163,30 @@ class Engine:
 
     @property
     def draft_statistics(self) -> DraftStatistics | None:
-        """What drafting brought in the latest call of generate or stream; None in full mode."""
+        """What drafting brought in the latest call of generate or stream, or reply of a chat; None in full mode."""
         if self._drafting is None:
             return None
         return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.boundary)
 
     @property
     def spans(self) -> list[Span]:
-        """What ran on which device and link when, of an emulated machine; see `write_trace`."""
+        """What ran on which device and link when, of an emulated machine or with traces; see `write_trace`."""
         return [] if self._opened is None else self._opened.spans()
+
+    @property
+    def placement(self) -> Placement | None:
+        """What the plan was made from: profile, limits and statistics; None where nothing was planned."""
+        return None if self._opened is None else self._opened.placement
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """What exact mode drafts with, for measuring it; None in full mode."""
+        return None if self._drafting is None else self._drafting.drafting
+
+    @property
+    def draft_origin(self) -> str:
+        """Where drafts come from, in a few words; empty in full mode."""
+        return "" if self._drafting is None else self._drafting.origin
 
     def stream(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> Iterator[GeneratedToken]:
         """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
@@ -223,10 +248,9 @@ class Engine:
         if self._drafting is None:
             conversation = Conversation(*common)
         else:
-            drafting = self._drafting.drafting
-            way = partial(generate_exact_from, drafting=drafting)
-            forget = None if drafting.source is None else drafting.source.close
-            conversation = Conversation(*common, way, forget)
+            source_of_drafts = self._drafting.drafting.source
+            forget = None if source_of_drafts is None else source_of_drafts.close
+            conversation = Conversation(*common, self._generate_exact_from, forget)
         self._conversations.add(conversation)
         return conversation
 
@@ -273,6 +297,11 @@ class Engine:
             return generate(*common)
         self._draft_counts = DraftCounts()
         return generate_exact(*common, drafting.drafting, self._draft_counts)
+
+    def _generate_exact_from(self, *common: Any) -> Iterator[GeneratedToken]:
+        assert self._drafting is not None, "full mode has a way of its own"
+        self._draft_counts = DraftCounts()
+        return partial(generate_exact_from, drafting=self._drafting.drafting, counts=self._draft_counts)(*common)
 
     @property
     def _clock(self) -> Callable[[], float]:

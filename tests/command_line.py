@@ -9,7 +9,10 @@ PROMPT = "Once upon a time"
 N_TOKENS = 40
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", str(N_TOKENS)]
 RATE = r"[\d.]+ t/s(?: \(expected [\d.]+\))?"
-CLOSING_LINE = rf"\[ prompt (\d+) tok, {RATE} \| gen (\d+) tok, {RATE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
+MODE = r"(?: \| (?:full|exact)[^|\n]*)?"
+CLOSING_LINE = (
+    rf"\[ prompt (\d+) tok, {RATE} \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
+)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,9 @@ class BareTarget:
     def project(self, normed: Tensor) -> Tensor:
         return torch.stack([self.head @ row for row in normed])
 
+    def project_on_cpu(self, normed: Tensor) -> Tensor:
+        return self.project(normed)
+
 
 def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:
     """Tokens, and a state at each."""

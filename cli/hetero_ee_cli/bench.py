@@ -1,34 +1,59 @@
 """`hetero-ee bench`: tokens per second as llama-bench measures them, with the plan's prediction beside each."""
 
-import csv
-import io
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.planning_options import ModelArgument, RandomWeights, model_spec
+from hetero_ee_cli.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document
+from hetero_ee_cli.output import say
+from hetero_ee_cli.placement_options import (
+    DraftHead,
+    PlacementOptions,
+    PlanFile,
+    Stats,
+    Trace,
+    for_dense,
+    placement_options,
+)
+from hetero_ee_cli.planning_options import (
+    DraftTokens,
+    GpuLayers,
+    KvType,
+    ModelArgument,
+    Progress,
+    RandomWeights,
+    VramBudget,
+    VramMargin,
+    model_spec,
+)
+from hetero_ee_cli.run_report import draft_lines
 from hetero_ee_cli.setting_options import Offline, Quantizer
 from hetero_ee_cli.signals import ending_at_once
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.benchmark import BenchRun
+    from hetero_ee.decoding.draft_statistics import DraftStatistics
+    from hetero_ee.decoding.drafting import Drafting
     from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.executor import Executor
+    from hetero_ee.runtime.timeline import Span
     from hetero_ee_profiles.hardware import HardwareProfile
 
-FORMATS = ("md", "csv", "json", "jsonl")
 MAX_TOKENS, MAX_REPETITIONS, MAX_THREADS = 2**20, 1000, 1024
-NANOSECONDS, MICROSECONDS = 1e9, 1e6
+MICROSECONDS = 1e6
 MAX_DRIFT = 0.2  # of the memory's speed since the profile was measured
+FULL, EXACT, ALL = "full", "exact", "all"
+EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not timed
 
-Row = dict[str, Any]
+Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 
 def bench(
@@ -45,7 +70,24 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
     refresh: Annotated[bool, typer.Option(help="Measure this machine anew even where a profile is kept.")] = False,
-    plan: Annotated[Path | None, typer.Option(help="Predict from this plan's JSON instead of a new one.")] = None,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = None,
+    gpu_layers: GpuLayers = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-ot", "--override", help="REGEX=gpu, cpu or stream for parts by name; may be given several times."
+        ),
+    ] = None,
+    kv_type: KvType = None,
+    mode: Annotated[
+        str | None, typer.Option(help="full, exact, whose texts are the model's own, or all. [default: full]")
+    ] = None,
+    draft_length: DraftTokens = None,
+    plan_file: PlanFile = None,
+    draft_head: DraftHead = None,
+    trace: Trace = None,
+    stats: Stats = False,
     quantizer: Quantizer = None,
     offline: Offline = None,
 ) -> None:
@@ -55,7 +97,22 @@ def bench(
     """
     prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
-    _check(style, repetitions)
+    _check(style, repetitions, mode, random_weights)
+    placement = placement_options(
+        plan_file=plan_file,
+        draft_head=draft_head,
+        trace=trace,
+        stats=stats,
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        gpu_layers=gpu_layers,
+        override=override,
+        kv_type=kv_type,
+        mode=None if mode == ALL else mode,
+        draft_tokens=draft_length,
+        ctx_size=None,
+        threads=None,
+    )
     with ending_at_once():
         from hetero_ee.config.settings import read_settings
         from hetero_ee_cli.profile import profile_for
@@ -68,26 +125,61 @@ def bench(
     rows: list[Row] = []
     with stage_progress() as progress:
         spec, name, folder = model_spec(model, random_weights, offline, progress)
-        given = _given_plan(plan, spec)
         profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
+        subject = _Subject(spec, name, folder, settings.value("quantizer", quantizer), profile, placement, progress)
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
-            max_tokens = max(map(sum, tests))
-            options = {"quantizer": settings.value("quantizer", quantizer), "context_tokens": max_tokens}
-            with _executor(folder, spec, options | {"threads": n_threads, "progress": progress}) as executor:
-                executor_us = _executor_us(executor)
-                for test in tests:
-                    row = _row(executor, name, profile, n_threads, test, repetitions, given)
-                    rows.append(row | {"executor_us_per_layer": executor_us})
+            for each in _modes(mode, placement):
+                for row in _rows(subject, each, n_threads, _of_mode(tests, each, mode), repetitions):
+                    rows.append(row)
                     if style in ("md", "jsonl"):
-                        _print_row(rows, style)
+                        print_row(rows, style)
+        subject.write_trace()
     if style in ("json", "csv"):
-        print(_document(rows, style), end="")
+        print(whole_document(rows, style), end="")
     if style == "md":
-        print(_footer(rows))
+        print(footer(rows))
 
 
-def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[tuple[int, int, int]]:
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is measured. folder: None for random weights. spans: of everything so far, where they are recorded."""
+
+    spec: "ModelSpec"
+    name: str
+    folder: Path | None
+    quantizer: str | None
+    profile: "HardwareProfile"
+    placement: PlacementOptions
+    progress: Progress
+    spans: "list[Span]" = field(default_factory=list)
+
+    def limits(self, mode: str, threads: int) -> "Limits":
+        """Those asked for, in this mode."""
+        from hetero_ee.weights.model_weights import UNQUANTIZED
+
+        limits = replace(self.placement.limits, mode=mode, threads=threads)
+        return for_dense(limits) if self.quantizer == UNQUANTIZED else limits
+
+    def write_trace(self) -> None:
+        """What --trace asks for."""
+        if self.placement.trace is not None:
+            from hetero_ee.runtime.trace import write_trace
+
+            write_trace(self.placement.trace, self.spans, f"bench of {self.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The model ready to be measured. drafting: None in full mode."""
+
+    executor: "Executor"
+    plan: "Plan"
+    statistics: "Statistics"
+    drafting: "Drafting | None"
+
+
+def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[Test]:
     """(prompt, text, depth) of each test: prompts first, as llama-bench has them. Raises UsageError."""
     from hetero_ee.errors import UsageError
 
@@ -99,52 +191,103 @@ def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: lis
     return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
 
-def _given_plan(file: Path | None, spec: "ModelSpec") -> "Plan | None":
-    from hetero_ee.planning.plan import Plan
-    from hetero_ee.planning.planner import check_fits
+def _modes(asked: str | None, placement: PlacementOptions) -> list[str]:
+    if asked == ALL:
+        return [FULL, EXACT]
+    return [asked or (FULL if placement.plan is None else placement.plan.mode)]
 
-    if file is None:
-        return None
-    made = Plan.load(file)
-    check_fits(made, spec)
-    return made
+
+def _of_mode(tests: list[Test], mode: str, asked: str | None) -> list[Test]:
+    """Those that say something new: a prompt is read in the same way in every mode."""
+    return [test for test in tests if test[1]] if mode == EXACT and asked == ALL else tests
+
+
+def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int) -> Iterator[Row]:
+    """A row of each test."""
+    if not tests:
+        return
+    max_tokens = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
+    with _running(subject, mode, threads, max_tokens) as running:
+        executor_us = _executor_us(running.executor)
+        for test in tests:
+            yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
 
 
 @contextmanager
-def _executor(folder: Path | None, spec: "ModelSpec", options: dict[str, Any]) -> "Iterator[Executor]":
-    """What runs the model in `folder`, or random weights where there is none."""
+def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
+    """What runs the model in the folder, or random weights where there is none."""
     from hetero_ee.engine import Engine
-    from hetero_ee.runtime.opening import open_on_cpu
+
+    given = subject.placement.plan
+    _check_context(given, max_tokens)
+    if subject.folder is None:
+        with _random(subject, mode, threads, max_tokens) as running:
+            yield running
+        return
+    with Engine.from_pretrained(
+        subject.folder,
+        quantizer=subject.quantizer,
+        context_tokens=max_tokens,
+        threads=threads,
+        plan=given,
+        profile=subject.profile,
+        limits=subject.limits(mode, threads),
+        draft_head=subject.placement.draft_head,
+        traces=subject.placement.trace is not None,
+        progress=subject.progress,
+    ) as engine:
+        assert engine.plan is not None and engine.placement is not None, "with a profile there is a plan"
+        yield _Running(engine.executor, engine.plan, engine.placement.statistics, engine.drafting)
+        subject.spans.extend(engine.spans)
+
+
+@contextmanager
+def _random(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
+    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.runtime.opening import Placement, open_placed
     from hetero_ee.weights.random_weights import random_weights
 
-    if folder is not None:
-        with Engine.from_pretrained(folder, **options) as engine:
-            yield engine.executor
-        return
-    weights = random_weights(spec)
-    executor = open_on_cpu(spec, weights, options["context_tokens"], options["threads"], options["progress"])
+    limits = replace(subject.limits(mode, threads), context_tokens=max_tokens)
+    traces = subject.placement.trace is not None
+    placement = Placement(subject.profile, limits, subject.placement.plan, traces=traces)
+    opened = open_placed(
+        subject.spec,
+        random_weights(subject.spec),
+        placement,
+        threads,
+        time.perf_counter,
+        lambda text: subject.progress(text, 0, 0),
+    )
     try:
-        yield executor
+        yield _Running(opened.executor, opened.plan, Statistics(), None)
+        subject.spans.extend(opened.spans())
     finally:
-        executor.close()
+        opened.executor.close()
 
 
-def _compare_speed(profile: "HardwareProfile", threads: int, progress: Callable[[str, int, int], None]) -> None:
+def _check_context(given: "Plan | None", max_tokens: int) -> None:
+    from hetero_ee.errors import UsageError
+
+    if given is not None and given.context_tokens < max_tokens:
+        raise UsageError(
+            f"the plan holds {given.context_tokens} tokens and the tests take {max_tokens}; plan with a larger -c, or "
+            "lower -p, -n or -d."
+        )
+
+
+def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress) -> None:
     """Remarks that a kept profile promises another machine than there is now."""
     from hetero_ee.runtime.cpu_profiling import speed_since
 
     speed = speed_since(profile, threads, time.perf_counter)
     if abs(speed - 1) > MAX_DRIFT:
         progress(
-            f"Memory is read at {speed:.0%} of the speed that the profile of {_date(profile)} has with {threads} "
-            f"thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it anew with --refresh",
+            f"Memory is read at {speed:.0%} of the speed that the profile of {profile_date(profile)} has with "
+            f"{threads} thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it anew with "
+            "--refresh",
             0,
             0,
         )
-
-
-def _date(profile: "HardwareProfile") -> str:
-    return profile.cpu[0].read_bytes_per_s.origin.date
 
 
 def _executor_us(executor: "Executor") -> float | None:
@@ -154,116 +297,24 @@ def _executor_us(executor: "Executor") -> float | None:
     return None if seconds is None else round(seconds * MICROSECONDS, 2)
 
 
-def _row(
-    executor: "Executor",
-    name: str,
-    profile: "HardwareProfile",
-    threads: int,
-    test: tuple[int, int, int],
-    repetitions: int,
-    given: "Plan | None",
-) -> Row:
-    from hetero_ee.decoding.benchmark import bench_run
-    from hetero_ee.planning.limits import Limits
-    from hetero_ee.planning.planner import plan as make_plan
-
-    n_prompt, n_gen, n_depth = test
-    # A text of n tokens is predicted at the length it has in its middle.
-    context = n_depth + (n_prompt or max(1, n_gen // 2))
-    # Nothing runs on a GPU yet.
-    limits = Limits(context_tokens=max(executor.cache.max_tokens, context), threads=threads, gpu_layers=0)
-    made = given or make_plan(executor.spec, profile, limits, predict_at_tokens=context)
-    run = bench_run(
-        executor,
-        n_prompt,
-        n_gen,
-        n_depth,
-        chunk_tokens=made.prefill_chunk_tokens,
-        repetitions=repetitions,
-        clock=time.perf_counter,
-    )
-    return _columns(run, made, executor, name, profile, threads)
-
-
-def _columns(
-    run: "BenchRun", made: "Plan", executor: "Executor", name: str, profile: "HardwareProfile", threads: int
-) -> Row:
-    import datetime
-    from statistics import fmean, stdev
-
-    from hetero_ee import __version__
+def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
+    from hetero_ee.decoding.benchmark import bench_exact_run, bench_run
     from hetero_ee.planning.prediction import predicted_run_s
+    from hetero_ee.planning.round_costs import predicted_text_s
 
-    weights = executor.weights
-    samples_ns = [round(seconds * NANOSECONDS) for seconds in run.samples_s]
-    predicted_s = predicted_run_s(executor.spec, profile, made, run.n_prompt, run.n_gen, run.n_depth)
-    return {
-        "build_commit": __version__,
-        "cpu_info": profile.machine.cpu_model,
-        "gpu_info": profile.machine.gpu_model or "",
-        "model_filename": name,
-        "model_type": f"{made.model} {weights.quantizer}",
-        "model_size": weights.n_bytes,
-        "model_n_params": weights.n_weights,
-        "n_batch": made.prefill_chunk_tokens,
-        "n_threads": threads,
-        "n_gpu_layers": made.gpu_layers,
-        "n_prompt": run.n_prompt,
-        "n_gen": run.n_gen,
-        "n_depth": run.n_depth,
-        "test": run.name,
-        "test_time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "avg_ns": round(fmean(samples_ns)),
-        "stddev_ns": round(stdev(samples_ns)) if len(samples_ns) > 1 else 0,
-        "avg_ts": run.avg_ts,
-        "stddev_ts": run.stddev_ts,
-        "samples_ns": samples_ns,
-        "samples_ts": list(run.samples_ts),
-        "predicted_ts": (run.n_prompt or run.n_gen) / predicted_s,
-        "vram_budget": made.vram_budget_bytes,
-        "plan_hash": made.sha256,
-        "profile_date": _date(profile),
-    }
-
-
-def _print_row(rows: list[Row], style: str) -> None:
-    """The last row, below the head of the table where it is the first."""
-    row = rows[-1]
-    if style == "jsonl":
-        print(json.dumps(row), flush=True)
-        return
-    if len(rows) == 1:
-        print("| model | size | params | threads | test | t/s | predicted t/s |")
-        print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    print(
-        f"| {row['model_filename']} {row['model_type'].split()[-1]} | {row['model_size'] / 2**20:.1f} MiB "
-        f"| {row['model_n_params'] / 1e6:.1f} M | {row['n_threads']} | {row['test']} "
-        f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {row['predicted_ts']:.2f} |",
-        flush=True,
-    )
-
-
-def _footer(rows: list[Row]) -> str:
-    """What holds for all rows: where the predictions come from, and what the executor itself takes."""
-    lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures anew"]
-    spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
-    known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
-    if known:
-        lines.append(f"microseconds a layer of the executor, kernels not counted: {', '.join(known)}")
-    return "\n".join(lines)
-
-
-def _document(rows: list[Row], style: str) -> str:
-    if style == "json":
-        return json.dumps(rows, indent=1) + "\n"
-    text = io.StringIO()
-    flat = [
-        {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows
-    ]
-    writer = csv.DictWriter(text, list(flat[0]), quoting=csv.QUOTE_NONNUMERIC)
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
+    made, executor, clock = running.plan, running.executor, time.perf_counter
+    n_prompt, n_gen, n_depth = test
+    known = subject.spec, subject.profile, made
+    found: DraftStatistics | None = None
+    if running.drafting is not None and n_gen:
+        run, found = bench_exact_run(executor, running.drafting, n_gen, n_depth, repetitions=repetitions, clock=clock)
+        predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)
+    else:
+        run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)
+        predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth)
+    if found is not None and subject.placement.stats:
+        say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
+    return columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)
 
 
 def _numbers(text: str, flag: str) -> list[int]:
@@ -276,12 +327,18 @@ def _numbers(text: str, flag: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _check(style: str, repetitions: int) -> None:
+def _check(style: str, repetitions: int, mode: str | None, random_weights: str | None) -> None:
     from hetero_ee.errors import UsageError, shown
 
     if style not in FORMATS:
         raise UsageError(f"--output is {shown(style)}; expected one of {', '.join(FORMATS)}.")
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions is {repetitions}; expected 1 to {MAX_REPETITIONS}.")
+    if mode not in (None, FULL, EXACT, ALL):
+        raise UsageError(f"--mode is {shown(mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
+    if mode in (EXACT, ALL) and random_weights is not None:
+        raise UsageError(
+            f"random weights write no text that drafts could come true in; drop --mode {mode}, or name a model."
+        )
     if style != "md":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]

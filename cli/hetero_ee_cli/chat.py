@@ -1,6 +1,7 @@
 """`hetero-ee chat`: a conversation, in turns, on a terminal or through a pipe."""
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,28 @@ import typer
 
 from hetero_ee_cli.chat_input import Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.engine_options import Revision, engine_options
+from hetero_ee_cli.expectation import planned_rate, slowness
 from hetero_ee_cli.output import closing_line, complain, print_tokens, printable, say
+from hetero_ee_cli.placement_options import (
+    DraftHead,
+    PlacementOptions,
+    PlanFile,
+    Stats,
+    Trace,
+    open_engine,
+    placement_options,
+    write_spans,
+)
+from hetero_ee_cli.planning_options import (
+    DraftTokens,
+    GpuLayers,
+    KvType,
+    Mode,
+    Override,
+    VramBudget,
+    VramMargin,
+)
+from hetero_ee_cli.run_report import mode_words, statistics_table, uses_gpu
 from hetero_ee_cli.sampling_options import (
     MaxNewTokens,
     MinP,
@@ -22,12 +44,12 @@ from hetero_ee_cli.sampling_options import (
     sampling_changes,
 )
 from hetero_ee_cli.setting_options import CtxSize, Model, Offline, Quantizer, Threads
-from hetero_ee_cli.signals import ending_at_once
 from hetero_ee_cli.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.conversation import Conversation
     from hetero_ee.decoding.reply import Reply
+    from hetero_ee.engine import Engine
 
 COMMANDS = {
     "/clear": "forget the messages",
@@ -62,6 +84,17 @@ def chat(
     threads: Threads = None,
     ctx_size: CtxSize = None,
     quantizer: Quantizer = None,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = None,
+    gpu_layers: GpuLayers = None,
+    override: Override = None,
+    kv_type: KvType = None,
+    mode: Mode = None,
+    draft_length: DraftTokens = None,
+    plan_file: PlanFile = None,
+    draft_head: DraftHead = None,
+    trace: Trace = None,
+    stats: Stats = False,
 ) -> None:
     """Chat with a model. Only its replies go to standard output.
 
@@ -69,6 +102,21 @@ def chat(
     A line that begins with a slash is a command: /help lists them. Ctrl-C stops a reply; at the prompt, twice in a row
     ends the chat, as /exit and Ctrl-D do. Through a pipe every line is a turn, and each reply ends with a newline.
     """
+    placement = placement_options(
+        plan_file=plan_file,
+        draft_head=draft_head,
+        trace=trace,
+        stats=stats,
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        gpu_layers=gpu_layers,
+        override=override,
+        kv_type=kv_type,
+        mode=mode,
+        draft_tokens=draft_length,
+        ctx_size=ctx_size,
+        threads=threads,
+    )
     options = engine_options(
         model=_one_model(model, model_flag),
         revision=revision,
@@ -88,7 +136,7 @@ def chat(
         stop=stop,
     )
     template = None if chat_template_file is None else read_text("chat template", chat_template_file)
-    _chat(options, {"system": system, "chat_template": template} | changes)
+    _chat(options, placement, {"system": system, "chat_template": template} | changes)
 
 
 def _one_model(argument: str | None, flag: str | None) -> str | None:
@@ -99,29 +147,41 @@ def _one_model(argument: str | None, flag: str | None) -> str | None:
     return flag if argument is None else argument
 
 
-def _chat(options: dict[str, Any], conversation_options: dict[str, Any]) -> None:
+def _chat(options: dict[str, Any], placement: PlacementOptions, conversation_options: dict[str, Any]) -> None:
     """Opens the model and talks until there is nothing more to answer."""
-    with ending_at_once():
-        from hetero_ee.engine import Engine
     from hetero_ee_cli.progress import stage_progress
 
     with stage_progress() as progress:
-        engine = Engine.from_pretrained(progress=progress, **options)
+        engine = open_engine(options, placement, progress)
     with engine, engine.chat(**conversation_options) as conversation:
-        if not sys.stdin.isatty():
-            Talk(conversation, is_interactive=False).run(piped_lines())
-            return
-        from hetero_ee_cli.line_editor import LineEditor, history_file
+        try:
+            _talk(engine, conversation, options["model"], placement.stats)
+        finally:
+            write_spans(engine, placement)
 
-        say(f"Chat with {printable(options['model'] or 'the demo model')}: /help lists the commands, Ctrl-D ends it.")
-        with LineEditor(list(COMMANDS), history_file()) as editor:
-            Talk(conversation, is_interactive=True).run(editor.read)
+
+def _talk(engine: "Engine", conversation: "Conversation", model: str | None, stats: bool) -> None:
+    """On a terminal or through a pipe."""
+    if not sys.stdin.isatty():
+        Talk(engine, conversation, is_interactive=False, stats=stats).run(piped_lines())
+        return
+    from hetero_ee_cli.line_editor import LineEditor, history_file
+
+    say(f"Chat with {printable(model or 'the demo model')}: /help lists the commands, Ctrl-D ends it.")
+    with LineEditor(list(COMMANDS), history_file()) as editor:
+        Talk(engine, conversation, is_interactive=True, stats=stats).run(editor.read)
 
 
 class Talk:
-    """Answers entries until they end. Interactive, a refusal is a line and the talk goes on; else it ends the talk."""
+    """Answers entries until they end. Interactive, a refusal is a line and the talk goes on; else it ends the talk.
 
-    def __init__(self, conversation: "Conversation", is_interactive: bool) -> None:
+    stats: whether a table follows each reply.
+    """
+
+    def __init__(
+        self, engine: "Engine", conversation: "Conversation", is_interactive: bool, stats: bool = False
+    ) -> None:
+        self._engine, self._stats_wanted = engine, stats
         self._conversation, self._is_interactive = conversation, is_interactive
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": self._clear,
@@ -173,15 +233,16 @@ class Talk:
     def _print(self, reply: "Reply") -> None:
         if reply.n_forgotten_messages:
             say(f"(The {reply.n_forgotten_messages} oldest messages no longer fit into the context and are forgotten.)")
+        start_s = time.perf_counter()
         _, was_interrupted = print_tokens(reply)
         sys.stdout.write("\n")
         sys.stdout.flush()
         if reply.result is not None:
-            self._say_how(reply)
+            self._say_how(reply, start_s)
         if was_interrupted and not self._is_interactive:
             raise KeyboardInterrupt
 
-    def _say_how(self, reply: "Reply") -> None:
+    def _say_how(self, reply: "Reply", start_s: float) -> None:
         """The closing line, and whether the context was full."""
         from hetero_ee.decoding.result import FinishReason
 
@@ -191,7 +252,13 @@ class Talk:
         prompt = f"{reply.n_prefilled_tokens} new + {reply.n_cached_tokens} cached"
         seed = reply.sampling.seed if reply.sampling.temperature else None
         lead = "\n" if sys.stdout.isatty() else ""
-        say(lead + closing_line(prompt, reply.result, seed) + lead)
+        engine, result = self._engine, reply.result
+        expected = planned_rate(engine, result.n_prompt_tokens, result.n_generated_tokens)
+        say(lead + closing_line(prompt, result, seed, expected, mode_words(engine)) + lead)
+        if (sentence := slowness(result, expected, uses_gpu(engine))) is not None:
+            say(sentence)
+        if self._stats_wanted:
+            say(statistics_table(engine, result, start_s))
 
     def _clear(self, _argument: str) -> None:
         self._conversation.clear()

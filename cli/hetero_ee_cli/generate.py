@@ -2,14 +2,35 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hetero_ee_cli.engine_options import Revision, engine_options
-from hetero_ee_cli.expectation import expected_rate
+from hetero_ee_cli.expectation import expected_rate, slowness
 from hetero_ee_cli.output import closing_line, print_tokens, say
+from hetero_ee_cli.placement_options import (
+    DraftHead,
+    PlacementOptions,
+    PlanFile,
+    Stats,
+    Trace,
+    open_engine,
+    placement_options,
+    write_spans,
+)
+from hetero_ee_cli.planning_options import (
+    DraftTokens,
+    GpuLayers,
+    KvType,
+    Mode,
+    Override,
+    VramBudget,
+    VramMargin,
+)
+from hetero_ee_cli.run_report import mode_words, run_document, statistics_table, uses_gpu
 from hetero_ee_cli.sampling_options import (
     MaxNewTokens,
     MinP,
@@ -49,12 +70,38 @@ def generate(
     threads: Threads = None,
     ctx_size: CtxSize = None,
     quantizer: Quantizer = None,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = None,
+    gpu_layers: GpuLayers = None,
+    override: Override = None,
+    kv_type: KvType = None,
+    mode: Mode = None,
+    draft_length: DraftTokens = None,
+    plan_file: PlanFile = None,
+    draft_head: DraftHead = None,
+    trace: Trace = None,
+    stats: Stats = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document at the end instead of the text.")
     ] = False,
 ) -> None:
     """Generate text. Only the text goes to standard output; progress and one closing line go to standard error."""
     text = read_prompt(prompt, file)
+    placement = placement_options(
+        plan_file=plan_file,
+        draft_head=draft_head,
+        trace=trace,
+        stats=stats,
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        gpu_layers=gpu_layers,
+        override=override,
+        kv_type=kv_type,
+        mode=mode,
+        draft_tokens=draft_length,
+        ctx_size=ctx_size,
+        threads=threads,
+    )
     options = engine_options(
         model=model, revision=revision, offline=offline, quantizer=quantizer, ctx_size=ctx_size, threads=threads
     )
@@ -68,20 +115,22 @@ def generate(
         seed=seed,
         stop=stop,
     )
-    _generate(text, options, changes, as_json)
+    _generate(text, options, placement, changes, as_json)
 
 
-def _generate(text: str, options: dict[str, Any], changes: dict[str, Any], as_json: bool) -> None:
+def _generate(
+    text: str, options: dict[str, Any], placement: PlacementOptions, changes: dict[str, Any], as_json: bool
+) -> None:
     """Opens the model, prints the text as it comes, then the closing line."""
     with ending_at_once():
-        from hetero_ee.engine import Engine
-    from hetero_ee.decoding.result import collect
+        from hetero_ee.decoding.result import collect
     from hetero_ee_cli.progress import stage_progress
 
     with (
         stage_progress() as progress,
-        Engine.from_pretrained(progress=progress, **options) as engine,
+        open_engine(options, placement, progress) as engine,
     ):
+        start_s = time.perf_counter()
         tokens, interrupted = print_tokens(engine.stream(text, **changes), quiet=as_json)
         result = collect(tokens) if tokens else None
         if as_json:
@@ -91,6 +140,9 @@ def _generate(text: str, options: dict[str, Any], changes: dict[str, Any], as_js
             expected = None if interrupted else expected_rate(engine, progress)
             rate = expected(result.n_prompt_tokens, result.n_generated_tokens) if expected else None
             _print_closing_line(result, engine, changes, rate)
+            if placement.stats:
+                say(statistics_table(engine, result, start_s))
+        write_spans(engine, placement)
         if interrupted:
             raise KeyboardInterrupt
 
@@ -116,7 +168,10 @@ def _print_closing_line(
 ) -> None:
     is_sampled = changes.get("temperature", engine.default_sampling.temperature) > 0
     lead = "\n\n" if sys.stdout.isatty() else ""  # the text itself ends where the model ended it
-    say(lead + closing_line(str(result.n_prompt_tokens), result, changes["seed"] if is_sampled else None, expected))
+    seed = changes["seed"] if is_sampled else None
+    say(lead + closing_line(str(result.n_prompt_tokens), result, seed, expected, mode_words(engine)))
+    if (sentence := slowness(result, expected, uses_gpu(engine))) is not None:
+        say(sentence)
 
 
 def _document(
@@ -137,6 +192,7 @@ def _document(
         "model": model or "demo",
         "architecture": engine.spec.architecture,
         "quantizer": engine.quantizer,
+        **run_document(engine),
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

@@ -24,9 +24,14 @@ def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tu
 
 
 def closing_line(
-    prompt: str, result: "GenerationResult", seed: int | None, expected_tokens_per_s: float | None = None
+    prompt: str,
+    result: "GenerationResult",
+    seed: int | None,
+    expected_tokens_per_s: float | None = None,
+    mode: str | None = None,
 ) -> str:
-    """Counts and rates of one text. prompt: what to say of the prompt's tokens; seed: None where it did not matter."""
+    """Counts and rates of one text. prompt: what to say of the prompt's tokens; seed: None where it did not matter;
+    mode: how it was decoded, None where there was no choice."""
     from hetero_ee_profiles.process import peak_memory_bytes
 
     parts = [
@@ -35,6 +40,8 @@ def closing_line(
         + ("" if expected_tokens_per_s is None else f" (expected {expected_tokens_per_s:.1f})"),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
     ]
+    if mode is not None:
+        parts.insert(2, mode)
     if seed is not None:
         parts.append(f"seed {seed}")
     return f"[ {' | '.join(parts)} ]"

@@ -1,5 +1,6 @@
 """`hetero-ee plan`: where every part of a model would go, why, and how fast that is expected to be."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
-    from hetero_ee.planning.statistics import ExitStatistics
+    from hetero_ee.planning.statistics import Statistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
 GIB = 2**30
@@ -39,12 +40,12 @@ def plan(
     random_weights: RandomWeights = None,
     hardware: Hardware = None,
     vram_budget: VramBudget = None,
-    vram_margin: VramMargin = 1024,
+    vram_margin: VramMargin = None,
     ram_budget: RamBudget = None,
     gpu_layers: GpuLayers = None,
     override: Override = None,
     ctx_size: CtxSize = None,
-    kv_type: KvType = "fp32",
+    kv_type: KvType = None,
     mode: Mode = None,
     draft_tokens: DraftTokens = None,
     threads: Threads = None,
@@ -52,6 +53,9 @@ def plan(
     published_exits: Annotated[
         bool, typer.Option(help="Use exit rates published for Llama-2-7B, as if this model had them.")
     ] = False,
+    own_drafts: Annotated[
+        bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
+    ] = True,
     curve: Annotated[bool, typer.Option(help="Draw expected tokens per second against the VRAM budget.")] = False,
     curve_file: Annotated[
         Path | None, typer.Option(help="Draw the curve into a PNG file instead; needs the extra [plot].")
@@ -82,7 +86,7 @@ def plan(
         from hetero_ee.planning.plan import Plan
         from hetero_ee.planning.planner import check_fits
         from hetero_ee.planning.planner import plan as make_plan
-        from hetero_ee.planning.statistics import published_statistics
+        from hetero_ee.planning.statistics import Statistics, published_statistics
         from hetero_ee_cli.profile import profile_for
         from hetero_ee_profiles.records import to_json
     from hetero_ee_cli.progress import stage_progress
@@ -96,7 +100,11 @@ def plan(
             return
         counts = (limits.threads,) if limits.threads else ()
         profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=counts)
-    statistics = published_statistics(spec.n_layers) if published_exits else None
+        statistics = Statistics()
+        if published_exits:
+            statistics = Statistics(published_statistics(spec.n_layers))
+        elif own_drafts and folder is not None:
+            statistics = _own_statistics(spec, folder, profile, limits, lambda text: progress(text, 0, 0))
     made = make_plan(spec, profile, limits, statistics)
     if as_json:
         print(to_json(made), end="")
@@ -106,8 +114,38 @@ def plan(
         _explain(made, spec, profile, limits, statistics)
 
 
+def _own_statistics(
+    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", notice: Callable[[str], None]
+) -> "Statistics":
+    """Of the calibration and the draft head that opening this model would find; a notice where they can't be read."""
+    from hetero_ee.config import cache_folder
+    from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, found_knowledge
+    from hetero_ee.errors import HeteroError
+    from hetero_ee.exits.calibration_place import CalibrationPlace
+    from hetero_ee.models.model_files import CONFIG_FILE
+    from hetero_ee.models.regular_file import find_file
+    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.weights.conversion import cached_store
+    from hetero_ee.weights.quantization import Quantization
+    from hetero_ee.weights.store import is_store
+
+    try:
+        if is_store(folder):
+            place = CalibrationPlace(spec, folder)
+        else:
+            quantization = Quantization.of_model(folder, None)
+            store = cached_store(folder, quantization, cache_folder())
+            place = CalibrationPlace(spec, store, folder, quantization)
+        head = folder / DRAFT_HEAD_FOLDER
+        knowledge = found_knowledge(place, head if find_file(head, CONFIG_FILE) else None, notice)
+        return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
+    except HeteroError as error:
+        notice(f"Planned without drafts: {error}")
+        return Statistics()
+
+
 def _explain(
-    made: "Plan", spec: "ModelSpec", profile: "HardwareProfile", limits: "Limits", statistics: "ExitStatistics | None"
+    made: "Plan", spec: "ModelSpec", profile: "HardwareProfile", limits: "Limits", statistics: "Statistics"
 ) -> None:
     from hetero_ee.planning.explanation import explained, flags
     from hetero_ee.planning.what_if import with_other_vram
@@ -127,7 +165,7 @@ def _draw(
     spec: "ModelSpec",
     profile: "HardwareProfile",
     limits: "Limits",
-    statistics: "ExitStatistics | None",
+    statistics: "Statistics",
     file: Path | None,
 ) -> None:
     from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve

@@ -34,27 +34,32 @@ Hardware = Annotated[
 VramBudget = Annotated[
     float | None, typer.Option(help="GPU memory to use, in GiB. [default: what is free, less the margin]")
 ]
-VramMargin = Annotated[int, typer.Option(help="GPU memory to leave free, in MiB.")]
+VramMargin = Annotated[int | None, typer.Option(help="GPU memory to leave free, in MiB. [default: 1024]")]
 RamBudget = Annotated[float | None, typer.Option(help="Memory to use, in GiB. [default: what is free]")]
 GpuLayers = Annotated[int | None, typer.Option("-ngl", "--gpu-layers", help="First layers that lie on the GPU whole.")]
 Override = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", help="REGEX=gpu, cpu or stream for parts by name; may be given several times."),
 ]
-KvType = Annotated[str, typer.Option(help="Keys and values as fp32, fp16 or int8.")]
+KvType = Annotated[str | None, typer.Option(help="Keys and values as fp32, fp16 or int8. [default: fp32]")]
 Mode = Annotated[str | None, typer.Option(help="full or exact. [default: what is expected to be faster]")]
-DraftTokens = Annotated[int | None, typer.Option(help="Rows in one verification of exact mode. [default: the best]")]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-length", "--draft-tokens", help="Rows in one verification of exact mode. [default: the best]"
+    ),
+]
 
 
 def limits_from(
     *,
     vram_budget: float | None,
-    vram_margin: int,
+    vram_margin: int | None,
     ram_budget: float | None,
     gpu_layers: int | None,
     override: list[str] | None,
     ctx_size: int | None,
-    kv_type: str,
+    kv_type: str | None,
     mode: str | None,
     draft_tokens: int | None,
     threads: int | None,
@@ -64,14 +69,15 @@ def limits_from(
     from hetero_ee.planning.limits import Limits, parse_override
 
     settings = read_settings()
+    usual = Limits()
     return Limits(
         vram_budget_bytes=_bytes_of(vram_budget, "--vram-budget"),
-        vram_margin_bytes=vram_margin * MIB,
+        vram_margin_bytes=usual.vram_margin_bytes if vram_margin is None else vram_margin * MIB,
         ram_budget_bytes=_bytes_of(ram_budget, "--ram-budget"),
         gpu_layers=gpu_layers,
         overrides=tuple(parse_override(text) for text in override or ()),
         context_tokens=settings.value("ctx_size", ctx_size),
-        kv_type=kv_type,
+        kv_type=kv_type or usual.kv_type,
         mode=mode,
         draft_tokens=draft_tokens,
         threads=settings.value("threads", threads),

@@ -78,6 +78,16 @@ def profile_for(
     )
 
 
+def kept_profile_for(spec: "ModelSpec", threads: int) -> "HardwareProfile | None":
+    """This machine's profile for the model and number of threads, 0 for all cores, where it is kept; never measures."""
+    from hetero_ee.config import cache_folder, data_folder
+    from hetero_ee.runtime.machine_profile import known_profile
+    from hetero_ee_profiles.process import physical_core_count
+
+    threads = threads or physical_core_count()
+    return known_profile(spec, threads, data_folder=data_folder(), cache_folder=cache_folder())
+
+
 def _shown(found: "HardwareProfile", name: str) -> str:
     machine = found.machine
     lines = [

@@ -1,11 +1,13 @@
 """`hetero-ee simulate`: the time line a prompt would have on another machine, with the model's real tokens."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee_cli.placement_options import DraftHead, PlanFile, check_draft_head
 from hetero_ee_cli.planning_options import (
     DraftTokens,
     GpuLayers,
@@ -20,18 +22,30 @@ from hetero_ee_cli.planning_options import (
     hardware_from,
     limits_from,
 )
+from hetero_ee_cli.run_report import draft_words, drafts_document
 from hetero_ee_cli.setting_options import CtxSize, Offline, Quantizer, Threads
 from hetero_ee_cli.signals import ending_at_once
 
 if TYPE_CHECKING:
+    from hetero_ee.decoding.draft_statistics import DraftStatistics
     from hetero_ee.decoding.simulation import Simulation
+    from hetero_ee.engine import Engine
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.timeline import Span
     from hetero_ee_profiles.hardware import HardwareProfile
 
 DEFAULT_PROMPT = "Once upon a time"
-Found = tuple["Simulation", "Plan", list["Span"]]
+Found = tuple["Simulation", "Plan", list["Span"], "Drafted | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts of a simulated text. predicted_tokens_per_pass: None where nothing tells how good they are."""
+
+    origin: str
+    counts: "DraftStatistics"
+    predicted_tokens_per_pass: float | None
 
 
 def simulate(
@@ -46,15 +60,16 @@ def simulate(
         int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
     ] = 512,
     vram_budget: VramBudget = None,
-    vram_margin: VramMargin = 1024,
+    vram_margin: VramMargin = None,
     ram_budget: RamBudget = None,
     gpu_layers: GpuLayers = None,
     override: Override = None,
     ctx_size: CtxSize = None,
-    kv_type: KvType = "fp32",
+    kv_type: KvType = None,
     mode: Mode = None,
-    draft_tokens: DraftTokens = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Run this plan instead of making one.")] = None,
+    draft_length: DraftTokens = None,
+    plan_file: PlanFile = None,
+    draft_head: DraftHead = None,
     quantizer: Quantizer = None,
     threads: Threads = None,
     offline: Offline = None,
@@ -78,22 +93,23 @@ def simulate(
         ctx_size=ctx_size,
         kv_type=kv_type,
         mode=mode,
-        draft_tokens=draft_tokens,
+        draft_tokens=draft_length,
         threads=None,
     )
+    check_draft_head(draft_head)
     profile = hardware_from(hardware)
     plan = None if plan_file is None else Plan.load(plan_file)
     if random_weights is not None:
         found = _of_shapes(random_weights, model, profile, limits, plan, (prompt_tokens, max_new_tokens))
     else:
         options = {"model": model, "offline": offline, "quantizer": quantizer, "threads": threads}
-        found = _of_text(prompt, max_new_tokens, profile, limits, plan, options)
-    simulation, ran, spans = found
+        found = _of_text(prompt, max_new_tokens, profile, limits, plan, draft_head, options)
+    simulation, ran, spans, drafted = found
     if trace is not None:
         from hetero_ee.runtime.trace import write_trace
 
         write_trace(trace, spans, f"simulated: {simulation.hardware}")
-    print(_document(simulation, ran) if as_json else _report(simulation, ran))
+    print(_document(simulation, ran, drafted) if as_json else _report(simulation, ran, drafted))
 
 
 def _of_shapes(
@@ -105,6 +121,7 @@ def _of_shapes(
     counts: tuple[int, int],
 ) -> Found:
     from hetero_ee.decoding.simulation import of_shapes
+    from hetero_ee.errors import UsageError
     from hetero_ee.planning.planner import check_fits
     from hetero_ee.planning.planner import plan as make_plan
     from hetero_ee_cli.planning_options import model_spec
@@ -112,8 +129,10 @@ def _of_shapes(
     spec, _, _ = model_spec(model, name, True, lambda stage, done, in_all: None)
     ran = plan or make_plan(spec, profile, limits, predict_at_tokens=counts[0] + counts[1] // 2)
     check_fits(ran, spec)
+    if ran.mode != "full":
+        raise UsageError("random weights write no text that drafts could come true in; take a plan in full mode.")
     simulation, spans = of_shapes(spec, ran, profile, *counts)
-    return simulation, ran, spans
+    return simulation, ran, spans, None
 
 
 def _of_text(
@@ -122,6 +141,7 @@ def _of_text(
     profile: "HardwareProfile",
     limits: "Limits",
     plan: "Plan | None",
+    draft_head: Path | None,
     flags: dict[str, Any],
 ) -> Found:
     with ending_at_once():
@@ -134,16 +154,34 @@ def _of_text(
     with (
         stage_progress() as progress,
         Engine.from_pretrained(
-            progress=progress, plan=plan, profile=profile, limits=limits, emulate=True, **options
+            progress=progress,
+            plan=plan,
+            profile=profile,
+            limits=limits,
+            emulate=True,
+            draft_head=draft_head,
+            **options,
         ) as engine,
     ):
         result = engine.generate(prompt, max_new_tokens=max_new_tokens)
-        ran = engine.plan
-        assert ran is not None, "an emulated machine runs a plan"
-        return of_text(result, engine.spec, ran, profile, engine.spans), ran, engine.spans
+        ran, asked = engine.plan, engine.placement
+        assert ran is not None and asked is not None, "an emulated machine runs a plan"
+        simulation = of_text(result, engine.spec, ran, profile, asked.statistics, engine.spans)
+        return simulation, ran, engine.spans, _drafted(engine, ran, profile, result.n_prompt_tokens, max_new_tokens)
 
 
-def _report(simulation: "Simulation", plan: "Plan") -> str:
+def _drafted(engine: "Engine", ran: "Plan", profile: "HardwareProfile", n_depth: int, n_new: int) -> Drafted | None:
+    """None in full mode."""
+    from hetero_ee.planning.round_costs import predicted_round
+
+    counts, asked = engine.draft_statistics, engine.placement
+    if counts is None or asked is None:
+        return None
+    expected = predicted_round(engine.spec, profile, ran, asked.statistics, n_depth + n_new // 2)
+    return Drafted(engine.draft_origin, counts, None if expected is None else expected.tokens)
+
+
+def _report(simulation: "Simulation", plan: "Plan", drafted: Drafted | None) -> str:
     from hetero_ee.runtime.trace import TITLES
 
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
@@ -155,9 +193,13 @@ def _report(simulation: "Simulation", plan: "Plan") -> str:
     lines.append(f"SIMULATED on {simulation.hardware}{derived}: {plan.gpu_layers} layers on the GPU, {plan.mode} mode")
     for name, n_tokens, seconds, predicted_s in rows:
         rate = n_tokens / seconds if seconds else 0.0
-        lines.append(
-            f"{name:8}{n_tokens:6} tok {1e3 * seconds:10.2f} ms {rate:10.1f} t/s   predicted {1e3 * predicted_s:.2f} ms"
-        )
+        expected = "" if predicted_s is None else f"   predicted {1e3 * predicted_s:.2f} ms"
+        lines.append(f"{name:8}{n_tokens:6} tok {1e3 * seconds:10.2f} ms {rate:10.1f} t/s{expected}")
+    if drafted is not None:
+        predicted = drafted.predicted_tokens_per_pass
+        expected = "" if predicted is None else f"   predicted {predicted:.1f} tok/pass"
+        words = f"{drafted.origin}, {plan.draft_tokens} rows: {draft_words(drafted.counts)}"
+        lines.append(f"{'drafts':8}{words}{expected}")
     for lane in simulation.lanes:
         if lane.prompt_s or lane.generation_s:
             of_prompt, of_text = lane.prompt_s / simulation.prompt_s, lane.generation_s / (simulation.generation_s or 1)
@@ -165,7 +207,7 @@ def _report(simulation: "Simulation", plan: "Plan") -> str:
     return "\n".join(lines)
 
 
-def _document(simulation: "Simulation", plan: "Plan") -> str:
+def _document(simulation: "Simulation", plan: "Plan", drafted: Drafted | None) -> str:
     from dataclasses import asdict
 
     from hetero_ee import __version__
@@ -177,6 +219,10 @@ def _document(simulation: "Simulation", plan: "Plan") -> str:
             "simulated": True,
             **asdict(simulation),
             "mode": plan.mode,
+            "boundary": plan.boundary,
+            "draft_tokens": plan.draft_tokens,
+            "drafts": None if drafted is None else drafts_document(drafted.counts),
+            "predicted_tokens_per_pass": None if drafted is None else drafted.predicted_tokens_per_pass,
             "gpu_layers": plan.gpu_layers,
             "prompt_tokens_per_s": simulation.prompt_tokens_per_s,
             "generated_tokens_per_s": simulation.generated_tokens_per_s,

@@ -4,6 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
+from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
+from hetero_ee.decoding.drafting import Drafting
+from hetero_ee.decoding.exact import generate_exact
+from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 
@@ -71,6 +77,28 @@ def bench_run(
         if repetition:
             samples.append(elapsed_s)
     return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
+
+
+def bench_exact_run(
+    executor: Executor, drafting: Drafting, n_gen: int, n_depth: int, *, repetitions: int, clock: Callable[[], float]
+) -> tuple[BenchRun, DraftStatistics]:
+    """n_gen tokens in exact mode, and what drafting brought in all repetitions together.
+
+    Drafts come true in text alone, so it is the model's own, greedy and with no end: behind n_depth tokens of it come a
+    first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
+    """
+    ending = Ending(frozenset(), executor.cache.max_tokens)
+    prompt, samples, counts = [FIRST_TOKEN_ID], [], DraftCounts()
+    if n_depth:
+        params = SamplingParams(max_new_tokens=n_depth)
+        prompt += [token.token_id for token in generate(executor, [prompt], params, ending, lambda _: "", clock)]
+    params = SamplingParams(max_new_tokens=n_gen + 1)
+    for repetition in range(repetitions + 1):
+        found = counts if repetition else None
+        tokens = list(generate_exact(executor, [prompt], params, ending, lambda _: "", clock, drafting, found))
+        if repetition:
+            samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
+    return BenchRun(0, n_gen, n_depth, tuple(samples)), counts.statistics(executor.spec.n_layers, drafting.boundary)
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:

@@ -18,12 +18,14 @@ from hetero_ee.exits.candidates import N_CANDIDATES, DraftSource
 from hetero_ee.exits.draft_head_facts import DraftHeadFacts, draft_head_facts
 from hetero_ee.exits.draft_head_opening import open_draft_head
 from hetero_ee.exits.draft_head_placement import draft_head_works
+from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.features import exit_features
 from hetero_ee.exits.ngram import NgramSource
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import CHAIN, Plan
 from hetero_ee.planning.round_costs import round_costs
 from hetero_ee.planning.statistics import DraftRates, Statistics
+from hetero_ee.runtime.device import GPU
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.work import Overhead, Work, work_s
@@ -46,14 +48,14 @@ class DraftKnowledge:
     draft_head: Path | None = None
 
     def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, *, on_gpu: bool) -> Statistics:
-        """As the planner takes it. on_gpu: whether the draft head would run there. Raises ModelError."""
+        """As the planner takes it. on_gpu: whether the draft head may run there. Raises ModelError."""
         exits = None if self.calibration is None else self.calibration.statistics()
         if self.draft_head is None or profile is None:
             return Statistics(exits)
         facts = draft_head_facts(self.draft_head, spec)
         if not facts.acceptance:
             return Statistics(exits)
-        draft_s = _draft_s(facts, spec, profile, threads, on_gpu=on_gpu)
+        _, draft_s = _draft_place(facts, spec, profile, threads, on_gpu=on_gpu)
         return Statistics(exits, DraftRates(f"the draft head in {self.draft_head.name}", facts.acceptance, draft_s))
 
 
@@ -74,6 +76,14 @@ class OpenDrafting:
     drafting: Drafting
     team: "Team | None" = None
 
+    @property
+    def origin(self) -> str:
+        """Where drafts come from, in a few words."""
+        source = self.drafting.source
+        if source is None:
+            return f"exit after layer {self.drafting.boundary}"
+        return "repeated n-grams" if isinstance(source, NgramSource) else "draft head"
+
     def close(self) -> None:
         if self.team is not None:
             self.team.close()
@@ -90,15 +100,21 @@ def open_drafting(
     if plan.mode == "full" or plan.boundary is None:
         return None
     if plan.drafts == CHAIN:
-        source, team = _source(knowledge.draft_head, opened, notice)
-        return OpenDrafting(Drafting(0, plan.draft_tokens, FixedGate(0.0), None, source, notice), team)
+        source, team = _source(knowledge.draft_head, opened, profile, notice)
+        gate = _chain_gate(knowledge, spec, profile, plan)
+        return OpenDrafting(Drafting(0, plan.draft_tokens, gate, None, source, notice), team)
     if knowledge.calibration is None:
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
     fitted = knowledge.calibration.at(plan.boundary)
-    exit_map = None if fitted.exit_map is None else fitted.exit_map.apply
+    exit_map = None if fitted.exit_map is None else _mapped_by(fitted.exit_map)
     gate = _gate(fitted, spec, profile, plan)
     exit_head = ExitHead(exit_map, _confidence(fitted))
     return OpenDrafting(Drafting(plan.boundary, plan.draft_tokens, gate, exit_head, None, notice))
+
+
+def _mapped_by(exit_map: ExitMap) -> Callable[[Tensor], Tensor]:
+    """The map computes on the CPU, wherever the states lie."""
+    return lambda normed: exit_map.apply(normed.cpu())
 
 
 def _gate(fitted: BoundaryCalibration, spec: ModelSpec, profile: HardwareProfile | None, plan: Plan) -> Gate:
@@ -107,6 +123,16 @@ def _gate(fitted: BoundaryCalibration, spec: ModelSpec, profile: HardwareProfile
         return FixedGate(fitted.threshold)
     costs = round_costs(spec, profile, plan, fitted.boundary)
     return AdaptiveGate(costs.draft_s, costs.verify_s)
+
+
+def _chain_gate(knowledge: DraftKnowledge, spec: ModelSpec, profile: HardwareProfile | None, plan: Plan) -> Gate:
+    """By costs where they are known, of a draft that is the source's alone; else every chain is as long as planned."""
+    if profile is None or knowledge.draft_head is None:
+        return FixedGate(0.0)
+    facts = draft_head_facts(knowledge.draft_head, spec)
+    _, draft_s = _draft_place(facts, spec, profile, plan.threads, on_gpu=plan.n_bytes(GPU) > 0)
+    costs = round_costs(spec, profile, plan, 0)
+    return AdaptiveGate(draft_s, lambda m: costs.verify_s(m) - draft_s)  # a round has a draft less than rows
 
 
 def _confidence(fitted: BoundaryCalibration) -> Confidence:
@@ -120,7 +146,9 @@ def _confidence(fitted: BoundaryCalibration) -> Confidence:
     return confidence
 
 
-def _source(folder: Path | None, opened: Opened, notice: Notice) -> tuple[DraftSource, "Team | None"]:
+def _source(
+    folder: Path | None, opened: Opened, profile: HardwareProfile | None, notice: Notice
+) -> tuple[DraftSource, "Team | None"]:
     """And the threads that were made for it."""
     if folder is None:
         return NgramSource(), None
@@ -131,12 +159,26 @@ def _source(folder: Path | None, opened: Opened, notice: Notice) -> tuple[DraftS
 
         team = own = Team(1)
     try:
-        on_gpu = opened.machine is not None and opened.machine.gpu is not None
+        on_gpu = opened.machine is not None and opened.plan.n_bytes(GPU) > 0
+        if on_gpu and profile is not None:
+            facts = draft_head_facts(folder, opened.executor.spec)
+            on_gpu, _ = _draft_place(facts, opened.executor.spec, profile, opened.plan.threads, on_gpu=True)
         head = open_draft_head(folder, opened.executor, team, machine=opened.machine, on_gpu=on_gpu, notice=notice)
     except HeteroError as error:
         notice(f"{error} Drafting from repeated n-grams instead.")
         return NgramSource(), own
     return head, own
+
+
+def _draft_place(
+    facts: DraftHeadFacts, spec: ModelSpec, profile: HardwareProfile, threads: int, *, on_gpu: bool
+) -> tuple[bool, float]:
+    """Whether the GPU is the faster place for the head, where it may be there, and the seconds of one draft."""
+    cpu_s = _draft_s(facts, spec, profile, threads, on_gpu=False)
+    if not on_gpu or profile.gpu is None:
+        return False, cpu_s
+    gpu_s = _draft_s(facts, spec, profile, threads, on_gpu=True)
+    return gpu_s < cpu_s, min(gpu_s, cpu_s)
 
 
 def _draft_s(facts: DraftHeadFacts, spec: ModelSpec, profile: HardwareProfile, threads: int, *, on_gpu: bool) -> float:

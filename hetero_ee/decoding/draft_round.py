@@ -10,14 +10,19 @@ from torch import Tensor
 
 from hetero_ee.decoding.draft_statistics import CHAIN, EXIT
 from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_finite, choose_token
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 
 
 class _UnsoundLogitsError(Exception):
     """Leaves a source whose logits are not finite: it can't draft here."""
+
+
+class _ChainEnds(Exception):  # noqa: N818  (no error: the chain is long enough)
+    """Leaves a source whose next draft would not be worth its time."""
 
 
 @dataclass(slots=True)
@@ -51,12 +56,23 @@ class DraftRound:
         return [*self.text.token_ids, *self.token_ids[1 : self.n_kept]]
 
 
+def stacked(states: Sequence[Tensor]) -> Tensor:
+    """(hidden,) each -> (m, hidden). Where memory ran out in the middle of a round, they lie on two devices."""
+    if len({state.device for state in states}) > 1:
+        states = [state.cpu() for state in states]
+    return torch.stack(list(states))
+
+
 class Drafter:
-    """Drafts for all texts in lockstep: their rows share each pass through the earlier layers."""
+    """Drafts for all texts in lockstep: their rows share each pass through the earlier layers.
+
+    noise: that of the drafts' positions, for who chooses the tokens there.
+    """
 
     def __init__(self, executor: Executor, drafting: Drafting, params: SamplingParams, ending: Ending) -> None:
         self._executor, self._drafting, self._params, self._ending = executor, drafting, params, ending
         self._exit_head = drafting.exit_head if drafting.boundary > 0 else None
+        self.noise = RememberedNoise()
         self._was_noticed = False
 
     def draft(self, texts: Sequence[Text]) -> list[DraftRound]:
@@ -72,23 +88,42 @@ class Drafter:
 
     def _begun(self, text: Text) -> DraftRound:
         max_rows = min(self._drafting.draft_tokens, text.tokens_left(self._params, self._ending))
-        chain = self._chain(text, max_rows - 1) if max_rows > 1 else []
+        asked: dict[int, list[tuple[int, float]]] = {}
+        chain = self._chain(text, max_rows - 1, asked) if max_rows > 1 else []
         n_kept = 1 if self._exit_head else 1 + len(chain)
-        return DraftRound(text, max_rows, [text.token_ids[-1], *chain], [CHAIN] * len(chain), n_kept)
+        origins = [CHAIN] * len(chain)
+        return DraftRound(text, max_rows, [text.token_ids[-1], *chain], origins, n_kept, asked=asked)
 
-    def _chain(self, text: Text, n_tokens: int) -> list[int]:
-        """What the source proposes, up to a token that would end the text or that is none."""
+    def _chain(self, text: Text, n_tokens: int, asked: dict[int, list[tuple[int, float]]]) -> list[int]:
+        """What the source proposes, up to a token that would end the text or that is none.
+
+        Where no exit head will judge the chain, the gate says behind each draft whether there is to be another: it is
+        asked for the source's own probability of the draft, if there is one. asked: as in DraftRound.
+        """
         source, params = self._drafting.source, self._params
         if source is None:
             return []
+        chosen: list[int] = []
 
         def choose(logits: Tensor, before: Sequence[int]) -> int:
-            if not torch.isfinite(logits).all():
+            if not all_finite(logits):
                 raise _UnsoundLogitsError
-            return choose_token(logits, before, params, text.sequence, len(before))
+            token_id = choose_token(logits, before, params, text.sequence, len(before), self.noise.of_draft)
+            if self._exit_head is None:
+                chosen.append(token_id)
+                confidence = float(torch.softmax(logits, 0)[token_id])
+                asked[len(chosen) - 1] = [(token_id, confidence)]
+                if not self._drafting.gate.goes_on(text.cached_as, confidence, len(chosen)):
+                    raise _ChainEnds
+            return token_id
 
         try:
             proposed = source.propose(text.cached_as, text.token_ids, n_tokens, choose)[:n_tokens]
+        except (DeviceMemoryError, DeviceLostError) as error:
+            self._notice(f"{error} This round has no drafts")
+            return []
+        except _ChainEnds:
+            proposed = chosen
         except _UnsoundLogitsError:
             self._notice("the draft source's logits are not finite")
             return []
@@ -115,7 +150,7 @@ class Drafter:
         if not open_rounds:
             return []
         states = [round_.hidden[round_.n_kept - 1 : round_.max_rows - 1] for round_ in open_rounds]
-        normed = self._executor.final_norm(torch.stack([state for mine in states for state in mine]))
+        normed = self._executor.final_norm(stacked([state for mine in states for state in mine]))
         if exit_head.map is not None:
             normed = exit_head.map(normed)
         logits = self._executor.project(normed)
@@ -127,7 +162,7 @@ class Drafter:
         """Keeps as much of the chain as the gate lets pass, (n, hidden) and (n, vocab) being of the rows that judge it;
         then an exit may add a row. Whether it did."""
         for row_normed, row_logits in zip(normed, logits, strict=True):
-            is_sound = bool(torch.isfinite(row_logits).all())
+            is_sound = all_finite(row_logits)
             if not is_sound:
                 self._notice("exits' logits are not finite")
             confidence_of = partial(exit_head.confidence_of, row_normed, row_logits)
@@ -142,7 +177,8 @@ class Drafter:
     def _exits(self, round_: DraftRound, logits: Tensor, confidence_of: Callable[[int, bool], float]) -> bool:
         """Whether the last row kept exits; its draft is the next row then."""
         history = round_.history
-        token_id = choose_token(logits, history, self._params, round_.text.sequence, len(history))
+        noise = self.noise.of_draft
+        token_id = choose_token(logits, history, self._params, round_.text.sequence, len(history), noise)
         if is_end_token(token_id, self._params, self._ending):
             return False  # right or wrong, no row behind it would count
         if not self._passes(round_, token_id, confidence_of, EXIT):

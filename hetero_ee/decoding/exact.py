@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.draft_round import Drafter, DraftRound
+from hetero_ee.decoding.draft_round import Drafter, DraftRound, stacked
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.sampling import SamplingParams, all_finite
 from hetero_ee.decoding.text import Decode
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
 from hetero_ee.runtime.executor import Executor
@@ -99,14 +99,12 @@ class _ExactDecoding:
     def _prefilled(self, text: Text) -> Tensor:
         if self._drafting.source is None:
             return prefill(self._executor, text)
-        return prefill(
-            self._executor, text, lambda rows, hidden: self._observe(rows, self._executor.final_norm(hidden))
-        )
+        return prefill(self._executor, text, self._observe)
 
     def _run_later(self, rounds: list[DraftRound]) -> tuple[list[Tensor], list[Tensor]]:
         """All waiting rows through the later layers and the head: final normed states and logits of each round's."""
         rows = Rows.joined([round_.rows(0) for round_ in rounds])
-        waiting = torch.stack([state for round_ in rounds for state in round_.hidden])
+        waiting = stacked([state for round_ in rounds for state in round_.hidden])
         layers = range(self._drafting.boundary, self._executor.spec.n_layers)
         normed = self._executor.final_norm(self._executor.run(rows, waiting, layers))
         logits = self._executor.project(normed)
@@ -121,9 +119,10 @@ class _ExactDecoding:
         n_accepted = 0
         for row in range(n_rows):
             # A row that full.py would fail at is left for a round of its own, behind the tokens that come before.
-            if row > 0 and not torch.isfinite(logits[row]).all():
+            if row > 0 and not all_finite(logits[row]):
                 break
-            tokens.append(step(text, logits[row], self._params, self._ending, self._elapsed_s()))
+            noise = self._drafter.noise.of_token
+            tokens.append(step(text, logits[row], self._params, self._ending, self._elapsed_s(), noise))
             token_id = tokens[-1].token_id
             for asked_id, confidence in round_.asked.get(row, ()):
                 self._drafting.gate.audit(confidence, asked_id == token_id)
@@ -148,4 +147,4 @@ class _ExactDecoding:
         if self._drafting.source is not None:
             sequence, first_position = rows.sequences[0], rows.positions[0]
             self._drafting.source.truncate(sequence, first_position)
-            self._drafting.source.observe(sequence, first_position, rows.token_ids, normed)
+            self._drafting.source.observe(sequence, first_position, rows.token_ids, normed.cpu())

@@ -7,6 +7,8 @@ from hetero_ee.decoding.result import GenerationResult
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.prediction import predicted_run_s
+from hetero_ee.planning.round_costs import predicted_text_s
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.emulated_machine import emulated_machine
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executor import Executor
@@ -29,7 +31,7 @@ class LaneTime:
 class Simulation:
     """Emulated seconds, and those that were predicted. Nothing in here was measured on the machine it names.
 
-    text: None where only times were asked for.
+    text: None where only times were asked for. predicted_generation_s: None where nothing tells how good drafts are.
     """
 
     hardware: str
@@ -41,7 +43,7 @@ class Simulation:
     prompt_s: float
     generation_s: float
     predicted_prompt_s: float
-    predicted_generation_s: float
+    predicted_generation_s: float | None
     lanes: tuple[LaneTime, ...]
 
     @property
@@ -56,13 +58,19 @@ class Simulation:
 
 
 def of_text(
-    result: GenerationResult, spec: ModelSpec, plan: Plan, profile: HardwareProfile, spans: Sequence[Span]
+    result: GenerationResult,
+    spec: ModelSpec,
+    plan: Plan,
+    profile: HardwareProfile,
+    statistics: Statistics,
+    spans: Sequence[Span],
 ) -> Simulation:
-    """What an emulated engine made of one prompt, the first thing it did."""
+    """What an emulated engine made of one prompt, the first thing it did. statistics: that the plan was made by."""
     return _simulation(
         spec,
         plan,
         profile,
+        statistics,
         spans,
         (result.n_prompt_tokens, result.n_generated_tokens),
         (result.prompt_s, result.generation_s),
@@ -84,7 +92,7 @@ def of_shapes(
     prompt_s = _run(executor, n_prompt_tokens, n_new_tokens, lambda: timeline.now_s)
     seconds = prompt_s, timeline.now_s - prompt_s
     counts = n_prompt_tokens, n_new_tokens
-    return _simulation(spec, plan, profile, timeline.spans, counts, seconds, None), timeline.spans
+    return _simulation(spec, plan, profile, Statistics(), timeline.spans, counts, seconds, None), timeline.spans
 
 
 def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
@@ -105,6 +113,7 @@ def _simulation(
     spec: ModelSpec,
     plan: Plan,
     profile: HardwareProfile,
+    statistics: Statistics,
     spans: Sequence[Span],
     counts: tuple[int, int],
     seconds: tuple[float, float],
@@ -121,15 +130,23 @@ def _simulation(
         prompt_s=seconds[0],
         generation_s=seconds[1],
         predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0),
-        predicted_generation_s=predicted_run_s(spec, profile, plan, 0, n_new - 1, n_prompt),
-        lanes=tuple(_lane_time(lane, spans, seconds[0]) for lane in LANES),
+        predicted_generation_s=predicted_text_s(spec, profile, plan, statistics, n_new - 1, n_prompt),
+        lanes=lane_times(spans, 0.0, *seconds),
     )
 
 
-def _lane_time(lane: str, spans: Sequence[Span], prompt_s: float) -> LaneTime:
-    mine = [span for span in spans if span.lane == lane]
-    return LaneTime(
-        lane,
-        sum(min(span.end_s, prompt_s) - span.start_s for span in mine if span.start_s < prompt_s),
-        sum(span.end_s - max(span.start_s, prompt_s) for span in mine if span.end_s > prompt_s),
+def lane_times(spans: Sequence[Span], start_s: float, prompt_s: float, generation_s: float) -> tuple[LaneTime, ...]:
+    """How long each lane was busy from start_s on, for that many seconds of prompt and of text."""
+    middle_s = start_s + prompt_s
+    end_s = middle_s + generation_s
+    return tuple(
+        LaneTime(lane, _busy_s(lane, spans, start_s, middle_s), _busy_s(lane, spans, middle_s, end_s)) for lane in LANES
+    )
+
+
+def _busy_s(lane: str, spans: Sequence[Span], start_s: float, end_s: float) -> float:
+    return sum(
+        min(span.end_s, end_s) - max(span.start_s, start_s)
+        for span in spans
+        if span.lane == lane and span.start_s < end_s and span.end_s > start_s
     )

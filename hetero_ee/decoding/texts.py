@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
 from hetero_ee.decoding.text import Decode, TextStream
 from hetero_ee.exits.candidates import DraftSource
 from hetero_ee.runtime.executor import Executor, Observe
@@ -99,10 +99,17 @@ def _chunks(executor: Executor, text: Text) -> Iterator[Rows]:
         tell(READING, len(prompt) - n_cached, len(prompt) - n_cached)
 
 
-def step(text: Text, logits: Tensor, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:
-    """Chooses one sequence's next token and decides whether its text ends there."""
+def step(
+    text: Text,
+    logits: Tensor,
+    params: SamplingParams,
+    ending: Ending,
+    elapsed_s: float,
+    noise: Noise | None = None,
+) -> GeneratedToken:
+    """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
     position = len(text.token_ids)
-    token_id = choose_token(logits, text.token_ids, params, text.sequence, position)
+    token_id = choose_token(logits, text.token_ids, params, text.sequence, position, noise)
     text.token_ids.append(token_id)
     is_end = is_end_token(token_id, params, ending)
     piece = "" if is_end else text.stream.add(token_id)

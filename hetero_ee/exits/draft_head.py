@@ -34,6 +34,8 @@ class Target(Protocol):
 
     def project(self, normed: Tensor) -> Tensor: ...
 
+    def project_on_cpu(self, normed: Tensor) -> Tensor: ...
+
 
 @dataclass(slots=True)
 class _Sequence:
@@ -61,6 +63,7 @@ class DraftHeadSource:
     """A DraftSource. notice: told once where anything is not finite; what depends on it is then not drafted.
 
     Takes (2 x key-value size + hidden size) x 4 bytes a token. draft_token_ids: of the layer's logits, None for all.
+    on_gpu: where the layer computes, and so its logits; on the CPU, verified states come with the model's logits.
     """
 
     def __init__(
@@ -69,7 +72,10 @@ class DraftHeadSource:
         target: Target,
         draft_token_ids: Tensor | None = None,
         notice: Callable[[str], None] | None = None,
+        *,
+        on_gpu: bool = False,
     ) -> None:
+        self._project = target.project if on_gpu else target.project_on_cpu
         self._layer, self._target, self._draft_token_ids = layer, target, draft_token_ids
         self._notice, self._noticed = notice, False
         self._sequences: dict[int, _Sequence] = {}
@@ -206,7 +212,7 @@ class DraftHeadSource:
         assert held.drafted is not None
         logits = self._layer.logits(held.drafted)
         if logits is None:
-            logits = self._target.project(held.drafted)
+            logits = self._project(held.drafted)
         # A sum shows a NaN or an infinity too, in an eighth of the time of looking at each number.
         if not math.isfinite(held.drafted.sum().item() + logits.sum().item()):
             self._warn()

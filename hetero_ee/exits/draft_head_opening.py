@@ -23,7 +23,7 @@ def open_draft_head(
     executor: Executor,
     team: "Team | None" = None,
     *,
-    machine: Machine | None = None,
+    machine: Callable[[], Machine] | None = None,
     on_gpu: bool = False,
     notice: Callable[[str], None] | None = None,
 ) -> DraftHeadSource:
@@ -36,7 +36,7 @@ def open_draft_head(
     layer = _layer(weights, executor, team)
     if machine is not None:
         layer = PlacedDraftHeadLayer(layer, weights.spec, machine, on_gpu=on_gpu)
-    return DraftHeadSource(layer, executor, weights.draft_token_ids, notice)
+    return DraftHeadSource(layer, executor, weights.draft_token_ids, notice, on_gpu=on_gpu)
 
 
 def _layer(weights: DraftHeadWeights, executor: Executor, team: "Team | None") -> DraftHeadLayer:

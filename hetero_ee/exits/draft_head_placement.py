@@ -1,6 +1,6 @@
 """A draft head placed on a machine's CPU or GPU: the same numbers, and the device is told what they take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -29,12 +29,21 @@ def draft_head_works(spec: ModelSpec, rows: Rows) -> list[Work]:
 
 
 class PlacedDraftHeadLayer:
-    """`layer`, which computes on the machine's GPU or CPU. spec: its shape. Guesses lie there, logits on the CPU."""
+    """`layer`, which computes on the machine's GPU or CPU. spec: its shape. Guesses lie there, logits on the CPU.
 
-    def __init__(self, layer: DraftHeadLayer, spec: ModelSpec, machine: Machine, *, on_gpu: bool) -> None:
-        if on_gpu and (machine.gpu is None or machine.link is None):
-            raise ValueError("there is no GPU to put a draft head on.")
-        self._layer, self._spec, self._machine, self._on_gpu = layer, spec, machine, on_gpu
+    machine: the one that runs the model now; on_gpu: on its GPU, as long as it has one.
+    """
+
+    def __init__(self, layer: DraftHeadLayer, spec: ModelSpec, machine: Callable[[], Machine], *, on_gpu: bool) -> None:
+        self._layer, self._spec, self._machine_now, self._wants_gpu = layer, spec, machine, on_gpu
+
+    @property
+    def _machine(self) -> Machine:
+        return self._machine_now()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._wants_gpu and self._machine.gpu is not None
 
     @property
     def cache(self) -> KvCache:
@@ -70,11 +79,11 @@ class PlacedDraftHeadLayer:
 
     @property
     def _gpu(self) -> Device:
-        assert self._machine.gpu is not None, "looked at when this was made"
+        assert self._machine.gpu is not None, "looked at before"
         return self._machine.gpu
 
     def _crossed(self, name: str, x: Tensor, to: str, after: Sequence[Event]) -> Event:
         """The event of x (m, columns) crossing to that device."""
-        assert self._machine.link is not None, "looked at when this was made"
+        assert self._machine.link is not None, "looked at before"
         n_rows, n_columns = x.shape
         return self._machine.link.cross(name, n_rows, n_columns * FLOAT_BYTES, to, lambda: None, after)[1]

@@ -11,6 +11,7 @@ from hetero_ee.planning.memory import (
     MemoryTerm,
     gpu_reserve_terms,
     part_gpu_bytes,
+    pinned_buffer_bytes,
     rounded,
     stream_buffer_bytes,
     working_bytes,
@@ -18,12 +19,13 @@ from hetero_ee.planning.memory import (
 from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, chain_bytes, place_chain
-from hetero_ee.planning.prediction import prompt_times
 from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.prompts import Ways, prompt_s
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
 from hetero_ee.planning.split_parts import split_times, with_splits
 
 REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # what is made fast where decoding and prompts compete
+PINNED = "pinned buffers"
 PREFILL_CHUNKS = (512, 128)  # rows of a prompt in one pass: more read weights less often, and take more memory
 
 Places = tuple[str, ...]
@@ -63,11 +65,14 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 
 
 def _completed(problem: Problem, places: Places, chunk: int, context_tokens: int) -> Candidate:
-    prefill = _prefill_places(problem, places, chunk)
     schedule = best_schedule(problem, places, context_tokens)
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    prompt_s, _ = prompt_times(problem.costs, problem.parts, prefill, n_prompt, chunk)
-    request_s = prompt_s + REQUEST_TEXT_TOKENS * schedule.round.seconds_per_token
+    prompts_s = {
+        prefill: prompt_s(problem.costs, problem.parts, Ways(prefill, places), n_prompt, chunk)
+        for prefill in _prefill_ways(problem, places, chunk)
+    }
+    prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
+    request_s = read_s + REQUEST_TEXT_TOKENS * schedule.round.seconds_per_token
     return Candidate(
         problem, chunk, places, prefill, schedule, memory_terms(problem, places, prefill, chunk), request_s
     )
@@ -203,12 +208,20 @@ def _ram_terms(problem: Problem, places: Sequence[str], chunk: int) -> list[Memo
         MemoryTerm("cpu", "weights", weights),
         MemoryTerm("cpu", "keys and values", kv_bytes),
         MemoryTerm("cpu", "activations", working_bytes(problem.spec, chunk)),
+        *_pinned_terms(problem, places),
     ]
+
+
+def _pinned_terms(problem: Problem, *ways: Sequence[str]) -> list[MemoryTerm]:
+    """What streamed weights go through on their way to the GPU."""
+    n_bytes = max(pinned_buffer_bytes(problem.parts, places) for places in ways)
+    return [MemoryTerm("cpu", PINNED, n_bytes)] if n_bytes else []
 
 
 def memory_terms(problem: Problem, places: Places, prefill: Places, chunk: int) -> list[MemoryTerm]:
     """Every byte of the plan, device by device."""
-    terms = _ram_terms(problem, places, chunk)
+    terms = [term for term in _ram_terms(problem, places, chunk) if term.name != PINNED]
+    terms += _pinned_terms(problem, places, prefill)
     pairs = list(zip(problem.parts, places, strict=True))
     on_disk = sum(part.weight_bytes for part, place in pairs if place == "disk")
     if on_disk:
@@ -229,21 +242,20 @@ def _gpu_bytes(terms: Sequence[MemoryTerm]) -> int:
     return sum(term.n_bytes for term in terms if term.device == "gpu")
 
 
-def _prefill_places(problem: Problem, places: Places, chunk: int) -> Places:
+def _prefill_ways(problem: Problem, places: Places, chunk: int) -> list[Places]:
     """Parts in RAM are computed where they lie, or visit the GPU where that is faster for a chunk and there is room.
 
     What fits into the buffers' room decides who may: all, the FFNs alone, which have no keys and values, or none.
     """
-    used = _gpu_bytes(memory_terms(problem, places, places, chunk))
-    may_visit = problem.has_gpu and places[-1] in ON_GPU
     found = [places]
+    may_visit = problem.has_gpu and places[-1] in ON_GPU
     for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)) if may_visit else ():
         tried = _visiting(problem, places, chunk, kinds)
-        buffers = stream_buffer_bytes(problem.parts, tried, problem.context_tokens)
-        if used + buffers <= problem.vram_budget_bytes:
+        terms = memory_terms(problem, places, tried, chunk)
+        fits_ram = sum(term.n_bytes for term in terms if term.device == "cpu") <= problem.ram_budget_bytes
+        if fits_ram and _gpu_bytes(terms) <= problem.vram_budget_bytes:
             found.append(tried)
-    costs = problem.costs
-    return min(found, key=lambda each: costs.pass_time(problem.parts, each, chunk, chunk).seconds)
+    return found
 
 
 def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[BlockKind]) -> Places:

@@ -1,31 +1,17 @@
-"""Expected seconds: a part on a device, a pass through several parts, a copy between devices. From a profile alone."""
+"""Expected seconds: a part on a device, a copy between devices, a crossing of rows. From a profile alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import Part, kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, kv_bytes_per_token
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # places whose parts the GPU computes
 FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
-HIDDEN_BYTES = 4  # of one value of a hidden state that crosses
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PassTime:
-    """seconds: of the whole pass. cpu_s, gpu_s: computing of one device alone. crossing_s: hidden states between the
-    devices. waited_s: computing that had to wait for a copy."""
-
-    seconds: float
-    cpu_s: float
-    gpu_s: float
-    crossing_s: float
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,49 +77,17 @@ class Costs:
 
     def crossing_s(self, m: int) -> float:
         """Bringing m rows of hidden states from one device to the other; 0 without a GPU."""
+        return self._way_s(m, self.spec.hidden_size)
+
+    def logits_crossing_s(self, m: int) -> float:
+        """Bringing the logits of m rows from the GPU's head to the CPU."""
+        return self._way_s(m, self.spec.vocab_size)
+
+    def _way_s(self, m: int, n_values: int) -> float:
         link = self.profile.link
         if link is None:
             return 0.0
-        return link.crossing.value + (m - 1) * self.spec.hidden_size * HIDDEN_BYTES / link.to_cpu_bytes_per_s.value
-
-    def pass_time(
-        self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int, *, returns: bool = True
-    ) -> PassTime:
-        """m rows through these parts in order, copies of streamed parts running ahead under the computing.
-
-        Rows begin on the CPU, and one comes back there where it `returns`. A streamed part's buffer is free once the
-        one before the last is done. A split part has its row brought to the other device and one result back; behind
-        it rows may go on from either.
-        """
-        now = link_free = cpu_s = gpu_s = crossing_s = waited_s = 0.0
-        buffer_free = [0.0] * N_STREAM_BUFFERS
-        on_gpu: bool | None = False
-        for part, place in zip(parts, places, strict=True):
-            seconds = self.part_s(part, place, m, context_tokens)
-            if place == SPLIT:
-                on_gpu = None
-                crossing_s += 2 * self.crossing_s(m)
-                now += 2 * self.crossing_s(m) + seconds
-                continue
-            on_gpu = place in ON_GPU if on_gpu is None else on_gpu
-            if on_gpu != (place in ON_GPU):
-                on_gpu = not on_gpu
-                crossing_s += self.crossing_s(m)
-                now += self.crossing_s(m)
-            if place in STREAMED:
-                link_free = max(link_free, buffer_free[0]) + self.copy_s(part, place, context_tokens)
-                waited_s += max(0.0, link_free - now)
-                now = max(now, link_free)
-                buffer_free = [*buffer_free[1:], now + seconds]
-            now += seconds
-            if on_gpu:
-                gpu_s += seconds
-            else:
-                cpu_s += seconds
-        if on_gpu and returns:
-            crossing_s += self.crossing_s(1)
-            now += self.crossing_s(1)
-        return PassTime(now, cpu_s, gpu_s, crossing_s, waited_s)
+        return link.crossing.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
         """Of few rows in proportion to the bytes of the keys and values read, where they were timed in another type."""

@@ -1,12 +1,14 @@
 """A plan in words and a map, for a terminal or a bug report."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
 from hetero_ee.planning.plan import CHAIN, EXIT, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
+LINE_COLUMNS = 100
 LETTERS = {"gpu": "G", "split": "b", "cpu": "C", "stream": "s", "disk": "d"}
 LEGEND = {
     "gpu": "G GPU",
@@ -18,7 +20,7 @@ LEGEND = {
 
 
 def explained(plan: Plan) -> str:
-    """The whole explanation, in lines of at most about 100 characters."""
+    """The whole explanation, in lines of at most about LINE_COLUMNS characters."""
     return "\n".join([_title(plan), "", *_map(plan), "", *_memory(plan), "", *_expected(plan), *_reasons(plan)])
 
 
@@ -84,9 +86,8 @@ def _memory(plan: Plan) -> list[str]:
     for device, terms in groupby(sorted(plan.memory, key=lambda term: term.device), key=lambda term: term.device):
         parts = ", ".join(f"{term.name} {sized(term.n_bytes)}" for term in terms if term.n_bytes)
         budget = f" of {sized(budgets[device])}" if device in budgets else ""
-        lines.append(
-            f"{device.upper() if device != 'disk' else 'disk':10} {sized(plan.n_bytes(device))}{budget}: {parts}"
-        )
+        name = device.upper() if device != "disk" else "disk"
+        lines += _wrapped(f"{name:10} {sized(plan.n_bytes(device))}{budget}: {parts}")
     return lines
 
 
@@ -108,8 +109,8 @@ def _expected(plan: Plan) -> list[str]:
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s behind {found.context_tokens} tokens "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}",
-        f"{'a token':10} {_shares(found.decode_terms)}",
-        f"{'a chunk':10} {_shares(found.prefill_terms)}",
+        *_wrapped(f"{'a token' if plan.mode == 'full' else 'one row':10} {_shares(found.decode_terms)}"),
+        *_wrapped(f"{'a chunk':10} {_shares(found.prefill_terms)}"),
     ]
 
 
@@ -120,4 +121,10 @@ def _shares(terms: Sequence[TimeTerm]) -> str:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    return ["", *plan.reasons] if plan.reasons else []
+    wrapped = [line for reason in plan.reasons for line in textwrap.wrap(reason, LINE_COLUMNS)]
+    return ["", *wrapped] if wrapped else []
+
+
+def _wrapped(line: str) -> list[str]:
+    """In lines as wide as the others, what follows under the text."""
+    return textwrap.wrap(line, LINE_COLUMNS, subsequent_indent=" " * 11)

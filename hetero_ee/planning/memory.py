@@ -10,6 +10,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES, Part
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
 SEGMENT_ROWS = 16  # of one launch of the GPU's attention
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
+N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
 GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allowance, not measured
 
 
@@ -68,3 +69,9 @@ def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str], context_to
         if place in STREAMED
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
+
+
+def pinned_buffer_bytes(parts: Sequence[Part], places: Sequence[str]) -> int:
+    """The buffers in RAM that streamed weights pass, in turn."""
+    streamed = [part.cpu_bytes for part, place in zip(parts, places, strict=True) if place in STREAMED]
+    return N_PINNED_BUFFERS * max(streamed, default=0)

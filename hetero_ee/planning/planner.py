@@ -94,10 +94,17 @@ def _split_reasons(best: Candidate) -> Iterator[str]:
 def _mode_reasons(known: Statistics, schedule: Schedule) -> Iterator[str]:
     sources = [each.source for each in (known.exits, known.drafts) if each is not None]
     if not sources:
-        yield "Exact mode was not considered: there are no exit statistics."
+        yield "Exact mode was not considered: nothing is known of this model's exits and drafts."
     elif schedule.mode == "full":
         yield f"Exact mode was declined: with {' and '.join(sources)} it promises too little over full mode."
     elif schedule.drafts == EXIT and known.exits is not None:
-        yield f"Exits as in {known.exits.source}."
+        yield f"Drafts are early exits, with {known.exits.source}; {_gain(schedule)}."
     elif known.drafts is not None:
-        yield f"Drafts as in {known.drafts.source}."
+        yield f"Drafts come from {known.drafts.source}; {_gain(schedule)}."
+
+
+def _gain(schedule: Schedule) -> str:
+    """What the round is expected to bring."""
+    found = schedule.round
+    rows, tokens = f"{found.rows:.1f} rows", f"{found.tokens:.1f} tokens"
+    return f"a round of {rows} is expected to take {found.seconds * 1e3:.3g} ms and to bring {tokens}"

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import ON_GPU, SPLIT, Costs, PassTime
+from hetero_ee.planning.costs import ON_GPU, SPLIT, Costs
+from hetero_ee.planning.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.parts import Part, Split, model_parts
 from hetero_ee.planning.plan import PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.prompts import Ways, prompt_s, read_prompt
 from hetero_ee.planning.schedule import Schedule
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -24,40 +26,21 @@ def predict(
 ) -> Prediction:
     """Rates at this context: prompts of that length, and decoding behind it."""
     costs, parts = problem.costs, problem.parts
-    decode = costs.pass_time(parts, places, 1, context_tokens)
-    prompt_s, chunk_time = prompt_times(costs, parts, prefill, context_tokens, chunk_tokens)
+    decode = pass_time(costs, parts, places, 1, context_tokens)
+    read_s = prompt_s(costs, parts, Ways(prefill, places), context_tokens, chunk_tokens)
+    m = min(chunk_tokens, context_tokens)
+    chunk = pass_time(costs, parts[:-1], prefill[:-1], m, context_tokens)
     return Prediction(
         context_tokens=context_tokens,
-        prompt_tokens_per_s=context_tokens / prompt_s,
+        prompt_tokens_per_s=context_tokens / read_s,
         generated_tokens_per_s=1 / schedule.round.seconds_per_token,
         ceiling_tokens_per_s=1 / _reading_s(problem, places),
         rows_per_pass=schedule.round.rows,
         tokens_per_pass=schedule.round.tokens,
         request_s=request_s,
         decode_terms=_terms(costs, parts, places, decode, 1, context_tokens),
-        prefill_terms=_terms(costs, parts, prefill, chunk_time, chunk_tokens, context_tokens),
+        prefill_terms=_terms(costs, parts[:-1], prefill[:-1], chunk, m, context_tokens),
     )
-
-
-def prompt_times(
-    costs: Costs, parts: Sequence[Part], places: Sequence[str], n_tokens: int, chunk_tokens: int, n_known: int = 0
-) -> tuple[float, PassTime]:
-    """Seconds of a prompt in chunks, the head for its last token alone; and the time of its last whole chunk.
-
-    n_known: tokens at its beginning that are in the cache already.
-    """
-    layers, head = parts[:-1], parts[-1]
-    seconds, last = 0.0, None
-    for first in range(n_known, n_tokens, chunk_tokens):
-        m = min(chunk_tokens, n_tokens - first)
-        now = costs.pass_time(layers, places[:-1], m, first + m, returns=False)
-        seconds += now.seconds
-        last = last if last is not None and m < chunk_tokens else now
-    assert last is not None, "a prompt has a token"
-    head_on_gpu = places[-1] in ON_GPU
-    ends_on_gpu = head_on_gpu if places[-2] == SPLIT else places[-2] in ON_GPU
-    n_crossings = int(ends_on_gpu != head_on_gpu) + int(head_on_gpu)  # to the head, and its token to the CPU
-    return seconds + n_crossings * costs.crossing_s(1) + costs.part_s(head, places[-1], 1, n_tokens), last
 
 
 def predicted_run_s(
@@ -65,14 +48,14 @@ def predicted_run_s(
 ) -> float:
     """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, behind n_depth others."""
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
-    seconds = 0.0
-    if n_prompt:
-        places = [part.prefill_place for part in made.parts]
-        until = n_depth + n_prompt
-        seconds += prompt_times(costs, parts, places, until, made.prefill_chunk_tokens, n_depth)[0]
     places = [part.decode_place for part in made.parts]
-    first = n_depth + n_prompt + 1
-    return seconds + sum(costs.pass_time(parts, places, 1, first + index).seconds for index in range(n_gen))
+    ways = Ways([part.prefill_place for part in made.parts], places)
+    lanes, first = Lanes(costs), n_depth + n_prompt
+    if n_prompt:
+        read_prompt(lanes, parts, ways, range(n_depth, first, made.prefill_chunk_tokens), first)
+    for context_tokens in range(first + 1, first + n_gen + 1):
+        lanes.whole_pass(parts, places, 1, context_tokens)
+    return lanes.spent.seconds
 
 
 def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
@@ -112,7 +95,7 @@ def _terms(
     """The pass's seconds by what is computed where; crossings and waiting are the rest."""
     seconds: dict[str, float] = {}
     for part, place in zip(parts, places, strict=True):
-        if part.kind is BlockKind.EMBEDDING or (m > 1 and part.kind is BlockKind.HEAD):
+        if part.kind is BlockKind.EMBEDDING:
             continue
         where = "both" if place == SPLIT else "the GPU" if place in ON_GPU else "the CPU"
         name = f"{part.kind.value} on {where}"

@@ -92,7 +92,10 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistic
     known = gathered(statistics)
     _check_statistics(known, spec)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
-        raise UsageError("exact mode is planned from exit statistics; drop --mode exact, or try --published-exits.")
+        raise UsageError(
+            "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a --draft-head that says "
+            "its acceptance, drop --mode exact, or for a plan on paper try --published-exits."
+        )
     context = limits.context_tokens or spec.max_context_tokens
     if spec.context_is_fixed and context > spec.max_context_tokens:
         raise UsageError(f"context size {context} is beyond the {spec.max_context_tokens} positions this model has.")

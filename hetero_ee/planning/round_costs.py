@@ -1,13 +1,17 @@
-"""What the steps of a round take under a plan: for the gate that decides, draft by draft, whether to go on."""
+"""What rounds take under a plan: for the gate that decides, draft by draft, whether to go on, and to predict a text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS, Limits
-from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee.planning.prediction import predicted_run_s
 from hetero_ee.planning.problem import resolve
-from hetero_ee.planning.schedule import chain_of
+from hetero_ee.planning.rounds import Round, chain_round, expected_rounds
+from hetero_ee.planning.schedule import Chain, chain_of
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -22,9 +26,36 @@ class RoundCosts:
 
 def round_costs(spec: ModelSpec, profile: HardwareProfile, plan: Plan, boundary: int) -> RoundCosts:
     """At half the plan's context. boundary: 1 to the model's layers less one."""
-    limits = Limits(context_tokens=plan.context_tokens, kv_type=plan.kv_type, threads=plan.threads)
-    problem = resolve(spec, profile, limits, None)
-    places = [part.decode_place for part in plan.parts]
-    chain = chain_of(problem, places, max(1, plan.context_tokens // 2), MAX_DRAFT_TOKENS)
+    chain = _chain(spec, profile, plan, max(1, plan.context_tokens // 2))
     n_parts = 1 + 2 * boundary
     return RoundCosts(chain.draft_s(n_parts), lambda m: chain.verify_s(n_parts, min(m, MAX_DRAFT_TOKENS)))
+
+
+def predicted_round(
+    spec: ModelSpec, profile: HardwareProfile, plan: Plan, statistics: Statistics, context_tokens: int
+) -> Round | None:
+    """The average round of a plan in exact mode behind so many tokens; None where nothing is known of its drafts."""
+    chain = _chain(spec, profile, plan, context_tokens)
+    n_rows, drafts = plan.draft_tokens, statistics.drafts
+    if plan.drafts == EXIT and plan.boundary is not None and statistics.exits is not None:
+        n_parts, rates = 1 + 2 * plan.boundary, statistics.exits.rates_at(plan.boundary)
+        return expected_rounds(rates, n_rows, chain.draft_s(n_parts), partial(chain.verify_s, n_parts))[-1]
+    if plan.drafts == CHAIN and drafts is not None:
+        return chain_round(n_rows, drafts.acceptance_at, drafts.draft_s, partial(chain.verify_s, 0))
+    return None
+
+
+def predicted_text_s(
+    spec: ModelSpec, profile: HardwareProfile, plan: Plan, statistics: Statistics, n_new: int, n_depth: int
+) -> float | None:
+    """Seconds of n_new tokens behind n_depth others with this plan; None where nothing is known of its drafts."""
+    if plan.mode == "full":
+        return predicted_run_s(spec, profile, plan, 0, n_new, n_depth)
+    found = predicted_round(spec, profile, plan, statistics, n_depth + max(1, n_new // 2))
+    return None if found is None else n_new * found.seconds_per_token
+
+
+def _chain(spec: ModelSpec, profile: HardwareProfile, plan: Plan, context_tokens: int) -> Chain:
+    limits = Limits(context_tokens=plan.context_tokens, kv_type=plan.kv_type, threads=plan.threads)
+    places = [part.decode_place for part in plan.parts]
+    return chain_of(resolve(spec, profile, limits, None), places, context_tokens, MAX_DRAFT_TOKENS)

@@ -2,17 +2,19 @@
 chains of drafts from elsewhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.costs import ON_GPU, SPLIT
+from hetero_ee.planning.costs import ON_GPU, SPLIT, STREAMED
+from hetero_ee.planning.lanes import pass_time
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
 from hetero_ee.planning.plan import CHAIN, EXIT
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.rounds import Round, chain_round, expected_rounds
+from hetero_ee.planning.streamed_rounds import StreamedRounds
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
 BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
@@ -32,17 +34,25 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Seconds before each part of the chain for m rows, crossings included: sums[m][i] is what parts 0..i-1 take."""
+    """Seconds before each part of the chain for m rows, crossings included: sums[m][i] is what parts 0..i-1 take.
+
+    streamed: says it better where weights are streamed.
+    """
 
     sums: dict[int, list[float]]
     exit_head_s: list[float]
+    streamed: StreamedRounds | None = None
 
     def draft_s(self, n_parts: int) -> float:
         """One row through the first parts and the exit head."""
+        if self.streamed is not None:
+            return self.streamed.draft_s(n_parts)
         return self.sums[1][n_parts] + self.exit_head_s[n_parts]
 
     def verify_s(self, n_parts: int, m: int) -> float:
         """m rows through the parts behind, head and the way back included."""
+        if self.streamed is not None:
+            return self.streamed.verify_s(n_parts, m)
         sums = self.sums[m]
         return sums[-1] - sums[n_parts]
 
@@ -64,18 +74,27 @@ def best_schedule(problem: Problem, places: Sequence[str], context_tokens: int) 
 
 def full_schedule(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule:
     """Every token through every layer."""
-    seconds = problem.costs.pass_time(problem.parts, places, 1, context_tokens).seconds
+    seconds = pass_time(problem.costs, problem.parts, places, 1, context_tokens).seconds
     return Schedule("full", None, None, 1, Round(seconds, 1.0, 1.0))
 
 
 def best_exact(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule | None:
-    """Exact mode of least expected time, of all boundaries, chains and draft lengths; None without drafts."""
+    """Exact mode of least expected time, of all boundaries, chains and draft lengths; None without drafts.
+
+    Where weights are streamed, the boundary is chosen as if each part took the longer of copy and computing.
+    """
     if problem.statistics.exits is None and problem.statistics.drafts is None:
         return None
     lengths = _lengths(problem)
     chain = chain_of(problem, places, context_tokens, max(lengths))
-    exact = [*_exits(problem, chain, lengths), *_chains(problem, chain, lengths)]
-    return min(exact, key=lambda schedule: schedule.round.seconds_per_token, default=None)
+    rough = replace(chain, streamed=None)
+    exact = [*_exits(problem, rough, lengths), *_chains(problem, rough, lengths)]
+    best = min(exact, key=_seconds_per_token, default=None)
+    if best is None or best.boundary is None or chain.streamed is None:
+        return best
+    if best.drafts == CHAIN:
+        return min(_chains(problem, chain, lengths), key=_seconds_per_token)
+    return _exit_at(problem, best.boundary, chain, lengths)
 
 
 def exit_schedules(problem: Problem, places: Sequence[str], context_tokens: int) -> list[Schedule]:
@@ -95,14 +114,18 @@ def _exits(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Sched
         return []
     found = []
     for boundary in range(1, problem.spec.n_layers):
-        rates = statistics.rates_at(boundary)
-        if rates.exit_rate == 0:
-            continue
-        n_parts = 1 + 2 * boundary
-        rounds = expected_rounds(rates, max(lengths), chain.draft_s(n_parts), partial(chain.verify_s, n_parts))
-        length = min(lengths, key=lambda n: rounds[n - 1].seconds_per_token)
-        found.append(Schedule("exact", EXIT, boundary, length, rounds[length - 1]))
+        if statistics.rates_at(boundary).exit_rate > 0:
+            found.append(_exit_at(problem, boundary, chain, lengths))
     return found
+
+
+def _exit_at(problem: Problem, boundary: int, chain: Chain, lengths: Sequence[int]) -> Schedule:
+    """With the best draft length."""
+    assert problem.statistics.exits is not None
+    rates, n_parts = problem.statistics.exits.rates_at(boundary), 1 + 2 * boundary
+    rounds = expected_rounds(rates, max(lengths), chain.draft_s(n_parts), partial(chain.verify_s, n_parts))
+    length = min(lengths, key=lambda n: rounds[n - 1].seconds_per_token)
+    return Schedule("exact", EXIT, boundary, length, rounds[length - 1])
 
 
 def _chains(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Schedule]:
@@ -112,6 +135,10 @@ def _chains(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Sche
         return []
     rounds = [chain_round(n, drafts.acceptance_at, drafts.draft_s, partial(chain.verify_s, 0)) for n in lengths]
     return [Schedule("exact", CHAIN, 0, n, found) for n, found in zip(lengths, rounds, strict=True)]
+
+
+def _seconds_per_token(schedule: Schedule) -> float:
+    return schedule.round.seconds_per_token
 
 
 def chain_of(problem: Problem, places: Sequence[str], context_tokens: int, max_rows: int) -> Chain:
@@ -130,9 +157,12 @@ def chain_of(problem: Problem, places: Sequence[str], context_tokens: int, max_r
             for part, place in shapes.values()
         }
         steps = np.array([*(seconds[key] for key in keys), 0.0]) + crosses * costs.crossing_s(m)
+        steps[-1] = costs.logits_crossing_s(m) if on_gpu[-2] else 0.0
         sums[m] = [0.0, *np.cumsum(steps).tolist()]
     head_s = costs.part_s(problem.head, places[-1], 1, context_tokens)
     head_on_gpu = places[-1] in ON_GPU
     # From the boundary's device to the head's, and the drafted token from there to the CPU, which looks it up.
     ways = (on_gpu[: len(parts) + 1] != head_on_gpu).astype(np.int8) + int(head_on_gpu)
-    return Chain(sums, (head_s + ways * costs.crossing_s(1)).tolist())
+    streams = any(place in STREAMED for place in places)
+    streamed = StreamedRounds(costs, parts, places, context_tokens, max_rows) if streams else None
+    return Chain(sums, (head_s + ways * costs.crossing_s(1)).tolist(), streamed)

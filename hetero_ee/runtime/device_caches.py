@@ -84,6 +84,8 @@ class DeviceCaches:
         first: dict[int, int] = {}
         for _, sequence, position in rows.places():
             first.setdefault(sequence, position)
+            if layers and layers.start - 1 in self._holder and position >= self.length_at(sequence, layers.start - 1):
+                raise ValueError(f"sequence {sequence}: position {position} has not passed layer {layers.start - 1}.")
         admitted: list[Any] = []
         try:
             for cache in self._caches:
@@ -114,3 +116,7 @@ class DeviceCaches:
         for cache in self._caches:
             if set(cache.sequences) != set(self.sequences):
                 raise HeteroError(f"the KV caches hold sequences {cache.sequences} and {self.sequences}.")
+        for sequence in self.sequences:
+            lengths = [self.length_at(sequence, layer) for layer in self.held_layers]
+            if lengths != sorted(lengths, reverse=True):
+                raise HeteroError(f"the KV caches of sequence {sequence} are damaged: layers hold {lengths} tokens.")

@@ -6,7 +6,7 @@ from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.block_source import MappedBlocks
-from hetero_ee.runtime.device import CPU, GPU
+from hetero_ee.runtime.device import CPU, GPU, Link
 from hetero_ee.runtime.emulated_device import EmulatedDevice, EmulatedLink
 from hetero_ee.runtime.machine import CpuMover, EmulatedMover, Machine
 from hetero_ee.runtime.timeline import Timeline
@@ -17,12 +17,16 @@ from hetero_ee_profiles.hardware import HardwareProfile
 def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, timeline: Timeline) -> Machine:
     """The profile's machine with the plan's budgets and threads, going on where the time line is."""
     cpu = EmulatedDevice(CPU, timeline, profile, spec, plan.ram_budget_bytes, plan.threads)
-    if profile.gpu is None:
+    if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuMover())
     gpu = EmulatedDevice(GPU, timeline, profile, spec, plan.vram_budget_bytes)
     link = EmulatedLink(timeline, profile)
 
-    def make_source(blocks: Sequence[Block], weights: ModelWeights, more_bytes: Callable[[int], int]) -> MappedBlocks:
-        return MappedBlocks(blocks, weights, link, more_bytes)
-
     return Machine(cpu, gpu, link, EmulatedMover(), make_source)
+
+
+def make_source(
+    blocks: Sequence[Block], weights: ModelWeights, more_bytes: Callable[[int], int], link: Link
+) -> MappedBlocks:
+    """See MakeSource."""
+    return MappedBlocks(blocks, weights, link, more_bytes)

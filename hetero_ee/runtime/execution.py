@@ -61,7 +61,7 @@ def _streams(
     blocks = streamed_blocks(route, range(spec.n_layers))
     if not blocks:
         return None
-    assert machine.make_source is not None, "only a GPU has weights streamed to it"
+    assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
     kv_bytes_per_token = max(part.kv_bytes_per_token for part in model_parts(spec, plan.kv_type))
     cache, gpu, mover = runners[CPU].cache, runners[GPU], machine.mover
 
@@ -74,7 +74,7 @@ def _streams(
     def visit(block: Block, lent: ModelWeights, hidden: Tensor, rows: Rows) -> Tensor:
         return mover.to_gpu(gpu.visit_lent(hidden, rows, block, lent, runners[CPU]))
 
-    source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes))
+    source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes), machine.link)
     stream = WeightStream(source, range(len(blocks)), machine.new_worker())
     return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
 

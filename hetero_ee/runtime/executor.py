@@ -14,7 +14,7 @@ from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-Observe = Callable[[Rows, Tensor], None]  # is told rows and their hidden states (m, hidden) after the last layer
+Observe = Callable[[Rows, Tensor], None]  # is told rows and their final normed states (m, hidden)
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -61,7 +61,7 @@ class Executor:
         for rows in chunks:
             hidden = self.hidden(rows)
             if observe is not None:
-                observe(rows, hidden)
+                observe(rows, self.final_norm(hidden))
         assert hidden is not None, "a prompt has a token"
         return self.head(hidden[-1:])[0]
 
@@ -114,6 +114,10 @@ class Executor:
     def project(self, normed: Tensor) -> Tensor:
         """The head's product: (m, hidden) -> logits (m, vocab)."""
         return self._ops.linear(normed, self._matrix(self.blocks[-1], "tokens"))
+
+    def project_on_cpu(self, normed: Tensor) -> Tensor:
+        """The same by the CPU, wherever the head lies, for what is there anyway."""
+        return self.project(normed)
 
     @torch.inference_mode()
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:

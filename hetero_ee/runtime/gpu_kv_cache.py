@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.runtime.cuda_errors import driver_errors
 from hetero_ee.runtime.held_layers import HeldLayers, lengths_with
 from hetero_ee.runtime.rows import Rows
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
@@ -190,7 +191,8 @@ class GpuKvCache:
         if not pages:
             return
         first = len(held.pages)
-        self.pages.table[held.slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        with driver_errors("a new page", lambda: 0):
+            self.pages.table[held.slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
         held.pages += pages
 
     def _free_pages(self) -> list[int]:

@@ -56,8 +56,8 @@ class EmulatedMover:
         return x.as_subclass(Tensor)
 
 
-# Makes the source of streamed blocks: their weights, and what comes along with each, by number.
-MakeSource = Callable[[Sequence[Block], ModelWeights, Callable[[int], int]], BlockSource[ModelWeights]]
+# Makes the source of streamed blocks: their weights, what comes along with each, by number, and the link.
+MakeSource = Callable[[Sequence[Block], ModelWeights, Callable[[int], int], Link], BlockSource[ModelWeights]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,34 @@ def machine_profile(
     return profile
 
 
+def known_profile(
+    spec: ModelSpec,
+    threads: int,
+    *,
+    data_folder: Path,
+    cache_folder: Path,
+    open_gpu: OpenGpu = cuda_platform,
+) -> HardwareProfile | None:
+    """What machine_profile would find without measuring, for this number of threads; None where that is nothing."""
+    if not any((data_folder / "profiles").glob("*.json")):
+        return None
+    use_kernel_cache(cache_folder)
+    # The kernels look where to be cached when imported.
+    from hetero_ee.runtime.gpu_profiling import with_free_memory
+    from hetero_ee.runtime.profile_store import kept_profile
+    from hetero_ee_profiles.host import this_host
+    from hetero_ee_profiles.machine import this_machine
+    from hetero_ee_profiles.memory import memory_info
+
+    host = this_host()
+    machine = this_machine(host, versions())
+    kept, _ = kept_profile(data_folder, machine, spec, quick_will_do=True)
+    if kept is None or all(times.threads != threads for times in kept.cpu):
+        return None
+    found = _with_free_ram(kept, memory_info(host).available_bytes)
+    return found if kept.gpu is None else with_free_memory(found, *_opened(open_gpu, machine.gpu_model))
+
+
 def _with_free_ram(profile: HardwareProfile, free_bytes: int) -> HardwareProfile:
     return replace(profile, cpu=tuple(replace(times, free_bytes=free_bytes) for times in profile.cpu))
 

@@ -48,14 +48,16 @@ class Placement:
 class Opened:
     """executor: to be closed. clock: seconds, an emulated machine's own where there is one. plan: as it was opened.
 
-    spans: what ran where and when so far, of what can tell. machine: that was emulated or found, None for a plain CPU.
+    spans: what ran where and when so far, of what can tell. machine: that is emulated now, None for a real one.
+    placement: what was asked for.
     """
 
     executor: Executor
     clock: Callable[[], float]
     plan: Plan
     spans: Callable[[], list[Span]] = list
-    machine: Machine | None = None
+    machine: Callable[[], Machine] | None = None
+    placement: Placement | None = None
 
 
 def open_on_cpu(
@@ -97,26 +99,58 @@ def open_placed(
 
     Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
     """
-    limits, profile = replace(placement.limits, threads=placement.limits.threads or threads), placement.profile
-
-    def replan(vram_budget_bytes: int) -> Plan:
-        smaller = replace(limits, vram_budget_bytes=None, gpu_layers=0, overrides=())
-        if vram_budget_bytes:
-            smaller = replace(limits, vram_budget_bytes=vram_budget_bytes, gpu_layers=None, overrides=())
-        assert profile is not None, "only a plan with a GPU is made anew"
-        return make_plan(spec, profile, smaller, placement.statistics)
-
-    plan = placement.plan
+    limits, profile, plan = placement.limits, placement.profile, placement.plan
+    if not placement.emulates and not limits.threads:
+        limits = replace(limits, threads=threads)
     if plan is None:
         assert profile is not None, "either a plan or a profile"
         plan = make_plan(spec, profile, limits, placement.statistics)
     check_fits(plan, spec)
+    same = replace(limits, kv_type=plan.kv_type, context_tokens=plan.context_tokens, threads=plan.threads, overrides=())
+
+    def replan(vram_budget_bytes: int) -> Plan:
+        assert profile is not None, "only a plan with a GPU is made anew"
+        smaller = replace(
+            same, vram_budget_bytes=vram_budget_bytes or None, gpu_layers=None if vram_budget_bytes else 0
+        )
+        return make_plan(spec, profile, smaller, placement.statistics)
+
     if placement.emulates and profile is not None:
         return _emulated(spec, weights, profile, plan, replan, threads, notice)
     if plan.n_bytes(GPU):
         gpu = _found_gpu(plan, weights, placement, notice, find_gpu)
         return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, notice, placement.traces)
-    return Opened(open_on_cpu(spec, weights, plan.context_tokens, plan.threads), clock, plan)
+    if placement.traces:
+        return _traced_on_cpu(spec, weights, plan, clock)
+    return Opened(_planned_on_cpu(spec, weights, plan), clock, plan)
+
+
+def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan) -> Executor:
+    from hetero_ee.runtime.execution import planned_cache
+
+    cache = None if plan.kv_type == "fp32" else planned_cache(spec, plan, tuple(range(spec.n_layers)))
+    executor = open_on_cpu(spec, weights, plan.context_tokens, plan.threads, cache=cache)
+    executor.prompt_chunk_tokens = plan.prefill_chunk_tokens
+    prepare = getattr(executor, "prepare", None)  # torch has nothing to compile
+    if cache is not None and prepare is not None:
+        prepare(None)
+    return executor
+
+
+def _traced_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Callable[[], float]) -> Opened:
+    """The plan on this machine's CPU, as a device that records what it does."""
+    from hetero_ee.runtime.cpu_device import CpuDevice
+    from hetero_ee.runtime.execution import open_plan
+    from hetero_ee.runtime.machine import CpuMover
+    from hetero_ee.runtime.trace import SpanRecorder
+    from hetero_ee_profiles.host import this_host
+    from hetero_ee_profiles.memory import memory_info
+
+    recorder = SpanRecorder()
+    device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
+    machine = Machine(device, None, None, CpuMover())
+    executor = open_plan(spec, weights, plan, machine, lambda name, layers: _planned_on_cpu(spec, weights, plan))
+    return Opened(executor, clock, plan, recorder.spans)
 
 
 def _found_gpu(
@@ -207,4 +241,4 @@ def _emulated(
         return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), runner)
 
     executor = ReplanningExecutor(plan, replan, opened, notice)
-    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, executor.inner.machine)
+    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)

@@ -5,13 +5,14 @@ chunk while the CPU is still in the last one's later layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.costs import ON_GPU
@@ -68,12 +69,15 @@ class PlannedExecutor(Executor):
         self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
 
     def close(self) -> None:
-        for runner in self._runners.values():
-            runner.close()
-        if self._streams is not None:
-            self._streams.close()
-        for claim in self._claims:
-            claim.free()
+        """Everything is given back, also where a device that is lost no longer answers."""
+        with ExitStack() as given_back:
+            for claim in self._claims:
+                given_back.callback(claim.free)
+            for runner in self._runners.values():
+                given_back.callback(runner.close)
+            if self._streams is not None:
+                with suppress(DeviceLostError):
+                    self._streams.close()
 
     def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. What fails is undone: the cache holds what it held."""
@@ -83,25 +87,37 @@ class PlannedExecutor(Executor):
     def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt and the module's text. Of chunks that fail, what is not complete is undone."""
         every = range(self.spec.n_layers)
-        rows, begun = None, None
-        for following in chunks:
-            with self._admitted(following, every):
-                stretches = self._stretches(following, every)
+        unfinished: list[Rows] = []
+        waiting: tuple[Rows, _Flow, Sequence[Stretch]] | None = None  # a chunk whose first stretches run already
+        flow: _Flow | None = None
+        try:
+            for rows in chunks:
+                if waiting is not None and any(stretch.is_streamed for stretch in waiting[2]):
+                    flow, waiting = self._finished(*waiting, observe, unfinished), None  # copies come in a pass's order
+                self.cache.admit(rows, every)
+                unfinished.append(rows)
+                stretches = self._stretches(rows, every)
                 n_first = next((i for i, each in enumerate(stretches) if not each.on_gpu), len(stretches))
-                first = self._through(following, self._entered(following, None), stretches[:n_first])
-                if rows is not None and begun is not None:
-                    self._finished(rows, *begun, observe)
-            rows, begun = following, (first, stretches[n_first:])
-        assert rows is not None and begun is not None, "a prompt has a token"
-        flow = self._finished(rows, *begun, observe)
-        return self._head(_Flow(flow.hidden[len(rows) - 1 :], flow.ready))[0]
+                first = self._through(rows, self._entered(rows, None), stretches[:n_first])
+                if waiting is not None:
+                    self._finished(*waiting, observe, unfinished)
+                waiting = rows, first, stretches[n_first:]
+            assert waiting is not None, "a prompt has a token"
+            flow = self._finished(*waiting, observe, unfinished)
+        except BaseException:
+            for rows in unfinished:
+                self._take_back(rows, every)
+            raise
+        return self._head(_Flow(flow.hidden[-1:], flow.ready))[0]
 
-    def _finished(self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch], observe: Observe | None) -> _Flow:
-        """A chunk through what is left of its way."""
-        with self._undone(rows, range(self.spec.n_layers)):
-            found = self._through(rows, flow, stretches)
+    def _finished(
+        self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch], observe: Observe | None, unfinished: list[Rows]
+    ) -> _Flow:
+        """The first of the unfinished chunks through what is left of its way."""
+        found = self._through(rows, flow, stretches)
+        unfinished.remove(rows)
         if observe is not None:
-            observe(rows, found.hidden)
+            observe(rows, self.final_norm(found.hidden))
         return found
 
     @contextmanager
@@ -118,9 +134,12 @@ class PlannedExecutor(Executor):
         try:
             yield
         except BaseException:
-            for _, sequence, position in rows.places():
-                self.cache.cut(sequence, position, layers)
+            self._take_back(rows, layers)
             raise
+
+    def _take_back(self, rows: Rows, layers: range) -> None:
+        for _, sequence, position in rows.places():
+            self.cache.cut(sequence, position, layers)
 
     def embed(self, rows: Rows) -> Tensor:
         """See Executor.embed."""
@@ -144,6 +163,12 @@ class PlannedExecutor(Executor):
     def project(self, normed: Tensor) -> Tensor:
         """See Executor.project."""
         return self._logits(_Flow(normed), lambda runner, x: runner.project(x), self.spec.vocab_size)
+
+    def project_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.project_on_cpu. Weights that the GPU holds are mapped as well."""
+        x = self._moved(_Flow(normed), False).hidden
+        works = [block_work(self.blocks[-1], x.shape[0])]
+        return self.machine.cpu.run(works, lambda: self._runners[CPU].project(x))[0]
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """See Executor.sliced."""

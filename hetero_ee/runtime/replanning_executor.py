@@ -1,6 +1,5 @@
 """An executor that goes on when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -40,8 +39,9 @@ class ReplanningExecutor(Executor):
     ) -> None:
         self._replan, self._open, self._notice = replan, open_plan, notice
         self._reachable_bytes = reachable_bytes
-        self._reachable_at_first = reachable_bytes() if reachable_bytes is not None else 0
+        self._emptied: set[int] = set()  # open sequences whose tokens were lost with a device
         self._inner = self._opened(plan)
+        self._reachable_at_first = reachable_bytes() if reachable_bytes is not None else 0
         self.spec, self.weights = self._inner.spec, self._inner.weights
         self.blocks = decoder_blocks(self.spec)
 
@@ -69,12 +69,14 @@ class ReplanningExecutor(Executor):
         self._inner.close()
 
     def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run."""
+        """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
+        self._refuse_lost(rows)
         return self._step(lambda inner, x: inner.run(rows, x, layers), hidden)
 
     def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt. Chunks that the cache holds already are not computed again."""
         every = list(chunks)
+        self._refuse_lost(every[0])
 
         def prompt(inner: PlannedExecutor) -> Tensor:
             self._look_at_memory()
@@ -103,6 +105,10 @@ class ReplanningExecutor(Executor):
         """See Executor.project."""
         return self._step(lambda inner, x: inner.project(x), normed)
 
+    def project_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.project_on_cpu."""
+        return self._step(lambda inner, x: inner.project_on_cpu(x), normed)
+
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """See Executor.sliced."""
         return self._step(lambda inner, x: inner.sliced(x, token_ids), normed)
@@ -122,6 +128,7 @@ class ReplanningExecutor(Executor):
         except DeviceLostError as error:
             if self._replan is None:
                 raise
+            self._emptied |= set(self._inner.cache.sequences)
             self._change(self._replan(0), {sequence: [] for sequence in self._inner.cache.sequences})
             raise DeviceLostError(
                 f"{error} What was being generated is lost; from now on this runs on the CPU alone."
@@ -131,6 +138,15 @@ class ReplanningExecutor(Executor):
         self._change(self._replan(budget), self._contents())
         self._notice(f"{problem} Planned again within {budget / GIB:.2f} GiB of VRAM, and going on.")
         return action(self._inner, *self._within_reach(tensors))
+
+    def _refuse_lost(self, rows: Rows) -> None:
+        """Rows of sequences that a lost device has emptied follow nothing, unless they begin anew."""
+        for _, sequence, position in rows.places():
+            if sequence in self._emptied and sequence in self._inner.cache.sequences and position:
+                raise DeviceLostError(
+                    f"the first {position} tokens of this text were lost with the GPU; begin it again, on the CPU."
+                )
+            self._emptied.discard(sequence)
 
     def _within_reach(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The tensors, brought to the CPU where nothing runs on the GPU any more."""
@@ -152,9 +168,15 @@ class ReplanningExecutor(Executor):
     def _change(self, plan: Plan, contents: "_Contents") -> None:
         """The plan's executor in place of the present one, with these keys and values."""
         self._inner.close()
-        gc.collect()  # what cycles hold of it is memory that the next one needs
-        self._inner = self._opened(plan)
+        try:
+            self._inner = self._opened(plan)
+        except BaseException:
+            self._inner = self._open(self._without_gpu(plan))  # an engine that answers, whatever became of this text
+            raise
         _restore(self._inner.cache, contents)
+
+    def _without_gpu(self, plan: Plan) -> Plan:
+        return self._replan(0) if self._replan is not None and _uses_gpu(plan) else plan
 
     def _opened(self, plan: Plan) -> PlannedExecutor:
         """The plan ready to run, or one without a GPU where its memory can't be had."""
@@ -220,10 +242,15 @@ def _uses_gpu(plan: Plan) -> bool:
 
 
 def _missing(executor: PlannedExecutor, chunks: Sequence[Rows]) -> list[Rows]:
-    """The chunks of one sequence that its cache lacks; where it has all, the last one again, for its result."""
-    left = [rows for rows in chunks if rows.positions[-1] >= executor.cache.length(rows.sequences[0])]
-    if not left:
-        last = chunks[-1]
-        executor.cache.cut(last.sequences[0], last.positions[0])
-        left = [last]
-    return left
+    """What its cache lacks of a sequence's rows, in chunks of its own size; where it has all, the last ones again."""
+    rows, n_tokens = Rows.joined(list(chunks)), executor.prompt_chunk_tokens
+    sequence, first, end = rows.sequences[0], rows.positions[0], rows.positions[-1] + 1
+    start = max(first, executor.cache.length(sequence))
+    if start >= end:
+        start = max(first, end - n_tokens)
+        executor.cache.cut(sequence, start)
+    token_ids = list(rows.token_ids)
+    return [
+        Rows.of_sequence(sequence, at, token_ids[at - first : min(at + n_tokens, end) - first])
+        for at in range(start, end, n_tokens)
+    ]

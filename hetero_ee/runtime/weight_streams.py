@@ -50,10 +50,13 @@ class WeightStreams:
     def begin(self, blocks: Sequence[Block]) -> None:
         """A pass with these streamed blocks follows: their copies begin, unless they have already."""
         order = tuple(self._numbers[block.name] for block in blocks)
-        if order and order != self._order:
+        if not order:
+            return
+        known, self._order = self._order, None  # until this is over: what fails in between needs a fresh start
+        if order != known:
             self._restart(order)
-        if order:
-            self._stream.prefetch()
+        self._stream.prefetch()
+        self._order = order
 
     def run(
         self, block: Block, place: str, rows: Rows, hidden: Tensor, ready: Sequence[Event], work: Work
@@ -82,7 +85,6 @@ class WeightStreams:
         assert gpu is not None
         _, now = gpu.run([], lambda: None)
         self._stream.restart(now, order)
-        self._order = order
 
 
 def streamed_blocks(route: Route, layers: range) -> list[Block]:

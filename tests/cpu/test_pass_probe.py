@@ -9,6 +9,7 @@ import torch
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.costs import Costs
+from hetero_ee.planning.lanes import pass_time
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.runtime import cpu_profiling
 from hetero_ee.runtime.cpu_executor import CpuExecutor
@@ -141,7 +142,7 @@ def test_a_measured_profile_predicts_the_passes_that_it_was_measured_from(
         products_s = sum(s.n_layers * clock.product_s(s.n_bytes, m) for s in product_shapes(spec))
         attention_s = POSITION_S * sum(range(context_tokens - m + 1, context_tokens + 1))
         expected_s = products_s + N_LAYERS * (attention_s + WRITE_S + PLACE_S) + EMBED_S + PLACES_S
-        found = costs.pass_time(parts, ["cpu"] * len(parts), m, context_tokens)
+        found = pass_time(costs, parts, ["cpu"] * len(parts), m, context_tokens)
         assert found.seconds == pytest.approx(expected_s, rel=1e-3)
 
 

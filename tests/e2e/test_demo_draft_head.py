@@ -65,7 +65,7 @@ def test_on_an_emulated_machine_too_and_drafting_takes_its_time(head: Path, engi
     plan = planned(engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens)
     executor = emulated(engine.spec, engine.executor.weights, plan, timeline=timeline)
     run, counts = run_of(engine), DraftCounts()
-    drafting = drafting_with(head, executor, 6, machine=executor.machine, on_gpu=on_gpu)
+    drafting = drafting_with(head, executor, 6, machine=lambda: executor.machine, on_gpu=on_gpu)
     assert run.exact(drafting, executor, counts) == run.full()
     lanes = {span.lane for span in timeline.spans if span.name.startswith("draft_head.") and span.end_s > span.start_s}
     assert lanes == {"gpu" if on_gpu else "cpu"}

@@ -152,7 +152,9 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
         run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
 
 
-def of_the_next_position(logits: Any, history: Any, params: Any, sequence: int, position: int) -> int:
+def of_the_next_position(
+    logits: Any, history: Any, params: Any, sequence: int, position: int, noise: Any = None
+) -> int:
     return choose_token(logits, history, params, sequence, position + 1)
 
 

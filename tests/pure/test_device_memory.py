@@ -55,8 +55,9 @@ def test_a_refusal_names_bytes_and_the_way_out(which: int) -> None:
     device.allocate(5 * MIB, "weights")
     where = device.name.upper()
     told = f"keys and values needs 4.0 MiB on the {where} and 3.0 MiB are free; .*lower .*, or close other programs"
-    with pytest.raises(DeviceMemoryError, match=told):
+    with pytest.raises(DeviceMemoryError, match=told) as caught:
         device.allocate(4 * MIB, "keys and values")
+    assert caught.value.device == device.name
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -30,7 +30,7 @@ def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bo
     layer: Any = TorchDraftHeadLayer(head_weights(), 64, head)
     if devices is not None:
         machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedMover())
-        layer = PlacedDraftHeadLayer(layer, SPEC, machine, on_gpu=on_gpu)
+        layer = PlacedDraftHeadLayer(layer, SPEC, lambda: machine, on_gpu=on_gpu)
     return DraftHeadSource(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
 
 
@@ -60,8 +60,10 @@ def test_a_guess_is_one_layers_products_and_fc() -> None:
     assert all(work.m == 2 for work in works)
 
 
-def test_without_a_gpu_there_is_no_place_on_it() -> None:
+def test_without_a_gpu_it_is_the_cpus_work() -> None:
+    """As after a GPU was lost."""
     devices = EmulatedMachine(spec=SPEC)
     machine = Machine(devices.cpu, None, None, EmulatedMover())
-    with pytest.raises(ValueError, match="no GPU"):
-        PlacedDraftHeadLayer(TorchDraftHeadLayer(head_weights(), 64), SPEC, machine, on_gpu=True)
+    layer: Any = PlacedDraftHeadLayer(TorchDraftHeadLayer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
+    assert chain_of(DraftHeadSource(layer, BareTarget(), None)) == chain_of(source_of(None))
+    assert {span.lane for span in devices.timeline.spans} == {"cpu"}

@@ -11,6 +11,7 @@ import torch
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.segment_room import MAX_ROWS
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
@@ -132,6 +133,15 @@ def test_a_row_has_the_same_bits_whatever_m_is(llama: Model, placement: str) -> 
             alone = executor.hidden(Rows.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone[0], together[position])
             assert torch.equal(executor.head(alone)[0], logits[position])
+
+
+def test_the_head_takes_more_rows_than_a_launch(llama: Model) -> None:
+    executor = on_stand_in(*llama, plan_of(llama, "all on the GPU"))
+    hidden = executor.hidden(Rows.of_sequence(executor.cache.open_new(), 0, PROMPT))
+    together = executor.head(hidden)
+    assert len(together) > MAX_ROWS
+    for row in range(len(together)):
+        assert torch.equal(executor.head(hidden[row : row + 1])[0], together[row])
 
 
 def test_logits_stay_what_they_are(llama: Model) -> None:

@@ -1,0 +1,226 @@
+"""Texts of a big model's shape on an emulated machine, with every exit and every draft's fate replayed from a seed.
+
+Hidden states hold no numbers but a row's position, how deep it has come and whether a draft head has guessed it; the
+head makes of them the token that the replay has there. The loop, the executor and the time line are the real ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from exit_rows import REPLAYED, Row, Timed, described_row, full_row, planned_costs, row, timed
+from torch import Tensor
+
+from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_statistics import EXIT, DraftCounts
+from hetero_ee.decoding.drafting import Confidence, Drafting, ExitHead
+from hetero_ee.decoding.exact import generate_exact
+from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.exits.draft_head import DraftHeadSource
+from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.rounds import ExitRates
+from hetero_ee.planning.statistics import Statistics
+from hetero_ee.runtime.device import GPU
+from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.runtime.execution import open_plan
+from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
+from hetero_ee.runtime.kv_cache import KvCache
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.work import block_work, work_s
+from hetero_ee_profiles.hardware import HardwareProfile
+
+POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
+PROMPT_TOKENS = 16
+
+
+class Fates:
+    """What becomes of the rows and drafts of one text, drawn once from a seed.
+
+    rates: of exits at the boundary. acceptance_at: of a chain's positions.
+    """
+
+    def __init__(
+        self, seed: int, n_tokens: int, rates: ExitRates, acceptance_at: Callable[[int], float], n_drafts: int
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        self._exits = draw.random(n_tokens) < rates.exit_rate
+        self._right = draw.random(n_tokens) < rates.precision
+        chances = [acceptance_at(place) for place in range(n_drafts)]
+        self._accepted = draw.random((n_tokens, n_drafts)) < chances
+
+    def exits(self, position: int) -> bool:
+        """Whether the row there exits."""
+        return bool(self._exits[position])
+
+    def exit_is_right(self, position: int) -> bool:
+        """Whether its likeliest token at the boundary is the full model's."""
+        return bool(self._right[position])
+
+    def guess_is_right(self, position: int, place: int) -> bool:
+        """Whether the draft behind the row there is, as the chain's place-th."""
+        return bool(self._accepted[position, place])
+
+
+class ReplayedRunner(HollowRunner):
+    """Its head says what the fates have in store. They are changed between texts."""
+
+    fates: Fates
+
+    def embed(self, rows: Rows) -> Tensor:
+        """See Executor.embed."""
+        hidden = torch.zeros(len(rows), self.spec.hidden_size)
+        hidden[:, POSITION] = torch.tensor(rows.positions)
+        return hidden
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.walk."""
+        deeper = hidden.clone()
+        deeper[:, DEPTH] = max(block.layer + 1 for block in blocks if block.layer is not None)
+        return deeper
+
+    def project(self, normed: Tensor) -> Tensor:
+        """See Executor.project."""
+        logits = torch.zeros(len(normed), self.spec.vocab_size)
+        for index, state in enumerate(normed):
+            logits[index, self._token(state)] = 1.0
+        return logits
+
+    def _token(self, state: Tensor) -> int:
+        position, depth, n_guesses = (int(state[column]) for column in (POSITION, DEPTH, GUESSES))
+        true_id = (7 * (position + 1)) % self.spec.vocab_size
+        if n_guesses:
+            is_right = self.fates.guess_is_right(position, n_guesses - 1)
+        else:
+            is_right = depth == self.spec.n_layers or self.fates.exit_is_right(position)
+        return true_id if is_right else true_id ^ 1
+
+
+class ReplayedHeadLayer:
+    """A draft head that counts how far it is from what was verified. See DraftHeadLayer."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.cache = KvCache(1, 0, 0, max_tokens)
+
+    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+        """See DraftHeadLayer.guess."""
+        self.cache.admit(rows)
+        guessed = states.clone()
+        guessed[:, POSITION] += 1
+        guessed[:, GUESSES] += 1
+        return guessed
+
+    def embed(self, token_ids: list[int]) -> Tensor | None:
+        """See DraftHeadLayer.embed."""
+        return None
+
+    def logits(self, states: Tensor) -> Tensor | None:
+        """See DraftHeadLayer.logits."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Texts of a model's shape on a machine. limits: the first layers on its GPU, and the context."""
+
+    spec: ModelSpec
+    model: str
+    profile: HardwareProfile
+    limits: Limits
+    n_texts: int
+    n_tokens: int
+
+    @property
+    def cpu_share(self) -> float:
+        return 1 - (self.limits.gpu_layers or 0) / self.spec.n_layers
+
+    def row(self, asked: str, statistics: Statistics, mode: str | None = None) -> Row:
+        """One line: full mode, and what the planner makes of these statistics, or exact mode where it is the mode."""
+        plan = make_plan(self.spec, self.profile, replace(self.limits, mode=mode), statistics)
+        machine = f"{self.profile.name}, emulated"
+        described = described_row(REPLAYED, self.model, machine, self.cpu_share, asked, "greedy", plan)
+        draft_s = statistics.drafts.draft_s if statistics.drafts else 0.0
+        costs = planned_costs(self.spec, self.profile, plan, PROMPT_TOKENS + self.n_tokens // 2, draft_s)
+        full = self._run(plan, statistics, None)
+        if plan.drafts is None:
+            return full_row(described, costs, full)
+        counts = DraftCounts()
+        exact = self._run(plan, statistics, counts)
+        found = counts.statistics(self.spec.n_layers, plan.boundary or 0)
+        return row(described, found, costs, plan.drafts, full, exact)
+
+    def _run(self, plan: Plan, statistics: Statistics, counts: DraftCounts | None) -> Timed:
+        """In exact mode where `counts` is to be told, else in full mode."""
+        timeline, runners = Timeline(), []
+
+        def runner(device: str, layers: tuple[int, ...]) -> Executor:
+            runners.append(ReplayedRunner(self.spec, plan.context_tokens, layers))
+            return runners[-1]
+
+        machine = emulated_machine(self.profile, self.spec, plan, timeline)
+        executor = open_plan(self.spec, hollow_weights(self.spec), plan, machine, runner)
+        params, ending = SamplingParams(self.n_tokens), Ending(frozenset(), plan.context_tokens)
+        common = executor, [[1] * PROMPT_TOKENS], params, ending, _decode, lambda: timeline.now_s
+
+        def texts() -> Iterator[Iterator[GeneratedToken]]:
+            for seed in range(self.n_texts):
+                fates = self._fates(seed, plan, statistics)
+                for each in runners:
+                    each.fates = fates
+                if counts is None:
+                    yield generate(*common)
+                else:
+                    yield generate_exact(*common, self._drafting(plan, executor, fates), counts)
+
+        found = timed(texts())
+        executor.close()
+        return found
+
+    def _fates(self, seed: int, plan: Plan, statistics: Statistics) -> Fates:
+        rates = ExitRates(0.0, 0.0)
+        if statistics.exits is not None and plan.boundary:
+            rates = statistics.exits.rates_at(plan.boundary)
+        at = statistics.drafts.acceptance_at if statistics.drafts is not None else lambda place: 0.0
+        return Fates(seed, PROMPT_TOKENS + self.n_tokens, rates, at, plan.draft_tokens)
+
+    def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
+        if plan.drafts == EXIT and plan.boundary is not None:
+            return Drafting(plan.boundary, plan.draft_tokens, FixedGate(0.5), ExitHead(None, _confidence(fates)))
+        machine, head_spec = executor.machine, draft_head_spec(self.spec)
+        layer = ReplayedHeadLayer(plan.context_tokens)
+        on_gpu = plan.n_bytes(GPU) > 0
+        placed = PlacedDraftHeadLayer(layer, head_spec, lambda: machine, on_gpu=on_gpu)
+        return Drafting(0, plan.draft_tokens, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
+
+
+def head_draft_s(spec: ModelSpec, profile: HardwareProfile, *, on_gpu: bool) -> float:
+    """Seconds of one draft of such a head: its layer, the model's head, and on a GPU the crossings."""
+    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(0)
+    works = draft_head_works(draft_head_spec(spec), Rows.of_sequence(0, PROMPT_TOKENS, [0]))
+    works.append(block_work(decoder_blocks(spec)[-1], 1))
+    seconds = sum(work_s(work, times, profile.disk_read_bytes_per_s.value, spec) for work in works)
+    return seconds + (2 * profile.link.crossing.value if on_gpu and profile.link is not None else 0.0)
+
+
+def draft_head_spec(spec: ModelSpec) -> ModelSpec:
+    """A draft head of the model's shapes: one of its layers."""
+    return replace(spec, n_layers=1, sliding_windows=(None,))
+
+
+def _confidence(fates: Fates) -> Confidence:
+    """1 where the row exits, else 0."""
+    return lambda normed, logits, token_id: float(fates.exits(int(normed[POSITION])))
+
+
+def _decode(token_ids: Sequence[int]) -> str:
+    return "." * len(token_ids)

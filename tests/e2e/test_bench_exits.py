@@ -1,0 +1,111 @@
+"""The early-exit benchmark on small shapes: its lines hold what was asked for, and the formula agrees with them."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.rounds import ExitRates
+from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatistics, Statistics
+from hetero_ee_profiles.reference import reference_profile
+
+FOLDER = Path(__file__).parents[1] / "bench"
+N_LAYERS, BOUNDARY, N_TEXTS, N_TOKENS = 8, 4, 3, 400
+SPEC = replace(known_spec("tinyllama-1.1b"), n_layers=N_LAYERS, sliding_windows=(None,) * N_LAYERS, vocab_size=500)
+PROFILE = reference_profile("rtx-4060-laptop-8gb")
+ACCEPTANCE = (0.9, 0.7, 0.5)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its modules import each other as a script's do."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("bench_exits")
+
+
+@pytest.fixture
+def stories(bench: Any, demo: Path, kernels: Path) -> Iterator[Any]:
+    opened = bench.Stories.opened(1, 12)
+    yield opened
+    opened.engine.close()
+
+
+def exits(exit_rate: float, precision: float) -> Statistics:
+    rates = (BoundaryRates(BOUNDARY, ExitRates(exit_rate, precision)),)
+    return Statistics(ExitStatistics("asked for", N_LAYERS, rates))
+
+
+def chains(bench: Any, acceptance: tuple[float, ...], on_gpu: bool) -> Statistics:
+    draft_s = bench.head_draft_s(SPEC, PROFILE, on_gpu=on_gpu)
+    return Statistics(None, DraftRates("asked for", acceptance, draft_s))
+
+
+def replay(bench: Any, gpu_layers: int = BOUNDARY, **limits: Any) -> Any:
+    asked = Limits(gpu_layers=gpu_layers, context_tokens=512, kv_type="fp16", **limits)
+    return bench.Replay(SPEC, "small", PROFILE, asked, N_TEXTS, N_TOKENS)
+
+
+@pytest.mark.parametrize(("exit_rate", "precision"), [(0.6, 0.9), (0.85, 0.7)])
+def test_replayed_exits_come_as_often_as_asked_and_take_what_the_formula_says(
+    bench: Any, exit_rate: float, precision: float
+) -> None:
+    row = replay(bench, draft_tokens=5).row("exits", exits(exit_rate, precision), "exact")
+    assert (row.label, row.drafts, row.boundary) == ("timing replay, no quality claim", "exit", BOUNDARY)
+    assert row.exit_rate == pytest.approx(exit_rate, abs=0.05) and row.precision == pytest.approx(precision, abs=0.05)
+    assert row.share_of_formula == pytest.approx(1, abs=0.1)
+    assert 1 < row.tokens_per_pass < row.rows_per_pass < row.draft_tokens == 5
+    assert row.r > 1 and row.kappa >= 1 and 0 < row.head_s < row.draft_s < row.full_token_s
+
+
+@pytest.mark.parametrize("gpu_layers", [0, BOUNDARY])
+def test_replayed_drafts_are_accepted_as_often_as_asked(bench: Any, gpu_layers: int) -> None:
+    drafts = chains(bench, ACCEPTANCE, on_gpu=gpu_layers > 0)
+    row = replay(bench, gpu_layers, draft_tokens=4).row("head", drafts, "exact")
+    assert (row.drafts, row.cpu_share) == ("chain", 1 - gpu_layers / N_LAYERS)
+    assert row.acceptance == pytest.approx(ACCEPTANCE, abs=0.07)
+    assert row.share_of_formula == pytest.approx(1, abs=0.1) and row.speedup > 1
+
+
+def test_drafts_that_do_not_pay_are_declined(bench: Any) -> None:
+    row = replay(bench).row("the planner's choice", exits(0.5, 0.1))
+    assert (row.mode, row.drafts, row.speedup, row.share_of_formula) == ("full", None, 1, 1)
+    assert list(bench.shortfalls([row])) == []
+    slow = replace(row, exact_token_s=1.1 * row.full_token_s)
+    assert len(list(bench.shortfalls([slow]))) == 1  # it is by the planner
+    assert len(list(bench.shortfalls([replace(slow, asked="exits", formula=2.0)]))) == 1  # far below the formula
+
+
+def test_the_demo_models_lines_and_the_document(bench: Any, stories: Any) -> None:
+    rows = list(bench.emulated_rows(stories, PROFILE, 6))
+    assert {row.label for row in rows} == {"emulated"} and {row.cpu_share for row in rows} == {0.5}
+    assert {(row.asked, row.sampling) for row in rows} == {
+        (asked, sampling)
+        for asked in ("exit drafts", "draft head", "the planner's choice")
+        for sampling in ("greedy", "temperature 0.8")
+    }
+    for row in rows:
+        has_exits = row.asked == "exit drafts"
+        assert (row.exit_rate is not None) == (row.precision is not None) == has_exits
+        assert bool(row.acceptance) != has_exits and row.n_tokens == 11
+    document = json.loads(json.dumps(bench.document(rows, [])))
+    assert document["rows"][0]["speedup"] == pytest.approx(rows[0].speedup)
+    assert bench.table_line(rows[0]).count("|") == bench.HEADING.splitlines()[0].count("|")
+
+
+def test_another_text_in_exact_mode_is_no_result(bench: Any, stories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exit_rows = importlib.import_module("exit_rows")
+    full, exact = (exit_rows.Timed(((1, 2, last),), 1.0, 2) for last in (3, 4))
+    row = replay(bench).row("exits", exits(0.6, 0.9))
+    with pytest.raises(AssertionError, match="says something else"):
+        exit_rows.row(row, None, None, "exit", full, exact)
+
+
+def test_the_overhead_is_of_a_token(bench: Any, stories: Any) -> None:
+    for found in bench.overheads(stories, PROFILE):
+        assert 0 < found.loop_s < found.full_s and found.exact_loop_s > 0 and found.share < 2

@@ -1,0 +1,87 @@
+"""Passes through parts whose times are whole numbers: what overlaps and what waits, by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetero_ee.models.known_shapes import known_spec
+from hetero_ee.planning.lanes import Lanes, pass_time
+from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.prompts import Ways, prompt_s
+
+CROSSING_S, COPY_S = 1.0, 10.0
+SECONDS = {"cpu": 8.0, "gpu": 2.0, "stream": 2.0, "visit": 2.0}
+EVERY = model_parts(known_spec("tinyllama-1.1b"), "fp16")
+PARTS = [EVERY[0], *EVERY[1:7], EVERY[-1]]  # three layers
+
+
+class RoundCosts:
+    """A part of a layer takes SECONDS, embedding and head nothing."""
+
+    profile = SimpleNamespace(link=object())
+
+    def part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
+        return 0.0 if part.layer is None else SECONDS[place]
+
+    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
+        return COPY_S
+
+    def crossing_s(self, m: int) -> float:
+        return CROSSING_S
+
+    logits_crossing_s = crossing_s
+
+
+COSTS: Any = RoundCosts()
+
+
+def placed(layers: str) -> list[str]:
+    letters = {"c": "cpu", "g": "gpu", "s": "stream"}
+    head = "cpu" if set(layers) == {"c"} else "gpu"
+    return ["cpu", *(letters[letter] for letter in layers), head]
+
+
+@pytest.mark.parametrize(
+    "layers, first_s, steady_s",
+    [
+        ("cccccc", 48, 48),
+        ("gggggg", 14, 14),  # there and back are 2
+        ("ggcccc", 40, 40),
+        ("gcgcgc", 38, 38),  # 24 + 6, and 8 crossings
+        ("ssssss", 63, 60),  # the link never rests: 6 copies
+        ("gggggs", 14, 14),  # the copy ends at 10, just before the part is reached
+        ("sggggg", 23, 14),  # the only copy has run under the pass before
+        ("ssgggg", 31, 20),  # two copies a pass
+        ("sccccc", 55, 46),  # 10 + 2 + 1 + 40 + 1 + 1; then 1 in place of the copy's 10
+        ("ccccss", 38, 38),
+    ],
+)
+def test_passes_one_after_the_other(layers: str, first_s: float, steady_s: float) -> None:
+    places = placed(layers)
+    lanes = Lanes(COSTS)
+    lanes.whole_pass(PARTS, places, 1, 1)
+    assert (lanes.spent.seconds, pass_time(COSTS, PARTS, places, 1, 1).seconds) == (first_s, steady_s)
+
+
+@pytest.mark.parametrize(
+    "layers, seconds",
+    [
+        ("cccccc", 96),
+        ("gggggg", 27),  # the second chunk crosses when the GPU is free
+        ("ggcccc", 73),  # its first layer is computed under the CPU's later ones: 5 less than in turn
+        ("sccccs", 88),  # copies come in order, so that the second chunk waits for its turn
+        ("ssssss", 123),
+    ],
+)
+def test_a_prompt_in_two_chunks(layers: str, seconds: float) -> None:
+    places = placed(layers)
+    assert prompt_s(COSTS, PARTS, Ways(places, places), 64, 32) == seconds
+
+
+def test_a_short_last_chunk_takes_the_way_of_decoding() -> None:
+    """Sixteen rows and fewer; what was copied ahead for another way is of no use and still in line."""
+    streamed, resident = placed("ssgggg"), placed("gggggg")
+    assert prompt_s(COSTS, PARTS, Ways(streamed, resident), 32 + 16, 32) == 30 + 13 + 1
+    other = placed("ggggss")
+    assert prompt_s(COSTS, PARTS, Ways(streamed, other), 32 + 16, 32) == 40 + 10 + 10 + 2 + 1
