@@ -15,7 +15,7 @@ from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.decoding.chat_template import ChatTemplate
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, OpenDrafting, found_knowledge, open_drafting
+from hetero_ee.decoding.draft_opening import OpenDrafting, found_knowledge, open_drafting
 from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
@@ -28,13 +28,13 @@ from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.exits.calibration_place import CalibrationPlace
 from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.hub import resolve_model
-from hetero_ee.models.model_files import CONFIG_FILE
 from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.placement_request import FindProfile, PlacementRequest, requested_folder, requested_plan
 from hetero_ee.runtime.timeline import Span
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.library import open_cached
@@ -45,8 +45,6 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.process import physical_core_count
-
-FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 
 
 class Engine:
@@ -106,15 +104,17 @@ class Engine:
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, and before the kernels'
         first compilation, and in tokens while a long prompt is read; with 0 in all, the stage is a remark.
 
-        plan: where every part goes, a Plan or its JSON file; None makes one where a profile is given, within
-        vram_budget (bytes) and the other limits. profile: what the machine was measured to do, or a function
-        of the model's shapes and folder that finds it, or finds None. emulate: runs the plan
-        on that profile's machine, emulated here: the same tokens, and times as there. traces: what
-        a plan runs where and when is kept in `spans`. draft_head: folder of an EAGLE-1
-        head for this model, where the plan drafts; None takes the model folder's own. Raises ModelError,
+        plan: where every part goes, a Plan or its JSON file, with no limits beside it; None makes one where a profile
+        is given, within vram_budget (bytes) and the other limits. profile: what the machine was measured to do, or a
+        function of the model's shapes and folder that finds it, or finds None. emulate: runs the plan on that profile's
+        machine, emulated here: the same tokens, and times as there. traces: what a plan runs where and when is kept in
+        `spans`. draft_head: folder of an EAGLE-1 head for this model, where the plan drafts; None takes the model
+        folder's own. Raises ModelError,
         CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
         _check_options(quantizer, context_tokens, threads)
+        asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
+        request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
         manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
         spec = ModelSpec.from_hf(folder)
@@ -126,14 +126,13 @@ class Engine:
         weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
         n_tokens, notice = _context_tokens(spec, context_tokens), _notice(progress)
         end_tokens = _eos_token_ids(hf_generation, folder, tokenizer)
-        if profile is not None and not isinstance(profile, HardwareProfile):
-            profile = profile(spec, folder)
-        placement = _placement(plan, vram_budget, profile, limits, emulate, n_tokens)
+        placement = request.placement(spec, folder, n_tokens)
         if placement is None:
             executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
             executor.progress = progress
             return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
-        knowledge = found_knowledge(calibrations, _draft_head(folder, draft_head), notice)
+        profile = placement.profile
+        knowledge = found_knowledge(calibrations, asked_head, folder, spec, notice)
         statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
         placement = replace(placement, statistics=statistics, traces=traces)
         opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice)
@@ -246,11 +245,11 @@ class Engine:
         template = ChatTemplate(source, self._tokenizer.special_tokens)
         common = executor, self._tokenizer, template, self._ending(executor), params, system
         if self._drafting is None:
-            conversation = Conversation(*common)
+            conversation = Conversation(*common, clock=self._clock)
         else:
             source_of_drafts = self._drafting.drafting.source
             forget = None if source_of_drafts is None else source_of_drafts.close
-            conversation = Conversation(*common, self._generate_exact_from, forget)
+            conversation = Conversation(*common, self._generate_exact_from, forget, self._clock)
         self._conversations.add(conversation)
         return conversation
 
@@ -374,39 +373,6 @@ def _load_weights(
     quantization = Quantization.of_model(folder, quantizer)
     store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
     return weights, CalibrationPlace(spec, store, folder, quantization)
-
-
-def _placement(
-    plan: Plan | str | Path | None,
-    vram_budget: int | None,
-    profile: HardwareProfile | None,
-    limits: Limits | None,
-    emulate: bool,
-    context_tokens: int,
-) -> Placement | None:
-    """None where nothing was asked for: then the CPU runs everything."""
-    if isinstance(plan, str | Path):
-        plan = Plan.load(Path(plan))
-    if plan is None and profile is None:
-        if vram_budget or limits or emulate:
-            raise UsageError("a VRAM budget, limits or an emulated machine need a profile; give profile=...")
-        return None
-    if profile is None:
-        if emulate:
-            raise UsageError("which machine is to be emulated? Give its profile with profile=...")
-        return Placement(None, Limits(), plan)
-    wanted = replace(limits or Limits(), context_tokens=context_tokens)
-    if vram_budget is not None:
-        wanted = replace(wanted, vram_budget_bytes=vram_budget)
-    return Placement(profile, wanted, plan, emulates=emulate)
-
-
-def _draft_head(folder: Path, asked: str | Path | None) -> Path | None:
-    """The folder that was asked for, else the one that the model's own brings."""
-    if asked is not None:
-        return Path(asked)
-    own = folder / DRAFT_HEAD_FOLDER
-    return own if find_file(own, CONFIG_FILE) else None
 
 
 def _notice(progress: Progress | None) -> Callable[[str], None]:

@@ -3,11 +3,10 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import FEW_ROWS, ON_GPU, STREAMED
+from hetero_ee.planning.costs import ON_GPU
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
 from hetero_ee.planning.planner import plan
@@ -56,28 +55,6 @@ def roomy(profile: HardwareProfile) -> HardwareProfile:
     """The profile with a card that has room for everything."""
     assert profile.gpu is not None
     return replace(profile, gpu=replace(profile.gpu, free_bytes=64 * 2**30))
-
-
-def copies_out_of_turn(plan: Plan, n_prompt: int) -> bool:
-    """Whether a chunk of the prompt that is begun ahead needs copies while the one before still waits for its own."""
-    step = plan.prefill_chunk_tokens
-    sizes = [min(step, n_prompt - first) for first in range(0, n_prompt, step)]
-    return any(_meet(_way(plan, m), _way(plan, following)) for m, following in pairwise(sizes))
-
-
-def _way(plan: Plan, m: int) -> list[str]:
-    layers = [part for part in plan.parts if part.layer is not None]
-    return [part.decode_place if m <= FEW_ROWS else part.prefill_place for part in layers]
-
-
-def _meet(places: list[str], following: list[str]) -> bool:
-    behind = any(place in STREAMED for place in places[_n_ahead(places) :])
-    ahead = any(place in STREAMED for place in following[: _n_ahead(following)])
-    return behind and (ahead or (following != places and any(place in STREAMED for place in following)))
-
-
-def _n_ahead(places: list[str]) -> int:
-    return next((i for i, place in enumerate(places) if place not in ON_GPU), len(places))
 
 
 def _places(rng: random.Random, n_layers: int, kinds: Sequence[str]) -> list[str]:

@@ -95,9 +95,13 @@ def bench(
 
     A machine without a full profile is measured first, in some minutes. Run it on a quiet machine.
     """
+    from hetero_ee.errors import UsageError
+
     prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
     _check(style, repetitions, mode, random_weights)
+    if mode == ALL and plan_file is not None:
+        raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placement = placement_options(
         plan_file=plan_file,
         draft_head=draft_head,
@@ -227,11 +231,11 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     with Engine.from_pretrained(
         subject.folder,
         quantizer=subject.quantizer,
-        context_tokens=max_tokens,
+        context_tokens=max_tokens if given is None else 0,
         threads=threads,
         plan=given,
         profile=subject.profile,
-        limits=subject.limits(mode, threads),
+        limits=subject.limits(mode, threads) if given is None else None,
         draft_head=subject.placement.draft_head,
         traces=subject.placement.trace is not None,
         progress=subject.progress,

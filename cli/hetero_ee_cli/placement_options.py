@@ -56,6 +56,19 @@ def placement_options(
     *, plan_file: Path | None, draft_head: Path | None, trace: Path | None, stats: bool, **limiting: Any
 ) -> PlacementOptions:
     """limiting: the flags of limits_from. Raises UsageError for what can't be, before anything is loaded."""
+    given = limits_beside_plan(plan_file, **limiting)
+    limits = limits_from(ram_budget=None, **limiting)
+    check_draft_head(draft_head)
+    check_trace(trace)
+    with ending_at_once():
+        from hetero_ee.planning.plan import Plan
+    plan = None if plan_file is None else Plan.load(plan_file)
+    is_asked = bool(given or plan_file or draft_head or trace)
+    return PlacementOptions(is_asked, limits, plan, draft_head, trace, stats)
+
+
+def limits_beside_plan(plan_file: Path | None, **limiting: Any) -> list[str]:
+    """Which flags of limits_from were given, but settings. Raises UsageError for any beside --plan."""
     from hetero_ee.errors import UsageError
 
     settings = ("ctx_size", "threads")
@@ -63,14 +76,7 @@ def placement_options(
     if plan_file is not None and given:
         flag = "--" + {"draft_tokens": "draft_length"}.get(given[0], given[0]).replace("_", "-")
         raise UsageError(f"a plan says already what {flag} would say; drop {flag} or --plan.")
-    limits = limits_from(ram_budget=None, **limiting)
-    check_draft_head(draft_head)
-    _check_trace(trace)
-    with ending_at_once():
-        from hetero_ee.planning.plan import Plan
-    plan = None if plan_file is None else Plan.load(plan_file)
-    is_asked = bool(given or plan_file or draft_head or trace)
-    return PlacementOptions(is_asked, limits, plan, draft_head, trace, stats)
+    return given
 
 
 def open_engine(options: dict[str, Any], placement: PlacementOptions, progress: Progress) -> "Engine":
@@ -83,9 +89,10 @@ def open_engine(options: dict[str, Any], placement: PlacementOptions, progress: 
     options = options | {"progress": progress}
     is_dense = options["quantizer"] == UNQUANTIZED
     if placement.is_asked:
+        limits = for_dense(placement.limits) if is_dense else placement.limits
         return Engine.from_pretrained(
             plan=placement.plan,
-            limits=for_dense(placement.limits) if is_dense else placement.limits,
+            limits=limits if placement.plan is None else None,
             profile=(_known if placement.plan is not None else _measured)(options["threads"], progress),
             draft_head=placement.draft_head,
             traces=placement.traces,
@@ -151,7 +158,8 @@ def check_draft_head(draft_head: Path | None) -> None:
         raise UsageError(f"--draft-head {draft_head} has no config.json; name the folder of a draft head.")
 
 
-def _check_trace(trace: Path | None) -> None:
+def check_trace(trace: Path | None) -> None:
+    """Raises UsageError for a file that can't be one."""
     from hetero_ee.errors import UsageError
 
     if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):

@@ -119,11 +119,9 @@ def _own_statistics(
 ) -> "Statistics":
     """Of the calibration and the draft head that opening this model would find; a notice where they can't be read."""
     from hetero_ee.config import cache_folder
-    from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, found_knowledge
+    from hetero_ee.decoding.draft_opening import found_knowledge
     from hetero_ee.errors import HeteroError
     from hetero_ee.exits.calibration_place import CalibrationPlace
-    from hetero_ee.models.model_files import CONFIG_FILE
-    from hetero_ee.models.regular_file import find_file
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.weights.conversion import cached_store
     from hetero_ee.weights.quantization import Quantization
@@ -136,8 +134,7 @@ def _own_statistics(
             quantization = Quantization.of_model(folder, None)
             store = cached_store(folder, quantization, cache_folder())
             place = CalibrationPlace(spec, store, folder, quantization)
-        head = folder / DRAFT_HEAD_FOLDER
-        knowledge = found_knowledge(place, head if find_file(head, CONFIG_FILE) else None, notice)
+        knowledge = found_knowledge(place, None, folder, spec, notice)
         return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
     except HeteroError as error:
         notice(f"Planned without drafts: {error}")

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_ee_cli.placement_options import DraftHead, PlanFile, check_draft_head
+from hetero_ee_cli.placement_options import (
+    DraftHead,
+    PlanFile,
+    check_draft_head,
+    check_trace,
+    limits_beside_plan,
+)
 from hetero_ee_cli.planning_options import (
     DraftTokens,
     GpuLayers,
@@ -84,19 +90,22 @@ def simulate(
     """
     with ending_at_once():
         from hetero_ee.planning.plan import Plan
-    limits = limits_from(
-        vram_budget=vram_budget,
-        vram_margin=vram_margin,
-        ram_budget=ram_budget,
-        gpu_layers=gpu_layers,
-        override=override,
-        ctx_size=ctx_size,
-        kv_type=kv_type,
-        mode=mode,
-        draft_tokens=draft_length,
-        threads=None,
-    )
+    limiting: dict[str, Any] = {
+        "vram_budget": vram_budget,
+        "vram_margin": vram_margin,
+        "ram_budget": ram_budget,
+        "gpu_layers": gpu_layers,
+        "override": override,
+        "ctx_size": ctx_size,
+        "kv_type": kv_type,
+        "mode": mode,
+        "draft_tokens": draft_length,
+        "threads": None,
+    }
+    limits_beside_plan(plan_file, **limiting)
+    limits = limits_from(**limiting)
     check_draft_head(draft_head)
+    check_trace(trace)
     profile = hardware_from(hardware)
     plan = None if plan_file is None else Plan.load(plan_file)
     if random_weights is not None:
@@ -157,7 +166,7 @@ def _of_text(
             progress=progress,
             plan=plan,
             profile=profile,
-            limits=limits,
+            limits=limits if plan is None else None,
             emulate=True,
             draft_head=draft_head,
             **options,

@@ -46,8 +46,10 @@ class Conversation:
         system: str | None = None,
         generate_from: GenerateFrom = generate_from,
         forget: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """generate_from: the way to decode; forget: is told the sequence of the KV cache when it is freed."""
+        self._clock = clock
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
         self._generate_from = generate_from
         self._ending, self._sampling = ending, sampling
@@ -186,7 +188,7 @@ class Conversation:
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         self._cached_ids = ids[:n_cached]
         self._executor.cache.truncate(self._sequence, n_cached)
-        decode, clock = self._tokenizer.decode, time.perf_counter
+        decode, clock = self._tokenizer.decode, self._clock
         tokens = self._generate_from(self._executor, self._sequence, ids, params, self._ending, decode, clock)
         computed, text = ids[n_cached:], ""
         for token in tokens:

@@ -21,6 +21,8 @@ from hetero_ee.exits.draft_head_placement import draft_head_works
 from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.features import exit_features
 from hetero_ee.exits.ngram import NgramSource
+from hetero_ee.models.model_files import CONFIG_FILE
+from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import CHAIN, Plan
 from hetero_ee.planning.round_costs import round_costs
@@ -42,10 +44,14 @@ Notice = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DraftKnowledge:
-    """calibration: of the exits; draft_head: folder of a head; None where there is none."""
+    """calibration: of the exits; draft_head: folder of a head; None where there is none.
+
+    is_asked: the head was named by the caller, so that one which can't be read is an error.
+    """
 
     calibration: Calibration | None = None
     draft_head: Path | None = None
+    is_asked: bool = False
 
     def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, *, on_gpu: bool) -> Statistics:
         """As the planner takes it. on_gpu: whether the draft head may run there. Raises ModelError."""
@@ -59,14 +65,35 @@ class DraftKnowledge:
         return Statistics(exits, DraftRates(f"the draft head in {self.draft_head.name}", facts.acceptance, draft_s))
 
 
-def found_knowledge(calibrations: CalibrationPlace | None, draft_head: Path | None, notice: Notice) -> DraftKnowledge:
-    """What there is to draft with. A calibration of other weights, or a damaged one, is left out with a notice."""
+def found_knowledge(
+    calibrations: CalibrationPlace | None, draft_head: Path | None, folder: Path, spec: ModelSpec, notice: Notice
+) -> DraftKnowledge:
+    """What there is to draft with. draft_head: as the caller named it, else the one in the model's folder is taken.
+
+    A calibration of other weights or a damaged one, and the model folder's own head where it can't be read, are left
+    out with a notice. Raises ModelError for a named head that can't be read.
+    """
     try:
         calibration = None if calibrations is None else calibrations.find()
     except StoreError as error:
         notice(str(error))
         calibration = None
-    return DraftKnowledge(calibration, draft_head)
+    if draft_head is not None:
+        draft_head_facts(draft_head, spec)
+        return DraftKnowledge(calibration, draft_head, is_asked=True)
+    return DraftKnowledge(calibration, _own_head(folder, spec, notice))
+
+
+def _own_head(folder: Path, spec: ModelSpec, notice: Notice) -> Path | None:
+    own = folder / DRAFT_HEAD_FOLDER
+    try:
+        if find_file(own, CONFIG_FILE) is None:
+            return None
+        draft_head_facts(own, spec)
+    except HeteroError as error:
+        notice(f"{error} Drafting without this model's own draft head.")
+        return None
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +119,17 @@ class OpenDrafting:
 def open_drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, notice: Notice
 ) -> OpenDrafting | None:
-    """The plan's way to draft, None for full mode. A draft head that can't be read is replaced by repeated n-grams.
+    """The plan's way to draft, None for full mode. The model folder's own draft head is replaced by repeated n-grams
+    where it can't be read.
 
-    Raises UsageError for a plan whose exits were not calibrated.
+    Raises UsageError for a plan whose exits were not calibrated, ModelError for a named head that can't be read.
     """
     plan, spec = opened.plan, opened.executor.spec
     if plan.mode == "full" or plan.boundary is None:
         return None
     if plan.drafts == CHAIN:
-        source, team = _source(knowledge.draft_head, opened, profile, notice)
-        gate = _chain_gate(knowledge, spec, profile, plan)
-        return OpenDrafting(Drafting(0, plan.draft_tokens, gate, None, source, notice), team)
+        source, team = _source(knowledge, opened, profile, notice)
+        return OpenDrafting(Drafting(0, plan.draft_tokens, FixedGate(0.0), None, source, notice), team)
     if knowledge.calibration is None:
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
     fitted = knowledge.calibration.at(plan.boundary)
@@ -125,16 +152,6 @@ def _gate(fitted: BoundaryCalibration, spec: ModelSpec, profile: HardwareProfile
     return AdaptiveGate(costs.draft_s, costs.verify_s)
 
 
-def _chain_gate(knowledge: DraftKnowledge, spec: ModelSpec, profile: HardwareProfile | None, plan: Plan) -> Gate:
-    """By costs where they are known, of a draft that is the source's alone; else every chain is as long as planned."""
-    if profile is None or knowledge.draft_head is None:
-        return FixedGate(0.0)
-    facts = draft_head_facts(knowledge.draft_head, spec)
-    _, draft_s = _draft_place(facts, spec, profile, plan.threads, on_gpu=plan.n_bytes(GPU) > 0)
-    costs = round_costs(spec, profile, plan, 0)
-    return AdaptiveGate(draft_s, lambda m: costs.verify_s(m) - draft_s)  # a round has a draft less than rows
-
-
 def _confidence(fitted: BoundaryCalibration) -> Confidence:
     """The predictor's probability of the likeliest candidate, from the four best logits at the boundary."""
 
@@ -147,9 +164,10 @@ def _confidence(fitted: BoundaryCalibration) -> Confidence:
 
 
 def _source(
-    folder: Path | None, opened: Opened, profile: HardwareProfile | None, notice: Notice
+    knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, notice: Notice
 ) -> tuple[DraftSource, "Team | None"]:
     """And the threads that were made for it."""
+    folder = knowledge.draft_head
     if folder is None:
         return NgramSource(), None
     own = None
@@ -165,6 +183,10 @@ def _source(
             on_gpu, _ = _draft_place(facts, opened.executor.spec, profile, opened.plan.threads, on_gpu=True)
         head = open_draft_head(folder, opened.executor, team, machine=opened.machine, on_gpu=on_gpu, notice=notice)
     except HeteroError as error:
+        if knowledge.is_asked:
+            if own is not None:
+                own.close()
+            raise
         notice(f"{error} Drafting from repeated n-grams instead.")
         return NgramSource(), own
     return head, own

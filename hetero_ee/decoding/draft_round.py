@@ -21,10 +21,6 @@ class _UnsoundLogitsError(Exception):
     """Leaves a source whose logits are not finite: it can't draft here."""
 
 
-class _ChainEnds(Exception):  # noqa: N818  (no error: the chain is long enough)
-    """Leaves a source whose next draft would not be worth its time."""
-
-
 @dataclass(slots=True)
 class DraftRound:
     """One text's round. token_ids: of its rows, the first the text's last token, the others drafts; of those the first
@@ -88,42 +84,26 @@ class Drafter:
 
     def _begun(self, text: Text) -> DraftRound:
         max_rows = min(self._drafting.draft_tokens, text.tokens_left(self._params, self._ending))
-        asked: dict[int, list[tuple[int, float]]] = {}
-        chain = self._chain(text, max_rows - 1, asked) if max_rows > 1 else []
+        chain = self._chain(text, max_rows - 1) if max_rows > 1 else []
         n_kept = 1 if self._exit_head else 1 + len(chain)
-        origins = [CHAIN] * len(chain)
-        return DraftRound(text, max_rows, [text.token_ids[-1], *chain], origins, n_kept, asked=asked)
+        return DraftRound(text, max_rows, [text.token_ids[-1], *chain], [CHAIN] * len(chain), n_kept)
 
-    def _chain(self, text: Text, n_tokens: int, asked: dict[int, list[tuple[int, float]]]) -> list[int]:
-        """What the source proposes, up to a token that would end the text or that is none.
-
-        Where no exit head will judge the chain, the gate says behind each draft whether there is to be another: it is
-        asked for the source's own probability of the draft, if there is one. asked: as in DraftRound.
-        """
+    def _chain(self, text: Text, n_tokens: int) -> list[int]:
+        """What the source proposes, up to a token that would end the text or that is none."""
         source, params = self._drafting.source, self._params
         if source is None:
             return []
-        chosen: list[int] = []
 
         def choose(logits: Tensor, before: Sequence[int]) -> int:
             if not all_finite(logits):
                 raise _UnsoundLogitsError
-            token_id = choose_token(logits, before, params, text.sequence, len(before), self.noise.of_draft)
-            if self._exit_head is None:
-                chosen.append(token_id)
-                confidence = float(torch.softmax(logits, 0)[token_id])
-                asked[len(chosen) - 1] = [(token_id, confidence)]
-                if not self._drafting.gate.goes_on(text.cached_as, confidence, len(chosen)):
-                    raise _ChainEnds
-            return token_id
+            return choose_token(logits, before, params, text.sequence, len(before), self.noise.of_draft)
 
         try:
             proposed = source.propose(text.cached_as, text.token_ids, n_tokens, choose)[:n_tokens]
         except (DeviceMemoryError, DeviceLostError) as error:
             self._notice(f"{error} This round has no drafts")
             return []
-        except _ChainEnds:
-            proposed = chosen
         except _UnsoundLogitsError:
             self._notice("the draft source's logits are not finite")
             return []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.decoding.result import GenerationResult
+from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.prediction import predicted_run_s
@@ -13,6 +14,7 @@ from hetero_ee.runtime.emulated_machine import emulated_machine
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
+from hetero_ee.runtime.placement_request import check_emulates
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.timeline import LANES, Span, Timeline
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -20,7 +22,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 @dataclass(frozen=True, slots=True)
 class LaneTime:
-    """Seconds that a lane ("cpu", "gpu", "to_gpu", "to_cpu") was busy for a prompt, and for the text behind it."""
+    """Seconds that one of timeline.LANES was busy for a prompt, and for the text behind it."""
 
     lane: str
     prompt_s: float
@@ -81,7 +83,16 @@ def of_text(
 def of_shapes(
     spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt_tokens: int, n_new_tokens: int
 ) -> tuple[Simulation, list[Span]]:
-    """Times alone: every pass of a prompt and a text of these lengths, with nothing computed. And what ran when."""
+    """Times alone: every pass of a prompt and a text of these lengths, with nothing computed. And what ran when.
+
+    Raises UsageError where the two are more than the plan's context, or the plan more than the machine.
+    """
+    if n_prompt_tokens + n_new_tokens > plan.context_tokens:
+        raise UsageError(
+            f"a prompt of {n_prompt_tokens} tokens and {n_new_tokens} new ones are more than the context's "
+            f"{plan.context_tokens}; shorten them or raise --ctx-size."
+        )
+    check_emulates(plan, profile)
     timeline = Timeline()
 
     def runner(device: str, layers: tuple[int, ...]) -> Executor:
@@ -96,16 +107,18 @@ def of_shapes(
 
 
 def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Callable[[], float]) -> float:
-    """The seconds of the prompt and its first token."""
-    sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
-    executor.prompt(
-        Rows.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
-        for first in range(0, n_prompt_tokens, chunk)
-    )
-    prompt_s = clock()
-    for position in range(n_prompt_tokens, n_prompt_tokens + n_new_tokens - 1):
-        executor.logits(Rows((0,), (sequence,), (position,)), (0,))
-    executor.close()
+    """The seconds of the prompt and its first token. Closes the executor."""
+    try:
+        sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
+        executor.prompt(
+            Rows.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
+            for first in range(0, n_prompt_tokens, chunk)
+        )
+        prompt_s = clock()
+        for position in range(n_prompt_tokens, n_prompt_tokens + n_new_tokens - 1):
+            executor.logits(Rows((0,), (sequence,), (position,)), (0,))
+    finally:
+        executor.close()
     return prompt_s
 
 

@@ -9,6 +9,7 @@ from hetero_ee.planning.plan import CHAIN, EXIT, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
 LINE_COLUMNS = 100
+NO_BREAK = "\N{NO-BREAK SPACE}"
 LETTERS = {"gpu": "G", "split": "b", "cpu": "C", "stream": "s", "disk": "d"}
 LEGEND = {
     "gpu": "G GPU",
@@ -84,10 +85,10 @@ def _memory(plan: Plan) -> list[str]:
     budgets = {"gpu": plan.vram_budget_bytes, "cpu": plan.ram_budget_bytes}
     lines = []
     for device, terms in groupby(sorted(plan.memory, key=lambda term: term.device), key=lambda term: term.device):
-        parts = ", ".join(f"{term.name} {sized(term.n_bytes)}" for term in terms if term.n_bytes)
+        parts = [f"{term.name} {sized(term.n_bytes)}" for term in terms if term.n_bytes]
         budget = f" of {sized(budgets[device])}" if device in budgets else ""
         name = device.upper() if device != "disk" else "disk"
-        lines += _wrapped(f"{name:10} {sized(plan.n_bytes(device))}{budget}: {parts}")
+        lines += _wrapped(f"{name:10} {sized(plan.n_bytes(device))}{budget}: ", parts)
     return lines
 
 
@@ -109,15 +110,15 @@ def _expected(plan: Plan) -> list[str]:
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s behind {found.context_tokens} tokens "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}",
-        *_wrapped(f"{'a token' if plan.mode == 'full' else 'one row':10} {_shares(found.decode_terms)}"),
-        *_wrapped(f"{'a chunk':10} {_shares(found.prefill_terms)}"),
+        *_wrapped(f"{'a token' if plan.mode == 'full' else 'one row':10} ", _shares(found.decode_terms)),
+        *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
     ]
 
 
-def _shares(terms: Sequence[TimeTerm]) -> str:
+def _shares(terms: Sequence[TimeTerm]) -> list[str]:
     total = sum(term.seconds for term in terms)
     ordered = sorted(terms, key=lambda term: -term.seconds)
-    return ", ".join(f"{term.name} {term.seconds / total:.0%}" for term in ordered if term.seconds > total / 200)
+    return [f"{term.name} {term.seconds / total:.0%}" for term in ordered if term.seconds > total / 200]
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -125,6 +126,8 @@ def _reasons(plan: Plan) -> list[str]:
     return ["", *wrapped] if wrapped else []
 
 
-def _wrapped(line: str) -> list[str]:
-    """In lines as wide as the others, what follows under the text."""
-    return textwrap.wrap(line, LINE_COLUMNS, subsequent_indent=" " * 11)
+def _wrapped(first: str, items: Sequence[str]) -> list[str]:
+    """Items one after the other in lines as wide as the others, none of them broken."""
+    held = ", ".join(item.replace(" ", NO_BREAK) for item in items)
+    lines = textwrap.wrap(first + held, LINE_COLUMNS, subsequent_indent=" " * 11)
+    return [line.replace(NO_BREAK, " ") for line in lines]

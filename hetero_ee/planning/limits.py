@@ -9,6 +9,7 @@ from hetero_ee.planning.parts import KV_BYTES
 PLACES = ("gpu", "cpu", "stream")
 MODES = ("full", "exact")
 MAX_DRAFT_TOKENS = 16
+MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,33 @@ class Limits:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vram_budget_bytes", "vram_margin_bytes", "ram_budget_bytes", "gpu_layers", "context_tokens"):
+        for name in ("vram_budget_bytes", "ram_budget_bytes", "gpu_layers"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
+            if value is not None and not is_whole(value, 0):
                 raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0.")
-        if self.kv_type not in KV_BYTES:
+        if not is_whole(self.vram_margin_bytes, 0):
+            raise UsageError(f"vram_margin_bytes is {shown(self.vram_margin_bytes)}; expected a whole number from 0.")
+        for name, largest in (("context_tokens", MAX_CONTEXT_TOKENS), ("threads", MAX_THREADS)):
+            if not is_whole(getattr(self, name), 0, largest):
+                raise UsageError(
+                    f"{name} is {shown(getattr(self, name))}; expected a whole number from 0 (automatic) to {largest}."
+                )
+        if not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES:
             raise UsageError(f"kv_type is {shown(self.kv_type)}; expected one of {', '.join(KV_BYTES)}.")
         if self.mode is not None and self.mode not in MODES:
             raise UsageError(f"mode is {shown(self.mode)}; expected one of {', '.join(MODES)}.")
-        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"draft_tokens is {self.draft_tokens}; expected 1 to {MAX_DRAFT_TOKENS}.")
-        for pattern, place in self.overrides:
-            _check_override(pattern, place)
+        if self.draft_tokens is not None and not is_whole(self.draft_tokens, 1, MAX_DRAFT_TOKENS):
+            raise UsageError(f"draft_tokens is {shown(self.draft_tokens)}; expected 1 to {MAX_DRAFT_TOKENS}.")
+        _check_overrides(self.overrides)
 
     def pinned_place(self, name: str) -> str | None:
         """Where the overrides put the part, None where they leave it open."""
         return next((place for pattern, place in self.overrides if re.fullmatch(pattern, name)), None)
+
+
+def is_whole(value: object, smallest: int, largest: int | None = None) -> bool:
+    """Whether the value is a whole number, none of True and False, within these."""
+    return type(value) is int and smallest <= value and (largest is None or value <= largest)
 
 
 def parse_override(text: str) -> tuple[str, str]:
@@ -59,6 +71,15 @@ def parse_override(text: str) -> tuple[str, str]:
         raise UsageError(f"override {shown(text)} has no '='; expected REGEX=gpu, REGEX=cpu or REGEX=stream.")
     _check_override(pattern, place)
     return pattern, place
+
+
+def _check_overrides(overrides: object) -> None:
+    if not isinstance(overrides, tuple):
+        raise UsageError(f"overrides is {shown(overrides)}; expected a tuple of pairs (regular expression, place).")
+    for pair in overrides:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+            raise UsageError(f"override {shown(pair)} is no pair of strings; expected (regular expression, place).")
+        _check_override(*pair)
 
 
 def _check_override(pattern: str, place: str) -> None:

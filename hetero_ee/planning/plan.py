@@ -4,13 +4,26 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_TOKENS, MAX_THREADS, MODES, is_whole
 from hetero_ee.planning.memory import MemoryTerm
+from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
 PLAN_VERSION = 2
 PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk", "split")
 EXIT, CHAIN = "exit", "chain"  # where drafts come from
+DEVICES = ("gpu", "cpu", "disk")
+GPU_PLACES = ("gpu", "stream", "visit", "split")  # the GPU has a share in the computing
+# Where a prompt may be read, by where the next tokens are made: keys and values stay on one device.
+PREFILL_PLACES = {
+    "gpu": ("gpu",),
+    "cpu": ("cpu", "visit"),
+    "stream": ("stream",),
+    "disk": ("disk",),
+    "split": ("split", "visit"),
+}
+NO_LAYER_PLACES = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ class Plan:
     """model: the architecture and what its shapes hash to. boundary: layers before the exit, 0 where drafts come in a
     chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode.
 
-    reasons: one sentence for each decision, for people.
+    reasons: one sentence for each decision, for people. Raises UsageError for values that contradict each other.
     """
 
     version: int
@@ -106,11 +119,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
-            raise ValueError(f"it has plan version {self.version}, this engine reads version {PLAN_VERSION}")
-        if self.drafts not in (None, EXIT, CHAIN):
-            raise ValueError(f"drafts is {str(self.drafts)[:40]!r}, expected {EXIT}, {CHAIN} or nothing")
-        if (self.mode == "full") != (self.drafts is None) or (self.mode == "full") != (self.boundary is None):
-            raise ValueError(f"mode {self.mode[:40]!r} does not go with drafts {self.drafts!r} and {self.boundary!r}")
+            raise UsageError(
+                f"it has plan version {shown(self.version)}, this engine reads version {PLAN_VERSION}; make a new plan"
+            )
+        _check_numbers(self)
+        _check_drafts(self)
+        _check_parts(self.parts)
+        _check_memory(self)
 
     @property
     def sha256(self) -> str:
@@ -140,3 +155,73 @@ class Plan:
             raise UsageError(
                 f"the plan {file} can't be used ({error}); make one with hetero-ee plan --json."
             ) from error
+
+
+def _check_numbers(made: Plan) -> None:
+    for name, smallest, largest in (
+        ("threads", 1, MAX_THREADS),
+        ("context_tokens", 1, MAX_CONTEXT_TOKENS),
+        ("draft_tokens", 1, MAX_DRAFT_TOKENS),
+        ("prefill_chunk_tokens", 1, MAX_CONTEXT_TOKENS),
+        ("vram_budget_bytes", 0, None),
+        ("ram_budget_bytes", 0, None),
+    ):
+        value = getattr(made, name)
+        if not is_whole(value, smallest, largest):
+            to = "" if largest is None else f" to {largest}"
+            raise UsageError(f"{name} is {shown(value)}, expected a whole number from {smallest}{to}; plan anew")
+    for name, choices in (("kv_type", tuple(KV_BYTES)), ("mode", MODES)):
+        if getattr(made, name) not in choices:
+            raise UsageError(f"{name} is {shown(getattr(made, name))}, expected one of {', '.join(choices)}; plan anew")
+
+
+def _check_drafts(made: Plan) -> None:
+    """Full mode has none, chains need no layer, an exit comes after one at least; see check_fits for the last."""
+    boundary = made.boundary
+    goes_with = {
+        None: made.mode == "full" and boundary is None,
+        EXIT: made.mode == "exact" and is_whole(boundary, 1),
+        CHAIN: made.mode == "exact" and is_whole(boundary, 0, 0),
+    }
+    if made.drafts not in tuple(goes_with):
+        raise UsageError(f"drafts is {shown(made.drafts)}, expected {EXIT}, {CHAIN} or nothing; plan anew")
+    if not goes_with[made.drafts]:
+        raise UsageError(
+            f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and boundary {shown(boundary)}; "
+            "plan anew"
+        )
+
+
+def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
+    """Each is there once and where it can be; see check_fits for those that are missing."""
+    names: set[str] = set()
+    for part in parts:
+        if part.name in names:
+            raise UsageError(f"part {shown(part.name)} is there twice; plan anew")
+        names.add(part.name)
+        decode, prefill = part.decode_place, part.prefill_place
+        allowed = PREFILL_PLACES.get(decode, ())
+        if part.layer is None:
+            allowed = (decode,) if decode in NO_LAYER_PLACES.get(part.name, PART_PLACES) else ()
+        if prefill not in allowed:
+            raise UsageError(
+                f"part {shown(part.name)} can't be on {decode!r} for tokens and {prefill!r} for prompts; plan anew"
+            )
+
+
+def _check_memory(made: Plan) -> None:
+    for term in made.memory:
+        if term.device not in DEVICES or not is_whole(term.n_bytes, 0):
+            raise UsageError(
+                f"memory {shown(term.name)} is {shown(term.n_bytes)} bytes on {shown(term.device)}, expected 0 or more "
+                f"on {', '.join(DEVICES)}; plan anew"
+            )
+    for device, budget_bytes in (("gpu", made.vram_budget_bytes), ("cpu", made.ram_budget_bytes)):
+        if made.n_bytes(device) > budget_bytes:
+            raise UsageError(
+                f"it takes {made.n_bytes(device)} bytes of the {device}'s memory and its budget is {budget_bytes}; "
+                "plan anew"
+            )
+    computes_on_gpu = [part.name for part in made.parts if {part.decode_place, part.prefill_place} & set(GPU_PLACES)]
+    if computes_on_gpu and not made.n_bytes("gpu"):
+        raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan anew")

@@ -4,11 +4,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import EXIT, PLAN_VERSION, Plan
 from hetero_ee.planning.prediction import placed_parts, predict
 from hetero_ee.planning.problem import Problem, resolve
@@ -59,9 +61,33 @@ def plan(
 
 
 def check_fits(made: Plan, spec: ModelSpec) -> None:
-    """Raises UsageError where the plan was made for a model of other shapes."""
+    """Raises UsageError where the plan was made for a model of other shapes, or names other parts than this one's."""
     if made.shapes_sha256 != shapes_sha256(spec):
-        raise UsageError(f"the plan is of a {made.model} with other shapes; make one for this model.")
+        raise UsageError(f"the plan is of a {shown(made.model)} with other shapes; make one for this model.")
+    if made.boundary is not None and made.boundary >= spec.n_layers:
+        raise UsageError(
+            f"the plan exits after layer {shown(made.boundary)} and the model has {spec.n_layers}; make a new one."
+        )
+    if spec.context_is_fixed and made.context_tokens > spec.max_context_tokens:
+        raise UsageError(
+            f"the plan's context of {made.context_tokens} tokens is beyond the {spec.max_context_tokens} positions "
+            "this model has; make a new one."
+        )
+    expected = [(part.name, part.layer) for part in model_parts(spec, made.kv_type)]
+    found = [(part.name, part.layer) for part in made.parts]
+    if found != expected:
+        first = next(a or b for a, b in zip_longest(found, expected) if a != b)
+        raise UsageError(
+            f"the plan's {len(found)} parts are not the model's {len(expected)}, from {shown(first[0])} on; make a new "
+            "one."
+        )
+    for placed in made.parts:
+        is_ffn = placed.layer is not None and placed.name.endswith(".ffn")
+        if placed.gpu_neurons is not None and not (is_ffn and placed.gpu_neurons <= spec.ffn_size):
+            raise UsageError(
+                f"the plan splits off {shown(placed.gpu_neurons)} neurons of {placed.name}; at most {spec.ffn_size} "
+                "of an FFN can be; make a new one."
+            )
 
 
 def shapes_sha256(spec: ModelSpec) -> str:

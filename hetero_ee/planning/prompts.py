@@ -33,7 +33,7 @@ def read_prompt(lanes: Lanes, parts: Sequence[Part], ways: Ways, firsts: range, 
     for first in firsts:
         m = min(firsts.step, n_tokens - first)
         chunk = _Chunk(m, first + m, parts[1:-1], ways.of(m)[1:-1])
-        if begun is not None and begun[0].ends_before(chunk):
+        if begun is not None and begun[0].streams_behind:
             begun[0].behind(lanes, begun[1])
             begun = None
         flow = chunk.leading(lanes)
@@ -68,16 +68,10 @@ class _Chunk:
         """Through the others."""
         return self._through(lanes, slice(self.n_leading, None), flow)
 
-    def ends_before(self, following: "_Chunk") -> bool:
-        """Whether the next one can't be begun ahead: copies come in order, and this one still waits for some."""
-        if not _streams(self.places[self.n_leading :]):
-            return False
-        is_other_order = _streams(following.places) and following.places != self.places
-        return is_other_order or _streams(following.places[: following.n_leading])
+    @property
+    def streams_behind(self) -> bool:
+        """Whether later parts wait for copies: those come in the order of a pass, so that no chunk begins ahead."""
+        return any(place in STREAMED for place in self.places[self.n_leading :])
 
     def _through(self, lanes: Lanes, which: slice, flow: Flow) -> Flow:
         return lanes.through(self.layers[which], self.places[which], self.m, self.context_tokens, flow)
-
-
-def _streams(places: Sequence[str]) -> bool:
-    return any(place in STREAMED for place in places)

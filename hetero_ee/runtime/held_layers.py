@@ -19,9 +19,6 @@ class HeldLayers:
             raise ValueError(f"layers {self.layers} must ascend.")
         self._places = {layer: place for place, layer in enumerate(self.layers)}
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def place(self, layer: int) -> int:
         """Under which number the layer is kept. Raises KeyError for one that is not."""
         return self._places[layer]

@@ -1,8 +1,8 @@
 """Opens what runs a model: the CPU alone, a plan on this machine, or a plan on a machine that is emulated."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
@@ -11,6 +11,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.device import GPU
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
@@ -39,7 +40,7 @@ class Placement:
     profile: HardwareProfile | None
     limits: Limits
     plan: Plan | None = None
-    statistics: Any = None
+    statistics: Statistics = field(default_factory=Statistics)
     emulates: bool = False
     traces: bool = False
 

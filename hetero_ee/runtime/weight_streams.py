@@ -46,6 +46,7 @@ class WeightStreams:
         self._numbers = {block.name: number for number, block in enumerate(blocks)}
         self._compute, self._visit, self._kv_bytes_per_token = compute, visit, kv_bytes_per_token
         self._order: tuple[int, ...] | None = None
+        self._n_left = 0  # blocks of the pass under way
 
     def begin(self, blocks: Sequence[Block]) -> None:
         """A pass with these streamed blocks follows: their copies begin, unless they have already."""
@@ -53,10 +54,10 @@ class WeightStreams:
         if not order:
             return
         known, self._order = self._order, None  # until this is over: what fails in between needs a fresh start
-        if order != known:
+        if order != known or self._n_left:  # what is left is of a pass that failed
             self._restart(order)
         self._stream.prefetch()
-        self._order = order
+        self._order, self._n_left = order, len(order)
 
     def run(
         self, block: Block, place: str, rows: Rows, hidden: Tensor, ready: Sequence[Event], work: Work
@@ -73,7 +74,7 @@ class WeightStreams:
         self._stream.done(number, event)
         if visits:
             link.copy(f"{block.name} back", len(rows) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
-        self._order = order
+        self._order, self._n_left = order, self._n_left - 1
         return found, event
 
     def close(self) -> None:

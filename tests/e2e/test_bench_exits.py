@@ -16,7 +16,7 @@ from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatist
 from hetero_ee_profiles.reference import reference_profile
 
 FOLDER = Path(__file__).parents[1] / "bench"
-N_LAYERS, BOUNDARY, N_TEXTS, N_TOKENS = 8, 4, 3, 400
+N_LAYERS, BOUNDARY, N_TEXTS, N_TOKENS = 4, 2, 3, 256
 SPEC = replace(known_spec("tinyllama-1.1b"), n_layers=N_LAYERS, sliding_windows=(None,) * N_LAYERS, vocab_size=500)
 PROFILE = reference_profile("rtx-4060-laptop-8gb")
 ACCEPTANCE = (0.9, 0.7, 0.5)
@@ -57,7 +57,7 @@ def test_replayed_exits_come_as_often_as_asked_and_take_what_the_formula_says(
 ) -> None:
     row = replay(bench, draft_tokens=5).row("exits", exits(exit_rate, precision), "exact")
     assert (row.label, row.drafts, row.boundary) == ("timing replay, no quality claim", "exit", BOUNDARY)
-    assert row.exit_rate == pytest.approx(exit_rate, abs=0.05) and row.precision == pytest.approx(precision, abs=0.05)
+    assert row.exit_rate == pytest.approx(exit_rate, abs=0.06) and row.precision == pytest.approx(precision, abs=0.06)
     assert row.share_of_formula == pytest.approx(1, abs=0.1)
     assert 1 < row.tokens_per_pass < row.rows_per_pass < row.draft_tokens == 5
     assert row.r > 1 and row.kappa >= 1 and 0 < row.head_s < row.draft_s < row.full_token_s
@@ -68,7 +68,7 @@ def test_replayed_drafts_are_accepted_as_often_as_asked(bench: Any, gpu_layers: 
     drafts = chains(bench, ACCEPTANCE, on_gpu=gpu_layers > 0)
     row = replay(bench, gpu_layers, draft_tokens=4).row("head", drafts, "exact")
     assert (row.drafts, row.cpu_share) == ("chain", 1 - gpu_layers / N_LAYERS)
-    assert row.acceptance == pytest.approx(ACCEPTANCE, abs=0.07)
+    assert row.acceptance == pytest.approx(ACCEPTANCE, abs=0.09)
     assert row.share_of_formula == pytest.approx(1, abs=0.1) and row.speedup > 1
 
 
@@ -98,7 +98,7 @@ def test_the_demo_models_lines_and_the_document(bench: Any, stories: Any) -> Non
     assert bench.table_line(rows[0]).count("|") == bench.HEADING.splitlines()[0].count("|")
 
 
-def test_another_text_in_exact_mode_is_no_result(bench: Any, stories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_text_in_exact_mode_is_no_result(bench: Any) -> None:
     exit_rows = importlib.import_module("exit_rows")
     full, exact = (exit_rows.Timed(((1, 2, last),), 1.0, 2) for last in (3, 4))
     row = replay(bench).row("exits", exits(0.6, 0.9))

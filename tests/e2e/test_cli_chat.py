@@ -8,11 +8,11 @@ import pytest
 from hetero_ee import Engine
 from hetero_ee_cli.chat_input import Command, read_entry
 from tests.chat_support import LINES
-from tests.command_line import Cli, Ended, refused
+from tests.command_line import MODE, RATE, Cli, Ended, refused
 
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", "8"]
 COUNTS = (
-    r"\[ prompt (\d+) new \+ (\d+) cached tok, [\d.]+ t/s \| gen (\d+) tok, [\d.]+ t/s "
+    rf"\[ prompt (\d+) new \+ (\d+) cached tok, {RATE} \| gen (\d+) tok, {RATE}{MODE} "
     r"\| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
 )
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from hetero_ee import Engine
 from hetero_ee.decoding.result import FinishReason, GenerationResult
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan
+from hetero_ee.planning.statistics import published_statistics
 from hetero_ee.runtime.machine_profile import known_profile, versions
 from hetero_ee.runtime.profile_store import keep_profile
 from hetero_ee_cli.expectation import slowness
@@ -87,13 +88,16 @@ def test_a_kept_profile_makes_a_plan_that_may_be_exact(cli: Cli, kept: Path, sto
     assert re.fullmatch(CLOSING_LINE, ended.err) and re.search(EXACT, ended.err) and "(expected " in ended.err
 
 
-def test_full_mode_says_so_and_why(cli: Cli, kept: Path, demo: Path, tmp_path: Path, story: str) -> None:
+def test_full_mode_says_so_and_why(
+    cli: Cli, kept: Path, demo: Path, figures: HardwareProfile, tmp_path: Path, story: str
+) -> None:
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
-    hopeless = Path(shutil.copytree(demo / "draft_head", tmp_path / "hopeless"))
-    config = json.loads((hopeless / "config.json").read_text())
-    (hopeless / "config.json").write_text(json.dumps(config | {"acceptance": [0.0]}))
-    declined = cli("generate", *ARGUMENTS, "--draft-head", hopeless)
+    spec = ModelSpec.from_hf(demo)
+    plan(spec, figures, Limits(mode="full", threads=1), published_statistics(spec.n_layers)).save(
+        tmp_path / "plan.json"
+    )
+    declined = cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json")
     assert declined.out == story and " | full (exact declined) | peak" in declined.err
 
 
@@ -163,11 +167,16 @@ def test_a_plan_can_be_run_from_its_file(cli: Cli, kept: Path, demo: Path, tmp_p
     assert (document["text"], document["plan_hash"], document["draft_tokens"]) == (story, sha256, 4)
 
 
-def test_keys_and_values_are_stored_as_asked(cli: Cli, kept: Path) -> None:
-    texts = {
-        cli("generate", *ARGUMENTS, "--temp", 1, "-s", 3, "--kv-type", kind, "-n", 60).out for kind in ("fp32", "int8")
-    }
-    assert len(texts) == 2 and "" not in texts
+def test_keys_and_values_are_stored_as_asked(kept: Path, demo: Path, figures: HardwareProfile) -> None:
+    sizes = {}
+    for kind in ("fp32", "int8"):
+        with Engine.from_pretrained(
+            demo, threads=1, profile=figures, limits=Limits(kv_type=kind, mode="full")
+        ) as engine:
+            tokens = engine.stream(PROMPT)
+            next(tokens)
+            sizes[kind] = engine.memory()["KV cache"]
+    assert 0 < sizes["int8"] < sizes["fp32"] / 2
 
 
 def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path) -> None:

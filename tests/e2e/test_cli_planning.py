@@ -45,6 +45,13 @@ def test_the_flags_it_prints_give_the_same_plan_again(cli: Cli, data: Path) -> N
     )
 
 
+def test_the_model_s_own_drafts_are_planned_with(cli: Cli, data: Path) -> None:
+    own = cli("plan", *PAPER[:2], "--mode", "exact")
+    assert own.code == 0 and "Drafts come from the draft head in draft_head" in own.out
+    without = cli("plan", *PAPER[:2], "--no-own-drafts")
+    assert without.code == 0 and "nothing is known of this model's exits and drafts" in without.out
+
+
 def test_json_is_a_plan_that_can_be_used_again(cli: Cli, data: Path, tmp_path: Path) -> None:
     from hetero_ee.planning.plan import Plan
 

@@ -14,7 +14,7 @@ from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.timeline import Timeline
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
-from tests.drawn_plans import copies_out_of_turn, drawn
+from tests.drawn_plans import drawn
 from tests.emulation import hollow, planned, prompt_of
 
 N_PROMPT, N_NEW, CONTEXT_TOKENS = 1024, 16, 2048
@@ -83,10 +83,7 @@ def test_plans_drawn_at_random_take_what_is_predicted(first: int, n_plans: int) 
     for seed in range(first, first + n_plans):
         case = drawn(seed)
         n_prompt = 100 if seed % 2 else 520
-        if copies_out_of_turn(case.plan, n_prompt):
-            continue
         found += differences(case.spec, case.plan, case.profile, n_prompt, case.name)
-    assert len(found) > 1.5 * n_plans
     check(found)
 
 

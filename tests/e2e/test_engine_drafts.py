@@ -43,7 +43,7 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     plan = drafting_plan(way, gpu_layers=gpu_layers)
     with pytest.MonkeyPatch.context() as patched:
         if way == "n-grams":  # as for a model that brings no draft head
-            patched.setattr("hetero_ee.engine.DRAFT_HEAD_FOLDER", "missing")
+            patched.setattr("hetero_ee.decoding.draft_opening.DRAFT_HEAD_FOLDER", "missing")
         engine = emulating(plan=plan)
     with engine:
         yield engine
@@ -78,5 +78,5 @@ def test_a_draft_head_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
 
 
 def test_exits_need_a_calibration(stories260k: Path) -> None:
-    with pytest.raises(UsageError, match="exact mode is planned from"):
+    with pytest.raises(UsageError, match="whose drafts were measured"):
         emulating(model=stories260k, limits=Limits(mode="exact"))

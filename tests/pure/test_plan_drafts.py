@@ -77,7 +77,7 @@ def test_what_the_user_sets_wins() -> None:
     assert longest.draft_tokens == 12 and longest.prediction.tokens_per_pass == pytest.approx(
         sum(0.9**j for j in range(12))
     )
-    with pytest.raises(UsageError, match="exit statistics"):
+    with pytest.raises(UsageError, match="drafts were measured"):
         planned(Statistics(), asked)
 
 

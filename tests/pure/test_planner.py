@@ -179,7 +179,7 @@ def test_overrides_win_and_the_first_that_matches_counts() -> None:
         (Limits(gpu_layers=32, vram_budget_bytes=GIB), r"needs \d\.\d\d GiB and the budget is 1\.00 GiB"),
         (Limits(ram_budget_bytes=2**20, vram_budget_bytes=GIB), "of RAM"),
         (Limits(vram_budget_bytes=0, overrides=((".*ffn", "gpu"),)), "pinned to gpu"),
-        (Limits(mode="exact"), "exit statistics"),
+        (Limits(mode="exact"), "drafts were measured"),
     ],
     ids=range(6),
 )
@@ -222,6 +222,17 @@ def test_pins_to_streaming_keep_the_budget() -> None:
         for budget in (GIB // 2, GIB, 3 * GIB):
             found = made((spec_of(), profile, Limits(vram_budget_bytes=budget, overrides=((pattern, "stream"),)), None))
             assert found is None or found.n_bytes("gpu") <= budget
+
+
+def test_pinned_buffers_of_streamed_weights_are_counted() -> None:
+    """Three of the largest part that is streamed, be it for prompts alone."""
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    for limits in (Limits(overrides=((".*attention", "stream"),)), Limits(vram_budget_bytes=3 * GIB)):
+        found = plan(spec_of(), profile, limits)
+        streamed = [part for part in found.parts if {part.decode_place, part.prefill_place} & {"stream", "visit"}]
+        terms = {term.name: term.n_bytes for term in found.memory if term.device == "cpu"}
+        assert streamed and terms["pinned buffers"] == 3 * max(part.weight_bytes for part in streamed)
+    assert "pinned buffers" not in [term.name for term in plan(spec_of(), profile, Limits(gpu_layers=0)).memory]
 
 
 def test_little_ram_is_no_matter_where_the_gpu_holds_everything() -> None:

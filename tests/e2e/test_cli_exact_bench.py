@@ -1,0 +1,92 @@
+"""`hetero-ee bench` and `simulate` in exact mode: what they report of drafts, and what they refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan
+from hetero_ee.planning.statistics import published_statistics
+from hetero_ee_profiles.reference import reference_profile
+from tests.command_line import Cli
+
+TINY_BENCH = ["bench", "-p", "4", "-n", "6", "-r", "1", "-t", "1", "--quick"]
+
+
+def test_bench_of_all_modes(cli: Cli, demo: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    ended = cli(*TINY_BENCH, "-d", "0,9", "--mode", "all", "--draft-length", 3, "--stats", "--trace", file, "--json")
+    rows = json.loads(ended.out)
+    assert [(row["mode"], row["test"]) for row in rows] == [
+        *(("full", test) for test in ("pp4", "pp4 @ d9", "tg6", "tg6 @ d9")),
+        *(("exact", test) for test in ("tg6", "tg6 @ d9")),
+    ]
+    for row in rows:
+        assert row["predicted_ts"] > 0 and row["avg_ts"] > 0 and len(row["samples_ns"]) == 1
+        is_exact = row["mode"] == "exact"
+        assert (row["draft_tokens"], row["boundary"] is None) == ((3, False) if is_exact else (1, True))
+        assert (row["acceptance"] is None) != is_exact
+        assert not is_exact or 1 <= row["tokens_per_pass"] <= 3
+    assert len({row["plan_hash"] for row in rows}) == 2
+    assert "tg6, exact\n" in ended.err and "known after layer" in ended.err
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
+    table = cli(*TINY_BENCH, "-p", "0", "--mode", "exact").out
+    assert re.search(r"\| exact: [\d.]+ tok/pass, \d+% accepted \| tg6 \| [\d.]+ ± 0\.00 \| [\d.]+ \|", table)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "--mode", "magic"], "expected one of full, exact, all"),
+        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "random weights write no text"),
+        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "random weights write no text"),
+        (["bench", "--mode", "all", "--plan", "PLAN"], "a plan has one mode"),
+        (["bench", "--mode", "full", "--plan", "PLAN"], "drop --mode or --plan"),
+        (["bench", "--draft-length", "99"], "expected 1 to 16"),
+        (["bench", "--draft-head", "/dev"], "has no config.json"),
+        (["bench", "-ot", "ffn"], "has no '='"),
+        (["bench", "--trace", "/"], "name another file"),
+        (["simulate", "--random-weights", "llama-2-7b", "--plan", "PLAN"], "random weights write no text"),
+        (["simulate", "--mode", "magic"], "expected one of full, exact"),
+        (["simulate", "--draft-length", "0"], "expected 1 to 16"),
+        (["simulate", "--draft-head", "/dev"], "has no config.json"),
+    ],
+    ids=range(13),
+)
+def test_bad_wishes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: list[str], words: str) -> None:
+    from hetero_ee.models.known_shapes import known_spec
+
+    spec, profile = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
+    made = plan(spec, profile, Limits(context_tokens=512, mode="exact"), published_statistics(spec.n_layers))
+    made.save(tmp_path / "plan.json")
+    ended = cli(*(tmp_path / "plan.json" if word == "PLAN" else word for word in arguments))
+    assert (ended.code, ended.out) == (2, "") and words in ended.err
+    assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err)
+
+
+def test_a_plan_too_small_for_the_tests_is_refused(cli: Cli, demo: Path, tmp_path: Path) -> None:
+    profile = reference_profile("rtx-4060-laptop-8gb")
+    plan(ModelSpec.from_hf(demo), profile, Limits(context_tokens=8, gpu_layers=0)).save(tmp_path / "plan.json")
+    ended = cli(*TINY_BENCH, "-d", "9", "--plan", tmp_path / "plan.json")
+    assert ended.code == 2 and "the plan holds 8 tokens and the tests take 15" in ended.err
+
+
+def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Path) -> None:
+    arguments = ["simulate", "-n", 24, "-t", 1, "--mode", "exact", "--draft-length", 4]
+    document = json.loads(cli(*arguments, "--json").out)
+    assert (document["mode"], document["draft_tokens"]) == ("exact", 4)
+    assert document["drafts"]["n_tokens"] == 23 and 1 < document["predicted_tokens_per_pass"] <= 4
+    ended = cli(*arguments)
+    found = re.search(
+        r"\ndrafts +(.+), 4 rows: ([\d.]+) tok/pass, (\d+)% accepted, .+ predicted ([\d.]+) tok/pass", ended.out
+    )
+    assert found and float(found[2]) == round(document["drafts"]["tokens_per_pass"], 1)
+    full = json.loads(cli("simulate", "-n", 24, "-t", 1, "--mode", "full", "--json").out)
+    assert full["text"] == document["text"] and full["drafts"] is None
+    assert document["generation_s"] < full["generation_s"]

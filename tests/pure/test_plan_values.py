@@ -1,0 +1,234 @@
+"""Limits and plans hold only values that make sense together: everything else is refused in a sentence."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_ee.errors import UsageError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee.planning.planner import check_fits
+from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.timeline import Timeline
+from hetero_ee_profiles.records import to_json
+from hetero_ee_profiles.reference import reference_profile
+from tests.emulation import LAPTOP, hollow, planned
+
+SPEC = ModelSpec.from_hf(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "max_position_embeddings": 64,
+    }
+)
+PINS = ((r"layers\.0\..*", "gpu"), (r"layers\.1\..*", "stream"), (r"layers\.2\..*", "cpu"))
+GOOD = planned(SPEC, overrides=PINS, context_tokens=64, mode="full")
+HUGE = 10**30
+
+BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "draft tokens as text": ({"draft_tokens": "3"}, r"draft_tokens is '3'; expected 1 to 16"),
+    "draft tokens as truth": ({"draft_tokens": True}, r"draft_tokens is True; expected 1 to 16"),
+    "no overrides": ({"overrides": None}, r"overrides is None; expected a tuple"),
+    "overrides as text": ({"overrides": "a=gpu"}, r"overrides is 'a=gpu'; expected a tuple"),
+    "a number as pattern": ({"overrides": ((1, "gpu"),)}, r"override \(1, 'gpu'\) is no pair of strings"),
+    "three in a pair": ({"overrides": (("a", "b", "gpu"),)}, "no pair of strings"),
+    "an override as text": ({"overrides": ("a=gpu",)}, "no pair of strings"),
+    "a place as a list": ({"overrides": (("a", []),)}, "no pair of strings"),
+    "a list as kv type": ({"kv_type": []}, r"kv_type is \[\]; expected one of fp32"),
+    "a list as mode": ({"mode": []}, r"mode is \[\]; expected one of full"),
+    "threads below 0": ({"threads": -1}, r"threads is -1; .* to 1024"),
+    "threads as text": ({"threads": "x"}, r"threads is 'x'; expected a whole number"),
+    "too many threads": ({"threads": 1025}, "threads is 1025"),
+    "no threads": ({"threads": None}, "threads is None"),
+    "no margin": ({"vram_margin_bytes": None}, "vram_margin_bytes is None"),
+    "half a byte": ({"vram_margin_bytes": 0.5}, "vram_margin_bytes is 0.5"),
+    "no context": ({"context_tokens": None}, "context_tokens is None"),
+    "too long a context": ({"context_tokens": 2**24 + 1}, r"context_tokens is 16777217; .* to 16777216"),
+    "budget as truth": ({"vram_budget_bytes": True}, "vram_budget_bytes is True"),
+    "RAM as text": ({"ram_budget_bytes": "8"}, "ram_budget_bytes is '8'"),
+    "layers below 0": ({"gpu_layers": -1}, "gpu_layers is -1"),
+}
+
+BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
+    "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
+    "kv type as a list": ({"kv_type": []}, r"kv_type is \[\]"),
+    "chunk": ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0, expected a whole number from 1"),
+    "no draft tokens": ({"draft_tokens": 0}, "draft_tokens is 0, expected a whole number from 1 to 16"),
+    "draft tokens": ({"draft_tokens": 17}, "draft_tokens is 17"),
+    "no threads": ({"threads": 0}, "threads is 0, expected a whole number from 1 to 1024"),
+    "threads": ({"threads": 10**5}, "threads is 100000"),
+    "threads as text": ({"threads": "2"}, "threads is '2'"),
+    "no context": ({"context_tokens": 0}, "context_tokens is 0"),
+    "context": ({"context_tokens": 2**24 + 1}, "context_tokens is 16777217"),
+    "VRAM": ({"vram_budget_bytes": -1}, "vram_budget_bytes is -1"),
+    "VRAM budget exceeded": ({"vram_budget_bytes": 5}, "bytes of the gpu's memory and its budget is 5"),
+    "RAM budget exceeded": ({"ram_budget_bytes": 5}, "bytes of the cpu's memory and its budget is 5"),
+    "no memory": ({"memory": ()}, r"part 'layers\.0\.attention' needs a GPU and no memory is planned"),
+    "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' is there twice"),
+    "drafts in full mode": ({"drafts": CHAIN, "boundary": 0}, "mode 'full' does not go with drafts 'chain'"),
+    "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, chain or nothing"),
+    "drafts as a list": ({"drafts": []}, r"drafts is \[\]"),
+    "an exit before any layer": ({"mode": "exact", "drafts": EXIT, "boundary": 0}, "'exit' and boundary 0"),
+    "an exit below": ({"mode": "exact", "drafts": EXIT, "boundary": -1}, "'exit' and boundary -1"),
+    "a chain from a layer": ({"mode": "exact", "drafts": CHAIN, "boundary": 1}, "'chain' and boundary 1"),
+    "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 2"),
+}
+
+BAD_PLACES = [
+    (1, "gpu", "split"),
+    (1, "gpu", "cpu"),
+    (1, "visit", "visit"),
+    (3, "stream", "cpu"),
+    (5, "cpu", "gpu"),
+    (5, "disk", "visit"),
+    (0, "gpu", "gpu"),
+    (0, "stream", "stream"),
+    (-1, "stream", "stream"),
+    (-1, "cpu", "gpu"),
+    (-1, "gpu", "visit"),
+]
+
+
+def placed(index: int, decode: str, prefill: str) -> Plan:
+    parts = list(GOOD.parts)
+    parts[index] = replace(parts[index], decode_place=decode, prefill_place=prefill)
+    return replace(GOOD, parts=tuple(parts))
+
+
+@pytest.mark.parametrize("name", BAD_LIMITS)
+def test_limits_that_make_no_sense(name: str) -> None:
+    values, words = BAD_LIMITS[name]
+    with pytest.raises(UsageError, match=words):
+        Limits(**values)
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_plans_that_make_no_sense(name: str, tmp_path: Path) -> None:
+    values, words = BAD_PLANS[name]
+    with pytest.raises(UsageError, match=words):
+        replace(GOOD, **values)
+    document = json.loads(to_json(GOOD)) | json.loads(
+        json.dumps(values, default=lambda part: json.loads(to_json(part)))
+    )
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="can't be used .*; make one with hetero-ee plan --json"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize(("index", "decode", "prefill"), BAD_PLACES)
+def test_places_where_a_part_can_not_be(index: int, decode: str, prefill: str) -> None:
+    with pytest.raises(UsageError, match="can't be on"):
+        placed(index, decode, prefill)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parts": GOOD.parts[:-1]}, "the plan's 7 parts are not the model's 8, from 'head' on"),
+        ({"parts": GOOD.parts[::-1]}, "from 'head' on"),
+        ({"parts": (replace(GOOD.parts[0], name="soul"), *GOOD.parts[1:])}, "from 'soul' on"),
+        ({"parts": (GOOD.parts[0], replace(GOOD.parts[1], layer=1), *GOOD.parts[2:])}, "from 'layers.0.attention' on"),
+        ({"mode": "exact", "drafts": EXIT, "boundary": 3}, "exits after layer 3 and the model has 3"),
+        ({"mode": "exact", "drafts": EXIT, "boundary": HUGE}, "exits after layer 1000"),
+        ({"shapes_sha256": "0"}, "of a 'llama' with other shapes"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model(values: dict[str, Any], words: str) -> None:
+    made = replace(GOOD, **values)
+    with pytest.raises(UsageError, match=words):
+        check_fits(made, SPEC)
+
+
+def test_a_split_has_no_more_neurons_than_the_ffn() -> None:
+    parts = list(GOOD.parts)
+    split = {"decode_place": "split", "prefill_place": "split", "cpu_active_share": 0.5}
+    parts[2] = replace(parts[2], gpu_neurons=SPEC.ffn_size + 1, **split)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"splits off 97 neurons of layers\.0\.ffn; at most 96"):
+        check_fits(replace(GOOD, parts=tuple(parts)), SPEC)
+
+
+def test_a_good_plan_is_read_back(tmp_path: Path) -> None:
+    GOOD.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert read == GOOD
+    opens_and_runs(read)
+
+
+def opens_and_runs(made: Plan) -> None:
+    """On the emulated machine, without numbers: a prompt in chunks, and a token where there is room."""
+    with_room = min(20, made.context_tokens)
+    executor = hollow(SPEC, made, reference_profile(LAPTOP), Timeline())
+    try:
+        sequence, chunk = executor.cache.open_new(), made.prefill_chunk_tokens
+        starts = range(0, with_room, chunk)
+        executor.prompt(Rows.of_sequence(sequence, i, [0] * min(chunk, with_room - i)) for i in starts)
+        if with_room < made.context_tokens:
+            executor.logits(Rows((0,), (sequence,), (with_room,)), (0,))
+    finally:
+        executor.close()
+
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.integers(-HUGE, HUGE),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(
+        ["gpu", "cpu", "disk", "stream", "visit", "split", "exact", "full", "exit", "chain", "int8", "fp16"]
+    ),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+)
+
+
+def mutated(draw: st.DrawFn, body: Any) -> Any:
+    """The document with one value changed, left out, put in twice, or put elsewhere."""
+    if not isinstance(body, dict | list) or not body or draw(st.integers(0, 7)) == 0:
+        return draw(values)
+    keys = list(body) if isinstance(body, dict) else list(range(len(body)))
+    key = draw(st.sampled_from(keys))
+    change = draw(st.sampled_from(["into"] * 6 + ["out", "twice", "swap"]))
+    changed = dict(body) if isinstance(body, dict) else list(body)
+    if change == "out":
+        del changed[key]
+    elif change == "into":
+        changed[key] = mutated(draw, body[key])
+    elif change == "swap":
+        other = draw(st.sampled_from(keys))
+        changed[key], changed[other] = body[other], body[key]
+    elif isinstance(changed, list):
+        changed.append(body[key])
+    else:
+        changed[f"{key}2"] = body[key]
+    return changed
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_any_change_of_a_plan_runs_or_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    file = tmp_path_factory.getbasetemp() / "changed.json"
+    body = json.loads(to_json(GOOD))
+    for _ in range(data.draw(st.integers(1, 3))):
+        body = mutated(data.draw, body)
+    file.write_text(json.dumps(body))
+    try:
+        made = Plan.load(file)
+        check_fits(made, SPEC)
+        opens_and_runs(made)
+    except UsageError as error:
+        assert str(error) and "\n" not in str(error)
