@@ -124,7 +124,7 @@ def test_plans_that_make_no_sense(name: str, tmp_path: Path) -> None:
     )
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(document))
-    with pytest.raises(UsageError, match="can't be used .*; make one with hetero-ee plan --json"):
+    with pytest.raises(UsageError, match=r"can't be used .*; make one with hetero-ee plan --json"):
         Plan.load(file)
 
 
@@ -143,7 +143,7 @@ def test_places_where_a_part_can_not_be(index: int, decode: str, prefill: str) -
         ({"parts": (GOOD.parts[0], replace(GOOD.parts[1], layer=1), *GOOD.parts[2:])}, "from 'layers.0.attention' on"),
         ({"mode": "exact", "drafts": EXIT, "boundary": 3}, "exits after layer 3 and the model has 3"),
         ({"mode": "exact", "drafts": EXIT, "boundary": HUGE}, "exits after layer 1000"),
-        ({"shapes_sha256": "0"}, "of a 'llama' with other shapes"),
+        ({"shapes_sha256": "0"}, "of a 'LlamaForCausalLM' with other shapes"),
     ],
 )
 def test_plans_that_do_not_fit_the_model(values: dict[str, Any], words: str) -> None:
