@@ -37,6 +37,7 @@ class ScriptedModel:
     spread: float = 5.0
     spoiled: frozenset[int] = frozenset()
     prompt_chunk_tokens: int = 256
+    progress: None = None
     passes: list[Pass] = field(default_factory=list)
     n_projected: int = 0
 
@@ -48,7 +49,7 @@ class ScriptedModel:
         for rows in chunks:
             hidden = self.hidden(rows)
             if observe is not None:
-                observe(rows, hidden)
+                observe(rows, self.final_norm(hidden))
         return self.head(hidden[-1:])[0]
 
     def hidden(self, rows: Rows) -> Tensor:

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
-from exit_rows import MEASURED, Row, StepCosts, Timed, described_row, row
+from exit_demo import KINDS, PLANNER, SAMPLINGS, Stories
+from exit_rows import MEASURED, Row, StepCosts, Timed, described_row, full_row, row
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, data_folder
@@ -35,22 +35,37 @@ class WallClock:
 
     def rows(self) -> Iterator[Row]:
         """Each kind of drafts and each sampling."""
-        for kind in (EXITS, HEAD):
+        for kind in KINDS:
             knowledge = self.stories.knowledge(kind)
             opened = self._opened(kind)
             drafting = open_drafting(knowledge, opened, self.profile, _fail)
-            assert drafting is not None, "exact mode was asked for"
             for sampling in SAMPLINGS:
-                yield self._row(kind, sampling, opened, drafting.drafting)
-            drafting.close()
+                if drafting is None:
+                    yield self._declined(kind, sampling, opened)
+                else:
+                    yield self._row(kind, sampling, opened, drafting.drafting)
+            if drafting is not None:
+                drafting.close()
             opened.executor.close()
 
     def _opened(self, kind: str) -> Opened:
         engine = self.stories.engine
         known = self.stories.knowledge(kind).statistics(engine.spec, self.profile, self.threads, on_gpu=False)
-        limits = Limits(context_tokens=engine.context_tokens, mode="exact", threads=self.threads, gpu_layers=None)
+        limits = Limits(
+            context_tokens=engine.context_tokens,
+            mode=None if kind == PLANNER else "exact",
+            threads=self.threads,
+            gpu_layers=None,
+        )
         placement = Placement(self.profile, limits, statistics=known)
         return open_placed(engine.spec, engine.executor.weights, placement, self.threads, time.perf_counter, _fail)
+
+    def _declined(self, kind: str, sampling: str, opened: Opened) -> Row:
+        full = self.stories.told(opened, sampling)
+        described = described_row(
+            MEASURED, "demo", f"this CPU, {self.threads} threads", 1.0, kind, sampling, opened.plan
+        )
+        return full_row(described, StepCosts(full.token_s, 0.0, 0.0, lambda m: full.token_s, None), full)
 
     def _row(self, kind: str, sampling: str, opened: Opened, drafting: Drafting) -> Row:
         full, exact, counts = [], [], DraftCounts()

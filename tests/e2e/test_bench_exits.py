@@ -98,6 +98,24 @@ def test_the_demo_models_lines_and_the_document(bench: Any, stories: Any) -> Non
     assert bench.table_line(rows[0]).count("|") == bench.HEADING.splitlines()[0].count("|")
 
 
+@pytest.mark.parametrize("gpu_layers", [0, 6])
+def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_layers: int) -> None:
+    """The demo model's is too small for a GPU, and a plan without one has no use for it there."""
+    exit_demo = importlib.import_module("exit_demo")
+    knowledge = stories.knowledge(exit_demo.HEAD)
+    limits = Limits(gpu_layers=gpu_layers, context_tokens=512, mode="exact")
+    opened = exit_demo._opened(stories, PROFILE, limits, knowledge)
+    drafting = exit_demo.open_drafting(knowledge, opened, PROFILE, pytest.fail)
+    stories.told(opened, "greedy", drafting.drafting)
+    spans = opened.spans()
+    assert {span.lane for span in spans if span.name.startswith("draft_head.")} == {"cpu"}
+    n_drafts = sum(span.name == "draft_head.ffn" for span in spans)
+    assert sum((span.lane, span.name) == ("cpu", "head") for span in spans) >= n_drafts  # and so do its logits
+    assert any(span.lane == "gpu" for span in spans) == (gpu_layers > 0)
+    drafting.close()
+    opened.executor.close()
+
+
 def test_another_text_in_exact_mode_is_no_result(bench: Any) -> None:
     exit_rows = importlib.import_module("exit_rows")
     full, exact = (exit_rows.Timed(((1, 2, last),), 1.0, 2) for last in (3, 4))
