@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.draft_gate import AdaptiveGate, FixedGate, Gate
+from hetero_ee.decoding.draft_pace import Pace
 from hetero_ee.decoding.drafting import Confidence, Drafting, ExitHead
 from hetero_ee.errors import HeteroError, StoreError, UsageError
 from hetero_ee.exits.calibration import BoundaryCalibration, Calibration
@@ -127,16 +128,18 @@ def open_drafting(
     plan, spec = opened.plan, opened.executor.spec
     if plan.mode == "full" or plan.boundary is None:
         return None
+    wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
+    pace = None if opened.machine is not None or wants_exact else Pace()  # an emulated clock knows no Python
     if plan.drafts == CHAIN:
         source, team = _source(knowledge, opened, profile, notice)
-        return OpenDrafting(Drafting(0, plan.draft_tokens, FixedGate(0.0), None, source, notice), team)
+        return OpenDrafting(Drafting(0, plan.draft_tokens, FixedGate(0.0), None, source, notice, pace), team)
     if knowledge.calibration is None:
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
     fitted = knowledge.calibration.at(plan.boundary)
     exit_map = None if fitted.exit_map is None else _mapped_by(fitted.exit_map)
     gate = _gate(fitted, spec, profile, plan)
     exit_head = ExitHead(exit_map, _confidence(fitted))
-    return OpenDrafting(Drafting(plan.boundary, plan.draft_tokens, gate, exit_head, None, notice))
+    return OpenDrafting(Drafting(plan.boundary, plan.draft_tokens, gate, exit_head, None, notice, pace))
 
 
 def _mapped_by(exit_map: ExitMap) -> Callable[[Tensor], Tensor]:

@@ -82,6 +82,12 @@ class Drafter:
             waiting = self._judged(waiting, self._exit_head)
         return rounds
 
+    def plain(self, texts: Sequence[Text]) -> list[DraftRound]:
+        """The same without drafts: the last token's row of each text."""
+        rounds = [DraftRound(text, 1, [text.token_ids[-1]], []) for text in texts]
+        self._run_earlier(rounds)
+        return rounds
+
     def _begun(self, text: Text) -> DraftRound:
         max_rows = min(self._drafting.draft_tokens, text.tokens_left(self._params, self._ending))
         chain = self._chain(text, max_rows - 1) if max_rows > 1 else []

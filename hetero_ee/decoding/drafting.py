@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.draft_gate import Gate
+from hetero_ee.decoding.draft_pace import Pace
 from hetero_ee.errors import UsageError
 from hetero_ee.exits.candidates import DraftSource
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
@@ -41,7 +42,8 @@ class Drafting:
 
     gate: decides row by row whether to go on drafting. exit_head: None for no drafts by exit; at boundary 0 there are
     none either. source: proposes chains, which the exit head and the gate may shorten at the boundary; where a chain
-    ends, exits go on. notice: told, once in a text, that something could not draft. Raises UsageError.
+    ends, exits go on. notice: told, once in a text, that something could not draft. pace: says, round by round, whether
+    drafting is faster than not; None drafts always. Raises UsageError.
     """
 
     boundary: int
@@ -50,6 +52,7 @@ class Drafting:
     exit_head: ExitHead | None = None
     source: DraftSource | None = None
     notice: Callable[[str], None] | None = None
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         if self.boundary < 0:

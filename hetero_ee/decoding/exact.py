@@ -91,10 +91,17 @@ class _ExactDecoding:
         for text, logits in zip(texts, logits_of, strict=True):
             yield step(text, logits, self._params, self._ending, self._elapsed_s())
         while active := [text for text in texts if not text.finished]:
-            rounds = self._drafter.draft(active)
+            pace, start_s = self._drafting.pace, self._elapsed_s()
+            rounds = self._drafter.draft(active) if pace is None or pace.drafts else self._drafter.plain(active)
             normed, logits_of = self._run_later(rounds)
-            for round_, states, logits in zip(rounds, normed, logits_of, strict=True):
-                yield from self._verified(round_, states, logits)
+            n_tokens, waited_s = 0, 0.0  # for whoever takes the tokens
+            for each in zip(rounds, normed, logits_of, strict=True):
+                tokens = self._verified(*each)
+                n_tokens, given_s = n_tokens + len(tokens), self._elapsed_s()
+                yield from tokens
+                waited_s += self._elapsed_s() - given_s
+            if pace is not None:
+                pace.ended(self._elapsed_s() - start_s - waited_s, n_tokens)
 
     def _prefilled(self, text: Text) -> Tensor:
         if self._drafting.source is None:

@@ -109,7 +109,9 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
     """Raises UsageError where the plan takes more memory than the profile's machine has."""
     n_gpu_bytes, n_ram_bytes = made.n_bytes(GPU), made.n_bytes("cpu")
     if n_gpu_bytes and profile.gpu is None:
-        raise UsageError(f"the plan takes {n_gpu_bytes} bytes of a GPU's memory and {profile.name} has none; plan anew.")
+        raise UsageError(
+            f"the plan takes {n_gpu_bytes} bytes of a GPU's memory and {profile.name} has none; plan anew."
+        )
     if profile.gpu is not None and n_gpu_bytes > profile.gpu.free_bytes:
         raise UsageError(
             f"the plan takes {n_gpu_bytes} bytes of the GPU's memory and {profile.name} has {profile.gpu.free_bytes} "
