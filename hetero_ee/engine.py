@@ -20,21 +20,26 @@ from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.exits.calibration_place import CalibrationPlace
-from hetero_ee.models.hf_config import read_config_file
 from hetero_ee.models.hub import resolve_model
-from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.placement_request import FindProfile, PlacementRequest, requested_folder, requested_plan
+from hetero_ee.runtime.placement_request import (
+    FindProfile,
+    PlacementRequest,
+    notice_of,
+    requested_folder,
+    requested_plan,
+)
 from hetero_ee.runtime.timeline import Span
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.library import open_cached
@@ -109,8 +114,7 @@ class Engine:
         function of the model's shapes and folder that finds it, or finds None. emulate: runs the plan on that profile's
         machine, emulated here: the same tokens, and times as there. traces: what a plan runs where and when is kept in
         `spans`. draft_head: folder of an EAGLE-1 head for this model, where the plan drafts; None takes the model
-        folder's own. Raises ModelError,
-        CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
+        folder's own. Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
         _check_options(quantizer, context_tokens, threads)
         asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
@@ -119,13 +123,13 @@ class Engine:
         manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
         spec = ModelSpec.from_hf(folder)
         tokenizer = Tokenizer.load(folder, spec.vocab_size)
-        hf_generation = _generation_config(folder)
-        sampling = _default_sampling(hf_generation, folder)
+        hf_generation = generation_config(folder)
+        sampling = default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
-        n_tokens, notice = _context_tokens(spec, context_tokens), _notice(progress)
-        end_tokens = _eos_token_ids(hf_generation, folder, tokenizer)
+        n_tokens, notice = _context_tokens(spec, context_tokens), notice_of(progress)
+        end_tokens = eos_token_ids(hf_generation, folder, tokenizer)
         placement = request.placement(spec, folder, n_tokens)
         if placement is None:
             executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
@@ -135,7 +139,7 @@ class Engine:
         knowledge = found_knowledge(calibrations, asked_head, folder, spec, notice)
         statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
         placement = replace(placement, statistics=statistics, traces=traces)
-        opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice)
+        opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice, progress=progress)
         opened = replace(opened, placement=placement)
         opened.executor.progress = progress
         drafting = open_drafting(knowledge, opened, profile, notice)
@@ -373,32 +377,3 @@ def _load_weights(
     quantization = Quantization.of_model(folder, quantizer)
     store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
     return weights, CalibrationPlace(spec, store, folder, quantization)
-
-
-def _notice(progress: Progress | None) -> Callable[[str], None]:
-    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    file = find_file(folder, "generation_config.json")
-    return read_config_file(file) if file else {}
-
-
-def _default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingParams:
-    try:
-        return SamplingParams.from_hf(hf_generation)
-    except UsageError as error:
-        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
-
-
-def _eos_token_ids(hf_generation: dict[str, Any], folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The first that names any: generation_config.json, config.json, the tokenizer."""
-    for named in (
-        hf_generation.get("eos_token_id"),
-        read_config_file(folder).get("eos_token_id"),
-        tokenizer.eos_token_id,
-    ):
-        ids = named if isinstance(named, list) else [named]
-        if any(isinstance(token_id, int) for token_id in ids):
-            return frozenset(token_id for token_id in ids if isinstance(token_id, int))
-    return frozenset()

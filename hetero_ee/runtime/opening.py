@@ -80,7 +80,7 @@ def open_on_cpu(
     from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
-    if cache is None:
+    if executor.cache.n_layers == spec.n_layers:
         executor.prepare(None if kernels.is_filled() else progress)
         kernels.set_filled()
     return executor
@@ -94,6 +94,7 @@ def open_placed(
     clock: Callable[[], float],
     notice: Callable[[str], None],
     find_gpu: FindGpu | None = None,
+    progress: Progress | None = None,
 ) -> Opened:
     """What runs the placement's plan, made now where there is none. notice: of what had to be changed, in a sentence.
     find_gpu: cuda_machine.usable_gpu where None.
@@ -122,23 +123,22 @@ def open_placed(
         gpu = _found_gpu(plan, weights, placement, notice, find_gpu)
         return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, notice, placement.traces)
     if placement.traces:
-        return _traced_on_cpu(spec, weights, plan, clock)
-    return Opened(_planned_on_cpu(spec, weights, plan), clock, plan)
+        return _traced_on_cpu(spec, weights, plan, clock, progress)
+    return Opened(_planned_on_cpu(spec, weights, plan, progress), clock, plan)
 
 
-def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan) -> Executor:
+def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> Executor:
     from hetero_ee.runtime.execution import planned_cache
 
     cache = None if plan.kv_type == "fp32" else planned_cache(spec, plan, tuple(range(spec.n_layers)))
-    executor = open_on_cpu(spec, weights, plan.context_tokens, plan.threads, cache=cache)
+    executor = open_on_cpu(spec, weights, plan.context_tokens, plan.threads, progress, cache=cache)
     executor.prompt_chunk_tokens = plan.prefill_chunk_tokens
-    prepare = getattr(executor, "prepare", None)  # torch has nothing to compile
-    if cache is not None and prepare is not None:
-        prepare(None)
     return executor
 
 
-def _traced_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Callable[[], float]) -> Opened:
+def _traced_on_cpu(
+    spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Callable[[], float], progress: Progress | None
+) -> Opened:
     """The plan on this machine's CPU, as a device that records what it does."""
     from hetero_ee.runtime.cpu_device import CpuDevice
     from hetero_ee.runtime.execution import open_plan
@@ -150,7 +150,9 @@ def _traced_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Ca
     recorder = SpanRecorder()
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
     machine = Machine(device, None, None, CpuMover())
-    executor = open_plan(spec, weights, plan, machine, lambda name, layers: _planned_on_cpu(spec, weights, plan))
+    executor = open_plan(
+        spec, weights, plan, machine, lambda name, layers: _planned_on_cpu(spec, weights, plan, progress)
+    )
     return Opened(executor, clock, plan, recorder.spans)
 
 

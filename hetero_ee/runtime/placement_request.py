@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits, is_whole
@@ -122,3 +123,8 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
             f"the plan takes {n_ram_bytes} bytes of RAM and {profile.name} has {profile.machine.ram_bytes}; plan anew "
             "for that machine."
         )
+
+
+def notice_of(progress: Progress | None) -> Callable[[str], None]:
+    """Remarks as progress takes them."""
+    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))

@@ -2,6 +2,7 @@
 memory ran out."""
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,18 +175,22 @@ def test_memory_that_runs_out_at_any_allocation(model: Model, text: list[int], o
     assert_survives(model, text, overrides, lambda fault: {"allocation": fault}, at_least=5)
 
 
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow, id="every"), pytest.param(9, id="some")])
 @pytest.mark.parametrize("overrides", [HALF, STREAMED])
-def test_memory_that_runs_out_in_any_step(model: Model, text: list[int], overrides: Any) -> None:
-    assert_survives(model, text, overrides, lambda fault: {"run": fault}, at_least=20)
+def test_memory_that_runs_out_in_any_step(model: Model, text: list[int], overrides: Any, stride: int) -> None:
+    assert_survives(model, text, overrides, lambda fault: {"run": fault}, 20, stride)
 
 
 def assert_survives(
-    model: Model, text: list[int], overrides: Any, place: Callable[[Fault], dict[str, Fault]], at_least: int
+    model: Model,
+    text: list[int],
+    overrides: Any,
+    place: Callable[[Fault], dict[str, Fault]],
+    at_least: int,
+    stride: int = 1,
 ) -> None:
     """For every n: the n-th fails; the text is the same, something was told, and closing gives all memory back."""
-    n = 0
-    while True:
-        n += 1
+    for n in itertools.count(1, stride):
         fault, told = Fault(n, no_memory, only_once=True), []
         computer = Faulty(model, **place(fault))
         executor = ReplanningExecutor(plan_of(model, overrides), computer.replan, computer.open, told.append)
