@@ -116,7 +116,7 @@ def _runs(found: "DraftStatistics") -> list[str]:
 
 def _depths(found: "DraftStatistics") -> list[str]:
     """The layers behind which the tokens were known."""
-    from hetero_ee.decoding.draft_statistics import EXIT
+    from hetero_ee.planning.plan import EXIT
 
     n_exited = sum(counts.n_accepted for counts in found.origins if counts.origin == EXIT)
     tokens = {str(found.n_layers): found.n_tokens - n_exited}

@@ -8,11 +8,11 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.draft_statistics import CHAIN, EXIT
 from hetero_ee.decoding.drafting import Drafting, ExitHead
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_finite, choose_token
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
+from hetero_ee.planning.plan import CHAIN, EXIT
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 

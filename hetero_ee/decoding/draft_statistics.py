@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-EXIT, CHAIN = "exit", "chain"  # where a draft comes from: an exit at the boundary, or a source's chain
+from hetero_ee.planning.plan import CHAIN, EXIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.exits.exit_schedule import N_LAST, RADIUS
+
 MAX_DRAFTS = 8  # drafts in one simulated round
-N_RECENT = 5  # exits whose neighbourhood is looked at
-NEAR_LAYERS = 2
 
 Flags = NDArray[np.bool_]
 
@@ -55,7 +55,7 @@ class DepthFigures:
     """Exits at the first boundary whose gate opens.
 
     histogram: tokens by depth 1..n_layers. mean_depth: theirs; oracle_mean_depth: with gates that open where, and only
-    where, the draft is right. locality: share of tokens whose depth is within NEAR_LAYERS of one of the N_RECENT
+    where, the draft is right. locality: share of tokens whose depth is within RADIUS of one of the N_LAST
     before it in its sequence; near_share: the mean share of depths that these cover, which is the chance of a hit.
     """
 
@@ -115,10 +115,10 @@ def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthFigu
     histogram = np.bincount(np.concatenate(depths), minlength=n_layers + 1)[1:]
     near, covered = [], []
     for each in depths:
-        recent: deque[int] = deque(maxlen=N_RECENT)
+        recent: deque[int] = deque(maxlen=N_LAST)
         for depth in each.tolist():
             if recent:
-                near.append(any(abs(depth - other) <= NEAR_LAYERS for other in recent))
+                near.append(any(abs(depth - other) <= RADIUS for other in recent))
                 covered.append(len(_around(recent, n_layers)) / n_layers)
             recent.append(depth)
     return DepthFigures(
@@ -142,7 +142,7 @@ def _first_depths(gate: Flags) -> NDArray[np.int64]:
 
 def _around(recent: deque[int], n_layers: int) -> set[int]:
     """The depths within reach of the recent ones."""
-    reach = range(-NEAR_LAYERS, NEAR_LAYERS + 1)
+    reach = range(-RADIUS, RADIUS + 1)
     return {depth + offset for depth in recent for offset in reach if 1 <= depth + offset <= n_layers}
 
 

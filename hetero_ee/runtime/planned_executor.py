@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import ON_GPU
+from hetero_ee.planning.costs import FEW_ROWS, ON_GPU
 from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.allocation import Allocation
@@ -28,8 +28,6 @@ from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.weight_streams import WeightStreams
 from hetero_ee.runtime.work import Work, block_work, block_works
 from hetero_ee.weights.model_weights import ModelWeights
-
-FEW_ROWS = 16  # more than a verification ever has: such passes go the prompt's way
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """A trace of what the devices and the link did when: Chrome's JSON, for chrome://tracing and Perfetto."""
 
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from hetero_ee.models.regular_file import reason_of
 from hetero_ee.runtime.device import CPU, GPU
 from hetero_ee.runtime.timeline import LANES, ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Span
 from hetero_ee.weights.filesystem import FULL
+from hetero_ee_profiles.records import write_whole
 
 PROCESS = 1
 TITLES = {
@@ -54,7 +53,7 @@ def write_trace(file: Path, spans: Iterable[Span], title: str) -> None:
     if target.exists() and not target.is_file():
         raise UsageError(f"the trace can't be written to {file}, which is no plain file; name another one.")
     try:
-        _write(target, text)
+        write_whole(text, target)
     except OSError as error:
         if error.errno in FULL:
             raise DiskFullError(
@@ -83,16 +82,3 @@ def _event(span: Span) -> dict[str, Any]:
         "ts": span.start_s * MICROSECONDS,
         "dur": (span.end_s - span.start_s) * MICROSECONDS,
     }
-
-
-def _write(file: Path, text: str) -> None:
-    unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    try:
-        with unfinished.open("x", encoding="utf-8") as output:
-            output.write(text)
-            output.flush()
-            os.fsync(output.fileno())
-        unfinished.replace(file)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.kv_cache import KINDS
+from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.runtime.rows import Rows
 from hetero_ee_profiles.hardware import DeviceTimes
 
-SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one head's keys, or values, of one position
 FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
 Layout = Callable[[TensorSpec], str]
 
@@ -117,9 +114,7 @@ def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSp
     few = m <= FEW_ROWS
     seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, attention.n_positions, few=few)
     if few:
-        value_bytes = np.dtype(KINDS[times.kv_type]).itemsize
-        timed_bytes = 2 * spec.n_kv_heads * (spec.head_dim * value_bytes + SCALE_BYTES[times.kv_type])
-        seconds *= attention.kv_bytes_per_token / timed_bytes
+        seconds *= attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
     return seconds
 
 

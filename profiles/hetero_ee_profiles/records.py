@@ -47,10 +47,15 @@ def read_record(kind: type[T], file: Path) -> T:
 def write_record(record: Any, file: Path) -> None:
     """Writes the record's JSON to `file`, whole or not at all. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(to_json(record), file)
+
+
+def write_whole(text: str, file: Path) -> None:
+    """Writes the text to `file`, whole or not at all. Raises OSError."""
     unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("x", encoding="utf-8") as output:
-            output.write(to_json(record))
+            output.write(text)
             output.flush()
             os.fsync(output.fileno())
         unfinished.replace(file)

@@ -13,7 +13,7 @@ from exit_rows import REPLAYED, Row, Timed, described_row, full_row, planned_cos
 from torch import Tensor
 
 from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import EXIT, DraftCounts
+from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Confidence, Drafting, ExitHead
 from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import Ending, generate
@@ -24,7 +24,7 @@ from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer, draft_hea
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import Statistics

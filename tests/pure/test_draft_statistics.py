@@ -2,7 +2,8 @@
 
 import pytest
 
-from hetero_ee.decoding.draft_statistics import CHAIN, EXIT, DraftCounts, OriginCounts
+from hetero_ee.decoding.draft_statistics import DraftCounts, OriginCounts
+from hetero_ee.planning.plan import CHAIN, EXIT
 
 
 def test_rounds_add_up() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import CHAIN, EXIT, DraftCounts, OriginCounts
+from hetero_ee.decoding.draft_statistics import DraftCounts, OriginCounts
 from hetero_ee.decoding.drafting import Drafting, ExitHead
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
@@ -14,6 +14,7 @@ from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
+from hetero_ee.planning.plan import CHAIN, EXIT
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 
