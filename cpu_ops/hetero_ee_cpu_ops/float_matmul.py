@@ -5,6 +5,7 @@ Within a group: part[n] = sum over k of entry[n, k] x[k], column after column; t
 whatever m, threads or chunks. Source: derived.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,7 @@ def _exact_block(kind: Any, block: int, row: int, arguments: int) -> None:
     store_rows(totals, float_of_bits(word(arguments, FACTOR)), word(arguments, OUTPUT) + row * n + block * 64, n)
 
 
+@cache  # as matmul's
 def _chunk_function(kind: Any) -> Any:
     @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
@@ -113,11 +115,10 @@ def _chunk_function(kind: Any) -> Any:
 
 
 class FloatMatmul:
-    """The operation with its compiled functions, one for each kind of tile, made at first use."""
+    """The operation; its compiled functions, one for each kind of tile, are made at first use."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._functions: dict[Any, Any] = {}
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
         """y (m, N padded to 16), fp32; x fp32 (m, K), K at most 32 G. Raises ValueError for other shapes or types."""
@@ -126,7 +127,5 @@ class FloatMatmul:
         arguments = weight.fresh_arguments()
         arguments[INPUT], arguments[OUTPUT] = x.ctypes.data, output.ctypes.data
         arguments[N_ROWS], arguments[BLOCKS_A_CHUNK] = x.shape[0], BLOCKS_IN_A_CHUNK
-        if weight.kind not in self._functions:
-            self._functions[weight.kind] = _chunk_function(weight.kind)
-        self._team.run(self._functions[weight.kind].address, arguments, -(-weight.n_blocks // BLOCKS_IN_A_CHUNK))
+        self._team.run(_chunk_function(weight.kind).address, arguments, -(-weight.n_blocks // BLOCKS_IN_A_CHUNK))
         return output

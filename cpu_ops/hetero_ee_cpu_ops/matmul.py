@@ -8,6 +8,7 @@ Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for a
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
     store_rows(lower, factor, out + 32, n)
 
 
+@cache  # loaded code is never given back, and each copy takes two of the 65,530 mappings that a process may have
 def _chunk_function(kind: Any) -> Any:
     """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
     halves = (0,) if has_wide_registers(cpu_target.target_context) else (0, 0)  # a tuple's length is part of its type
@@ -226,12 +228,11 @@ class Matmul:
 
     def compile(self, kind: Any) -> tuple[int, int]:
         """Addresses of the chunk functions for one kind of tile and for quantizing."""
-        kept = (_chunk_function(kind), _quantize_function())
-        self._functions[kind] = addresses = (kept[0].address, kept[1].address)
-        self._functions[("kept", kind)] = kept  # their code lives as long as they do
+        self._functions[kind] = addresses = (_chunk_function(kind).address, _quantize_function().address)
         return addresses
 
 
+@cache
 def _quantize_function() -> Any:
     @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:

@@ -3,6 +3,7 @@
 sum[lane] over all 64-byte lines of a buffer, two lines at a time; the sums are stored so that nothing can be left out.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def add_lines(typing: Any, address: Any, sink: Any) -> Any:
     return types.void(types.intp, types.intp), codegen
 
 
+@cache  # as matmul's
 def _chunk_function() -> Any:
     @cfunc(types.void(types.intp, types.intp), cache=True)
     def chunk(arguments: int, index: int) -> None:
