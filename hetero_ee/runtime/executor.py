@@ -8,6 +8,7 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.overlap import Overlap
 from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import TorchOps
@@ -22,11 +23,13 @@ class Executor:
     """Runs one model in plain torch. `cache` holds the sequences; open them there before their first rows.
 
     cache: of some layers alone where others compute the rest, of all where None. prompt_chunk_tokens: rows of a prompt
-    that are best run at a time. progress: told how far a prompt of several chunks is, by those who cut it up.
+    that are best run at a time. progress: told how far a prompt of several chunks is, by those who cut it up. overlap:
+    what runs by itself while the host computes; None where nothing does.
     """
 
     prompt_chunk_tokens = PROMPT_CHUNK_TOKENS
     progress: Progress | None = None
+    overlap: Overlap | None = None
 
     def __init__(
         self,
@@ -103,6 +106,13 @@ class Executor:
     def visit_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights, owner: "Executor") -> Tensor:
         """The same through an attention whose keys and values are in the cache of another executor."""
         return owner.walk_lent(hidden, rows, block, weights)  # memory of one machine: whoever computes
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """Hidden states in the CPU's memory, waited for: what is run after this no longer stands in their way.
+
+        Valid until the second call after.
+        """
+        return hidden
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Keys and values of the layers on a GPU: pages of one pool, allocated once: what fits at the start fits later."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.runtime.cuda_errors import driver_errors
-from hetero_ee.runtime.held_layers import HeldLayers, lengths_with
+from hetero_ee.runtime.layered_cache import LayeredCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
 from hetero_ee_kernels.reference.attention import read
@@ -26,13 +26,13 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
 
 
-class GpuKvCache:
+class GpuKvCache(LayeredCache[_Sequence]):
     """The interface of KvCache; what the kernels read is `pages` (hetero_ee_kernels.pages).
 
-    shape: (n_layers, n_kv_heads, head_dim); layers: which of the model's, the first n_layers where None. max_tokens:
-    positions a sequence may have; pool_tokens: of all sequences together, max_tokens where None; n_slots: sequences
-    that may be open at once; kind: "fp16", "fp32" or "int8". Which pages and slots are free is never kept, only what
-    sequences have: whatever ends a change halfway, none is lost and none has two owners.
+    shape: (n_layers, n_kv_heads, head_dim); max_tokens, layers: see LayeredCache; pool_tokens: of all sequences
+    together, max_tokens where None; n_slots: sequences that may be open at once, UsageError for one more; kind:
+    "fp16", "fp32" or "int8". Which pages and slots are free is never kept, only what sequences have: whatever ends a
+    change halfway, none is lost and none has two owners.
     """
 
     def __init__(
@@ -46,95 +46,18 @@ class GpuKvCache:
         kind: str = "fp16",
         layers: Sequence[int] | None = None,
     ) -> None:
-        self.max_tokens, self.n_layers = max_tokens, shape[0]
-        self._held = HeldLayers(self.n_layers, layers)
+        super().__init__(shape[0], max_tokens, layers)
         if kind not in KINDS:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
         self._kind = kind
         n_pages = _n_pages(max_tokens if pool_tokens is None else pool_tokens)
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
-        self._sequences: dict[int, _Sequence] = {}
-
-    def open(self, sequence: int) -> None:
-        """Starts an empty sequence. Raises ValueError where it is open, UsageError where no slot is free."""
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence} is open already.")
-        slot = next(iter(self._free_slots()), None)
-        if slot is None:
-            raise UsageError(f"{len(self._sequences)} sequences are open, as many as the GPU's cache was made for.")
-        self._sequences[sequence] = _Sequence(slot, [0] * self.n_layers)
-
-    def open_new(self) -> int:
-        """Starts an empty sequence under the lowest free number, which it returns."""
-        number = next(number for number in range(len(self._sequences) + 1) if number not in self._sequences)
-        self.open(number)
-        return number
-
-    def close(self, sequence: int) -> None:
-        """Frees the sequence's pages; closing an unknown one does nothing."""
-        self._sequences.pop(sequence, None)
-
-    def length(self, sequence: int) -> int:
-        """Tokens of the sequence that have passed every layer."""
-        return min(self._sequences[sequence].lengths, default=0)
-
-    def length_at(self, sequence: int, layer: int) -> int:
-        """See KvCache.length_at."""
-        return self._sequences[sequence].lengths[self._held.place(layer)]
-
-    def place(self, layer: int) -> int:
-        """See KvCache.place."""
-        return self._held.place(layer)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forgets every position from `length` on in each layer, and frees their pages.
-
-        Raises ValueError where no layer holds so many.
-        """
-        longest = max(self._sequences[sequence].lengths, default=length)
-        if not 0 <= length <= longest:
-            raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
-        self.cut(sequence, length)
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """Leaves these layers, None for all, at most `length` tokens of the sequence; frees pages nothing lies in."""
-        held, places = self._sequences[sequence], self._held.places(layers)
-        held.lengths[places] = [min(length, each) for each in held.lengths[places]]
+        """See LayeredCache.cut; frees pages nothing lies in."""
+        super().cut(sequence, length, layers)
+        held = self._sequences[sequence]
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """Numbers of the open ones."""
-        return tuple(self._sequences)
-
-    @property
-    def held_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers it holds, in the model."""
-        return self._held.layers
-
-    def admit(self, rows: Rows, layers: range | None = None) -> None:
-        """Makes room for the rows in these layers, None for all, once a pass.
-
-        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
-        has passed the layer before them; UsageError likewise where the pool has no page left.
-        """
-        places = self._held.places(layers)
-        if places.start == places.stop:
-            return
-        held = {number: each.lengths for number, each in self._sequences.items()}
-        lengths = lengths_with(rows, held, places, self.max_tokens)
-        new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
-        free = self._free_pages() if any(new.values()) else []
-        if sum(new.values()) > len(free):
-            n_tokens = self.pages.codes.shape[0] * PAGE_TOKENS
-            raise UsageError(
-                f"{sum(lengths.values())} tokens of {len(lengths)} sequences don't fit the GPU's cache of {n_tokens}; "
-                "use fewer or shorter sequences, or put fewer layers on the GPU."
-            )
-        for number, n_new in new.items():
-            self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
-        for number, length in lengths.items():
-            self._sequences[number].lengths[places] = [length] * (places.stop - places.start)
 
     def slots(self, rows: Rows) -> list[int]:
         """The table's line of each row."""
@@ -185,6 +108,25 @@ class GpuKvCache:
         self._sequences.clear()
         shape = self.n_layers, self.pages.n_kv_heads, self.pages.head_dim
         self.pages = new_pages(shape, self._kind, 0, (0, 0), self.pages.codes.device)
+
+    def _empty(self) -> _Sequence:
+        slot = next(iter(self._free_slots()), None)
+        if slot is None:
+            raise UsageError(f"{len(self._sequences)} sequences are open, as many as the GPU's cache was made for.")
+        return _Sequence(slot, [0] * self.n_layers)
+
+    def _make_room(self, lengths: Mapping[int, int]) -> None:
+        """UsageError where the pool has no page left."""
+        new = {number: max(0, _n_pages(n) - len(self._sequences[number].pages)) for number, n in lengths.items()}
+        free = self._free_pages() if any(new.values()) else []
+        if sum(new.values()) > len(free):
+            n_tokens = self.pages.codes.shape[0] * PAGE_TOKENS
+            raise UsageError(
+                f"{sum(lengths.values())} tokens of {len(lengths)} sequences don't fit the GPU's cache of {n_tokens}; "
+                "use fewer or shorter sequences, or put fewer layers on the GPU."
+            )
+        for number, n_new in new.items():
+            self._grow(self._sequences[number], [free.pop() for _ in range(n_new)])
 
     def _grow(self, held: _Sequence, pages: list[int]) -> None:
         """Into the table first: a page that only the table knows is still free."""

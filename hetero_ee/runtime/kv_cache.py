@@ -5,8 +5,8 @@ layers before it and none behind. Rolling back is exact: what is forgotten is wr
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.held_layers import HeldLayers, lengths_with
+from hetero_ee.runtime.layered_cache import LayeredCache
 from hetero_ee.runtime.rows import Rows
 
 PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
@@ -33,89 +33,25 @@ class _Sequence:
     view: Any = None
 
 
-@dataclass(slots=True)
-class KvCache:
-    """max_tokens: positions a sequence may have. Sequences are opened, extended, truncated and closed by number.
+class KvCache(LayeredCache[_Sequence]):
+    """Keys and values in the CPU's memory, which grows with the sequences. kind: "fp32", "fp16" or "int8".
 
-    layers: which of a model's layers, the first n_layers where None. kind: "fp32", "fp16" or "int8".
+    max_tokens, layers: see LayeredCache.
     """
 
-    n_layers: int
-    n_kv_heads: int
-    head_dim: int
-    max_tokens: int
-    layers: tuple[int, ...] | None = None
-    kind: str = "fp32"
-    _held: HeldLayers = field(init=False, repr=False)
-    _sequences: dict[int, _Sequence] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"no cache is called {self.kind}; there are {', '.join(KINDS)}.")
-        self._held = HeldLayers(self.n_layers, self.layers)
-
-    def open(self, sequence: int) -> None:
-        """Starts an empty sequence. Raises ValueError where it is open."""
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence} is open already.")
-        self._sequences[sequence] = _Sequence(self._room(0), [0] * self.n_layers)
-
-    def open_new(self) -> int:
-        """Starts an empty sequence under the lowest free number, which it returns."""
-        number = next(number for number in range(len(self._sequences) + 1) if number not in self._sequences)
-        self.open(number)
-        return number
-
-    def close(self, sequence: int) -> None:
-        """Frees the sequence's memory; closing an unknown one does nothing."""
-        self._sequences.pop(sequence, None)
-
-    def length(self, sequence: int) -> int:
-        """Tokens of the sequence that have passed every layer."""
-        return min(self._sequences[sequence].lengths, default=0)
-
-    def length_at(self, sequence: int, layer: int) -> int:
-        """Tokens of the sequence that have passed this layer: more than `length` where rows wait behind it."""
-        return self._sequences[sequence].lengths[self._held.place(layer)]
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forgets every position from `length` on, in each layer. Raises ValueError where no layer holds so many."""
-        held = self._sequences[sequence]
-        longest = max(held.lengths, default=length)
-        if not 0 <= length <= longest:
-            raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
-        self.cut(sequence, length)
-
-    def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """Leaves these layers, None for all, at most `length` tokens of the sequence."""
-        held, places = self._sequences[sequence], self._held.places(layers)
-        held.lengths[places] = [min(length, each) for each in held.lengths[places]]
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        """Numbers of the open ones."""
-        return tuple(self._sequences)
-
-    @property
-    def held_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers it holds, in the model."""
-        return self._held.layers
-
-    def admit(self, rows: Rows, layers: range | None = None) -> None:
-        """Makes room for the rows in these layers, None for all, once a pass.
-
-        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
-        has passed the layer before them; MemoryError likewise where there is no room.
-        """
-        places = self._held.places(layers)
-        if places.start == places.stop:
-            return
-        lengths = {number: held.lengths for number, held in self._sequences.items()}
-        after = lengths_with(rows, lengths, places, self.max_tokens)
-        for sequence, length in after.items():
-            self._grow(sequence, length)
-        for sequence, length in after.items():
-            self._sequences[sequence].lengths[places] = [length] * (places.stop - places.start)
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_tokens: int,
+        layers: Sequence[int] | None = None,
+        kind: str = "fp32",
+    ) -> None:
+        super().__init__(n_layers, max_tokens, layers)
+        if kind not in KINDS:
+            raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
+        self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         """Keys and values (m, n_kv_heads, head_dim) of admitted rows."""
@@ -146,10 +82,6 @@ class KvCache:
         (n_kv_heads, end - first, head_dim), and for int8 their scales (n_kv_heads, end - first)."""
         place = self._held.place(layer)
         return tuple(part[place, :, first:end] for part in self._sequences[sequence].parts)
-
-    def place(self, layer: int) -> int:
-        """Where the layer's keys and values lie among those of the storage. Raises KeyError for one not held."""
-        return self._held.place(layer)
 
     def view(self, sequence: int, make: Callable[..., Any]) -> Any:
         """make(*parts) of the sequence's whole storage: keys, values, and for int8 their scales.
@@ -182,6 +114,14 @@ class KvCache:
         expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
         bounded = [self.max_tokens, capacity, *held.lengths, 0]
         return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
+
+    def _empty(self) -> _Sequence:
+        return _Sequence(self._room(0), [0] * self.n_layers)
+
+    def _make_room(self, lengths: Mapping[int, int]) -> None:
+        """MemoryError where there is none."""
+        for sequence, length in lengths.items():
+            self._grow(sequence, length)
 
     def _grow(self, sequence: int, length: int) -> None:
         """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""

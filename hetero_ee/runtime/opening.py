@@ -1,6 +1,7 @@
 """Opens what runs a model: the CPU alone, a plan on this machine, or a plan on a machine that is emulated."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -191,10 +192,11 @@ def _on_gpu(
     notice: Callable[[str], None],
     traces: bool,
 ) -> Opened:
-    """The plan on this machine's GPU and CPU."""
+    """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
     from hetero_ee.runtime.cuda_machine import cuda_machine, gpu_layers
     from hetero_ee.runtime.execution import open_plan, planned_cache
     from hetero_ee.runtime.planned_executor import PlannedExecutor
+    from hetero_ee.runtime.proof_pass import proven
     from hetero_ee.runtime.replanning_executor import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
 
@@ -208,7 +210,9 @@ def _on_gpu(
                 spec, weights, made.context_tokens, made.threads, cache=planned_cache(spec, made, layers)
             )
 
-        return open_plan(spec, weights, made, cuda_machine(gpu, spec, made, clock, recorder), runner)
+        executor = open_plan(spec, weights, made, cuda_machine(gpu, spec, made, clock, recorder), runner)
+        with recorder.forgetting() if recorder is not None else nullcontext():
+            return proven(executor)
 
     executor = ReplanningExecutor(plan, replan, opened, notice, gpu.reachable_bytes)
     return Opened(executor, clock, plan, recorder.spans if recorder is not None else list)
@@ -227,7 +231,10 @@ def _emulated(
     threads: int,
     notice: Callable[[str], None],
 ) -> Opened:
-    """threads: of this machine, which computes the numbers."""
+    """threads: of this machine, which computes the numbers.
+
+    No pass proves it, as on a GPU: a pass claims nothing more than opening has, and would move the time line.
+    """
     from hetero_ee.runtime.emulated_machine import emulated_machine
     from hetero_ee.runtime.execution import open_plan, planned_cache
     from hetero_ee.runtime.planned_executor import PlannedExecutor

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.planning.costs import FEW_ROWS
 from hetero_ee.runtime.cpu_executor import CpuExecutor
+from hetero_ee.runtime.pass_sampling import PassSampling
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.weight import TileWeight
 
-MIN_PASSES, MAX_PASSES = 5, 200
 N_LONG_HEADS = 2  # products of the head with many rows: as long as several layers, and hardly ever wanted
-FEW_ROWS = 16  # up to so many, the stop watches count in a pass, and the head is wanted for all of them
+LONG_PASS_S = 0.05  # where stop watches count for nothing, so that passes without them need not be timed
 FILL_TOKENS = 256  # keys and values that are written at a time before the passes
 CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
 N_OTHERS = 6  # stop watches in a layer besides those of products
@@ -40,9 +41,9 @@ class PassSamples:
 
     products: of one product in the layers, by shape; per_layer: how often a layer has it; attention_s: of one layer's;
     layer_s: of what else a layer has; executor_s: of what of that is no kernel (norms, rotation, writing the cache and
-    activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass
-    has. pass_s: of whole passes, without stop watches and with the head of every row; where rows are more than FEW_ROWS
-    with them, and with the head of the last row.
+    activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass has. pass_s: of
+    whole passes, without stop watches and with the head of every row; of long ones with them, and where rows are more
+    than FEW_ROWS with the head of the last row.
     """
 
     m: int
@@ -69,40 +70,77 @@ class PassSamples:
         return median(self.head_s) + median(self.outside_s)
 
 
-def probe_pass(executor: CpuExecutor, m: int, context_tokens: int, sample_s: float, clock: Clock) -> PassSamples:
-    """MIN_PASSES at least, more for sample_s seconds. Leaves the cache as it was.
+def probe_pass(
+    executor: CpuExecutor,
+    m: int,
+    context_tokens: int,
+    sampling: PassSampling,
+    clock: Clock,
+    n_layers: int | None = None,
+) -> PassSamples:
+    """As many passes as `sampling` says, through the first n_layers, None for all. Leaves the cache as it was.
 
-    Passes with and without stop watches take turns where rows are few. Raises ValueError where the cache can't hold so
-    many tokens.
+    Passes with and without stop watches take turns where rows are few and passes short. Raises ValueError where the
+    cache can't hold so many tokens.
     """
-    watched, cache = _WatchedExecutor(executor, clock), executor.cache
-    before, sequence = context_tokens - m, executor.cache.open_new()
-    runners, wanted = ((executor, watched), range(m)) if m <= FEW_ROWS else ((watched,), range(m - 1, m))
-    passes: dict[CpuExecutor, list[float]] = {runner: [] for runner in runners}
-
-    def run(runner: CpuExecutor) -> None:
-        start_s = clock()
-        rows = Rows.of_sequence(sequence, before, [TOKEN_ID] * m)
-        runner.logits(rows, wanted).argmax(-1).tolist()
-        passes[runner].append(clock() - start_s)
-        cache.truncate(sequence, before)
-
+    watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
+    sequence = cache.open_new()
+    turn = _Turn(sequence, context_tokens - m, m, watched.n_layers, clock)
+    begun_s = clock()
     try:
-        watched.fill(sequence, before)
-        for runner in runners:  # the first passes compile and warm
-            run(runner)
-            passes[runner].clear()
+        watched.fill(sequence, context_tokens - m)
+        first_s = turn.run(watched)  # the first passes compile and warm
+        runners = [executor, watched] if m <= FEW_ROWS and first_s < LONG_PASS_S else [watched]
+        for runner in runners[:-1]:
+            turn.run(runner)
         watched.forget()
-        begin_s = clock()
-        while len(passes[watched]) < MIN_PASSES or (clock() - begin_s < sample_s and len(passes[watched]) < MAX_PASSES):
-            for runner in runners:
-                run(runner)
-            watched.end_pass(passes[watched][-1])
-        if m > FEW_ROWS:
-            watched.time_heads(m)
+        heads_s = watched.head_seconds(m) if m > FEW_ROWS else None
+        passes: list[list[float]] = [[] for _ in runners]
+        ready_s = clock()
+        while sampling.goes_on(len(passes[-1]), clock() - ready_s, ready_s - begun_s):
+            for runner, seconds in zip(runners, passes, strict=True):
+                seconds.append(turn.run(runner))
+            watched.end_pass(passes[-1][-1])
     finally:
         cache.close(sequence)
-    return watched.samples(m, context_tokens, passes[watched], passes[runners[0]])
+    return watched.samples(m, context_tokens, passes[-1], passes[0], heads_s)
+
+
+def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, n_layers: int | None = None) -> float:
+    """Seconds of one pass with the head of every row, the first of its kind: more than others take."""
+    watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
+    sequence = cache.open_new()
+    try:
+        watched.fill(sequence, context_tokens - m)
+        return _Turn(sequence, context_tokens - m, m, watched.n_layers, clock, all_heads=True).run(executor)
+    finally:
+        cache.close(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A pass of m rows behind `before` others of the sequence, through the first layers and the head.
+
+    all_heads: the head is wanted for every row, not for a chunk's last one alone.
+    """
+
+    sequence: int
+    before: int
+    m: int
+    n_layers: int
+    clock: Clock
+    all_heads: bool = False
+
+    @torch.inference_mode()
+    def run(self, runner: CpuExecutor) -> float:
+        """Seconds. The cache is cut again."""
+        start_s = self.clock()
+        rows = Rows.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
+        hidden = runner.run(rows, None, range(self.n_layers))
+        runner.head(hidden if self.all_heads or self.m <= FEW_ROWS else hidden[-1:]).argmax(-1).tolist()
+        seconds = self.clock() - start_s
+        runner.cache.truncate(self.sequence, self.before)
+        return seconds
 
 
 class _StopWatch:
@@ -136,11 +174,12 @@ def _watched(kernel: Callable[..., Any], watch: _StopWatch) -> Callable[..., Any
 class _WatchedExecutor(CpuExecutor):
     """Another executor's weights, cache and threads, all shared, with stop watches on products, attention and layers.
 
-    end_pass is to follow each pass.
+    n_layers: that passes take, None for all. end_pass is to follow each pass.
     """
 
-    def __init__(self, executor: CpuExecutor, clock: Clock) -> None:
+    def __init__(self, executor: CpuExecutor, clock: Clock, n_layers: int | None = None) -> None:
         vars(self).update(vars(executor))
+        self.n_layers = n_layers or executor.spec.n_layers
         self._watches = [_StopWatch(clock) for _ in range(6)]
         self._attending, self._multiplying, self._walking, self._placing, self._feeding, self._others = self._watches
         self._attention: Any = SimpleNamespace(attend=_watched(executor._attention.attend, self._attending))
@@ -169,9 +208,9 @@ class _WatchedExecutor(CpuExecutor):
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
         for first in range(0, n_tokens, FILL_TOKENS):
             rows = Rows.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
-            self.cache.admit(rows)
+            self.cache.admit(rows, range(self.n_layers))
             places = super()._places(rows)
-            for place in range(self.cache.n_layers):
+            for place in range(self.n_layers):
                 self._kv_write.write(qkv[: len(rows)], places, place, *starts)
 
     def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
@@ -209,7 +248,7 @@ class _WatchedExecutor(CpuExecutor):
     def end_pass(self, pass_s: float) -> None:
         """pass_s: what the pass took, stop watches included. The head's product comes last; places once a pass."""
         *products_s, head_s = self._multiplying.taken()
-        attention_s, n_layers = self._attending.taken(), self.spec.n_layers
+        attention_s, n_layers = self._attending.taken(), self.n_layers
         layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
         kernels_s = sum(self._others.taken()) + sum(self._feeding.taken())  # the FFN's products are in it
         by_shape: dict[Shape, list[float]] = {}
@@ -227,22 +266,30 @@ class _WatchedExecutor(CpuExecutor):
         self._head_s.append(head_s)
         self._outside_s.append(pass_s - layers_s - head_s)
 
-    def time_heads(self, m: int) -> None:
-        """Replaces the head's times by those of m rows."""
+    def head_seconds(self, m: int) -> list[float]:
+        """Of the head's product of m rows."""
         for _ in range(N_LONG_HEADS):
             self.project(torch.ones(m, self.spec.hidden_size))
-        self._head_s = self._multiplying.taken()
         self._multiplied_by.clear()
+        return self._multiplying.taken()
 
-    def samples(self, m: int, context_tokens: int, watched_s: Sequence[float], plain_s: Sequence[float]) -> PassSamples:
-        """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without."""
+    def samples(
+        self,
+        m: int,
+        context_tokens: int,
+        watched_s: Sequence[float],
+        plain_s: Sequence[float],
+        heads_s: Sequence[float] | None,
+    ) -> PassSamples:
+        """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without.
+        heads_s: of the head, None for what the passes took for it."""
         n_watches = N_OTHERS + sum(self._per_layer.values())
-        watches_s = (median(watched_s) - median(plain_s)) / self.spec.n_layers
+        watches_s = (median(watched_s) - median(plain_s)) / self.n_layers
         watches_s = min(max(watches_s, 0.0), n_watches * MAX_WATCH_S)
         return PassSamples(
             m=m,
             context_tokens=context_tokens,
-            n_layers=self.spec.n_layers,
+            n_layers=self.n_layers,
             pass_s=tuple(plain_s),
             products={shape: _above_0(found) for shape, found in self._products.items()},
             per_layer=dict(self._per_layer),
@@ -250,7 +297,7 @@ class _WatchedExecutor(CpuExecutor):
             layer_s=_above_0([seconds - watches_s for seconds in self._layer_s]),
             executor_s=_above_0([seconds - watches_s for seconds in self._executor_s]),
             head=self._shape(self.blocks[-1].tensors["tokens"].name),
-            head_s=_above_0(self._head_s),
+            head_s=_above_0(self._head_s if heads_s is None else heads_s),
             outside_s=_above_0(self._outside_s),
         )
 

@@ -16,6 +16,7 @@ from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.costs import FEW_ROWS, ON_GPU
+from hetero_ee.planning.overlap import Overlap
 from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.allocation import Allocation
@@ -81,6 +82,15 @@ class PlannedExecutor(Executor):
         """See Executor.run. What fails is undone: the cache holds what it held."""
         with self._admitted(rows, layers):
             return self._through(rows, self._entered(rows, hidden), self._stretches(rows, layers)).hidden
+
+    @property
+    def overlap(self) -> Overlap | None:  # type: ignore[override]
+        """See Executor."""
+        return self._route.overlap
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """See Executor.on_cpu."""
+        return self._moved(_Flow(hidden), False).hidden
 
     def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt and the module's text. Of chunks that fail, what is not complete is undone."""

@@ -50,12 +50,13 @@ def measure_profile(
     """
     n_stages = len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda stage, done, in_all: None)
-    shapes, points = product_shapes(spec), attention_points(thoroughness)
+    shapes, points, end_s = product_shapes(spec), attention_points(thoroughness), clock() + thoroughness.cpu_budget_s
     model = probed_model(spec, shapes, thoroughness.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []
     for n_done, n_threads in enumerate(sorted(threads)):
         remark(PROFILING, n_done, n_stages)
-        cpu.append(measured_cpu(model, points, n_threads, free_bytes, thoroughness, origin, clock))
+        budget_s = (end_s - clock()) / (len(threads) - n_done)
+        cpu.append(measured_cpu(model, points, n_threads, free_bytes, thoroughness, budget_s, origin, clock))
     remark(PROFILING, len(threads), n_stages)
     disk = _disk_rate(disk_file, origin, clock)
     figures = GpuFigures(warning=gpu_problem)

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.planning.overlap import Overlap
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.device import GPU
 from hetero_ee.runtime.executor import Executor, Observe
 from hetero_ee.runtime.planned_executor import PlannedExecutor
 from hetero_ee.runtime.rows import Rows
 
-SMALLER = 0.85  # of the budget that was too much: what is left for the plan made instead
+SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
+N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is done without
 TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
 PIECE_TOKENS = 256  # whose keys and values are fetched at a time, as there may be little memory left to gather them in
 GIB = 2**30
@@ -23,8 +25,8 @@ Notice = Callable[[str], None]
 
 class ReplanningExecutor(Executor):
     """replan: a plan within so many bytes of GPU memory, 0 for none; None: errors are passed on. open_plan: makes it
-    ready. notice: is told in a sentence what was done. reachable_bytes: GPU memory that other programs leave to this
-    one, in use or not; None where there are no others.
+    ready; where memory can't be had, a smaller one is opened. notice: is told in a sentence what was done.
+    reachable_bytes: GPU memory that other programs leave to this one, in use or not; None where there are no others.
 
     A step that failed for want of the GPU's memory is repeated once; the CPU's own is not the GPU's to make up for.
     """
@@ -40,7 +42,9 @@ class ReplanningExecutor(Executor):
         self._replan, self._open, self._notice = replan, open_plan, notice
         self._reachable_bytes = reachable_bytes
         self._emptied: set[int] = set()  # open sequences whose tokens were lost with a device
-        self._inner = self._opened(plan)
+        self._inner, problem = self._opened(plan)
+        if problem:
+            self._tell_of(problem)
         self._reachable_at_first = reachable_bytes() if reachable_bytes is not None else 0
         self.spec, self.weights = self._inner.spec, self._inner.weights
         self.blocks = decoder_blocks(self.spec)
@@ -65,6 +69,11 @@ class ReplanningExecutor(Executor):
         """See Executor."""
         return self._inner.prompt_chunk_tokens
 
+    @property
+    def overlap(self) -> Overlap | None:  # type: ignore[override]
+        """See Executor: the present plan's."""
+        return self._inner.overlap
+
     def close(self) -> None:
         self._inner.close()
 
@@ -72,6 +81,10 @@ class ReplanningExecutor(Executor):
         """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
         self._refuse_lost(rows)
         return self._step(lambda inner, x: inner.run(rows, x, layers), hidden)
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """See Executor.on_cpu."""
+        return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt. Chunks that the cache holds already are not computed again."""
@@ -122,7 +135,7 @@ class ReplanningExecutor(Executor):
         try:
             return action(self._inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
-            if self._replan is None or not self._can_do_without(error):
+            if self._replan is None or not _can_do_without(self._inner.plan, error):
                 raise
             problem = str(error)
         except DeviceLostError as error:
@@ -134,9 +147,8 @@ class ReplanningExecutor(Executor):
                 f"{error} What was being generated is lost; from now on this runs on the CPU alone."
             ) from error
         # Not in the handler: the error's frames hold what the step had on the GPU.
-        budget = int(SMALLER * self._inner.plan.vram_budget_bytes)
-        self._change(self._replan(budget), self._contents())
-        self._notice(f"{problem} Planned again within {budget / GIB:.2f} GiB of VRAM, and going on.")
+        self._change(self._replan(_fewer_bytes(self._inner.plan)), self._contents())
+        self._tell_of(problem)
         return action(self._inner, *self._within_reach(tensors))
 
     def _refuse_lost(self, rows: Rows) -> None:
@@ -161,15 +173,11 @@ class ReplanningExecutor(Executor):
         found, _ = inner.machine.gpu.run([], lambda: _contents(inner.cache))
         return found
 
-    def _can_do_without(self, error: DeviceMemoryError) -> bool:
-        """Whether another plan would help."""
-        return error.device == GPU and _uses_gpu(self._inner.plan)
-
     def _change(self, plan: Plan, contents: "_Contents") -> None:
         """The plan's executor in place of the present one, with these keys and values."""
         self._inner.close()
         try:
-            self._inner = self._opened(plan)
+            self._inner, _ = self._opened(plan)
         except BaseException:
             self._inner = self._open(self._without_gpu(plan))  # an engine that answers, whatever became of this text
             raise
@@ -178,16 +186,24 @@ class ReplanningExecutor(Executor):
     def _without_gpu(self, plan: Plan) -> Plan:
         return self._replan(0) if self._replan is not None and _uses_gpu(plan) else plan
 
-    def _opened(self, plan: Plan) -> PlannedExecutor:
-        """The plan ready to run, or one without a GPU where its memory can't be had."""
-        try:
-            return self._open(plan)
-        except DeviceMemoryError as error:
-            if self._replan is None or error.device != GPU or not _uses_gpu(plan):
-                raise
-            problem = str(error)
-        self._notice(f"{problem} Going on without the GPU.")
-        return self._open(self._replan(0))
+    def _opened(self, plan: Plan) -> tuple[PlannedExecutor, str]:
+        """The plan ready to run, else one that takes less, at last one without the GPU; and what stood in the way."""
+        problem, n_left = "", N_SMALLER
+        while True:
+            try:
+                return self._open(plan), problem
+            except DeviceMemoryError as error:
+                if self._replan is None or not _can_do_without(plan, error):
+                    raise
+                problem = problem or str(error)
+            plan = self._replan(_fewer_bytes(plan) if n_left else 0)  # not in the handler, see above
+            n_left -= 1
+
+    def _tell_of(self, problem: str) -> None:
+        """What went wrong, and how it goes on."""
+        plan = self._inner.plan
+        budget = f"Planned again within {plan.vram_budget_bytes / GIB:.2f} GiB of VRAM, and going on."
+        self._notice(f"{problem} {budget if _uses_gpu(plan) else 'Going on without the GPU.'}")
 
     def _look_at_memory(self) -> None:
         """Tells, once, of another program that has taken VRAM."""
@@ -238,7 +254,17 @@ def _restore(cache: Any, contents: _Contents) -> None:
 
 
 def _uses_gpu(plan: Plan) -> bool:
-    return plan.n_bytes("gpu") > 0
+    return plan.n_bytes(GPU) > 0
+
+
+def _can_do_without(plan: Plan, error: DeviceMemoryError) -> bool:
+    """Whether another plan would help."""
+    return error.device == GPU and _uses_gpu(plan)
+
+
+def _fewer_bytes(plan: Plan) -> int:
+    """Of VRAM, for a plan in the place of this one, which may not use all that it may."""
+    return int(SMALLER * min(plan.vram_budget_bytes, plan.n_bytes(GPU)))
 
 
 def _missing(executor: PlannedExecutor, chunks: Sequence[Rows]) -> list[Rows]:

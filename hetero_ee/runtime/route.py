@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hetero_ee.models.blocks import Block
 from hetero_ee.planning.costs import ON_GPU, STREAMED
+from hetero_ee.planning.overlap import overlap
 from hetero_ee.planning.plan import Plan
 
 DECODE, PREFILL = "decode", "prefill"
@@ -30,7 +31,10 @@ class Stretch:
 
 
 class Route:
-    """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers."""
+    """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers.
+
+    overlap: the layers that devices compute at the same time, each for other rows, when decoding.
+    """
 
     def __init__(self, plan: Plan, blocks: Sequence[Block]) -> None:
         self.blocks = [block for block in blocks if block.layer is not None]
@@ -38,6 +42,7 @@ class Route:
             DECODE: {part.name: part.decode_place for part in plan.parts},
             PREFILL: {part.name: part.prefill_place for part in plan.parts},
         }
+        self.overlap = overlap([part.decode_place for part in plan.parts])
         self._known: dict[tuple[str, range], tuple[Stretch, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> str:

@@ -11,7 +11,8 @@ class Thoroughness:
 
     cycle_bytes: weights that products take turns over; link_bytes: of one large copy between CPU and GPU. On a GPU, at
     rest until then, samples begin after warm_up_s, and those of one figure take no longer than gpu_sample_s. Passes on
-    the CPU are repeated for pass_sample_s at each (rows, context), a few times where they are longer.
+    the CPU are repeated for pass_sample_s at each (rows, context), and less where all of the CPU's figures, the making
+    of weights with them, would take longer than cpu_budget_s (see pass_sampling).
     """
 
     rows: tuple[int, ...]
@@ -22,6 +23,7 @@ class Thoroughness:
     warm_up_s: float
     gpu_sample_s: float
     pass_sample_s: float
+    cpu_budget_s: float
 
     @property
     def gpu_sampling(self) -> Sampling:
@@ -37,6 +39,7 @@ QUICK = Thoroughness(
     warm_up_s=0.1,
     gpu_sample_s=0.02,
     pass_sample_s=0.2,
+    cpu_budget_s=2.5,
 )
 FULL = Thoroughness(
     rows=(1, 2, 4, 8, 16, 128, 512),
@@ -47,4 +50,5 @@ FULL = Thoroughness(
     warm_up_s=0.5,
     gpu_sample_s=1.0,
     pass_sample_s=0.5,
+    cpu_budget_s=150.0,
 )

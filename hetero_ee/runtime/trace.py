@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ class SpanRecorder:
     def add_later(self, span: Callable[[], Span]) -> None:
         """A span whose times can be had when its work is through; `span` is called when spans are asked for."""
         self._found.append(span)
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """What is recorded inside is dropped."""
+        n_before = len(self._found)
+        try:
+            yield
+        finally:
+            del self._found[n_before:]
 
     def spans(self) -> list[Span]:
         """Everything recorded, by beginning; the devices must be through with it."""

@@ -12,6 +12,7 @@ from hetero_ee.config.toml_file import expanded
 from hetero_ee.errors import DamagedStoreError, StoreError, UsageError, shown
 from hetero_ee.models.model_files import require_tokenizer
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.calibration_files import is_calibrated, remove_calibration
 from hetero_ee.weights.conversion import WAITING, cached_store, convert, provenance
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.manifest import (
@@ -46,7 +47,8 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day."""
+    """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day.
+    is_calibrated: whether a calibration lies beside it."""
 
     name: str
     path: Path
@@ -56,6 +58,7 @@ class StoredModel:
     quantizer: str | None
     n_bytes: int
     last_used_s: float
+    is_calibrated: bool
 
 
 def open_cached(
@@ -164,7 +167,7 @@ def stored_model(cache: Path, name: str) -> StoredModel:
 
 
 def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:
-    """Removes a store of the cache folder, at once as others see it. Raises StoreError.
+    """Removes a store of the cache folder, at once as others see it, and its calibration before it. Raises StoreError.
 
     Refuses what is not below the cache folder, what holds other files than a store's, and what is being written.
     """
@@ -177,6 +180,7 @@ def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = No
 
     files = files or LocalFileSystem()
     with store_lock(target, files, refuse):
+        remove_calibration(model.path, files)
         _remove(model.path, files)
 
 
@@ -206,7 +210,8 @@ def _described(path: Path) -> StoredModel:
         n_bytes = sum(map(allocated_bytes, statuses.values()))
         last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
     quantizer = manifest.quantizer if manifest else None
-    return StoredModel(path.name, path, state, model, architecture, quantizer, n_bytes, last_used_s)
+    described = state, model, architecture, quantizer, n_bytes, last_used_s
+    return StoredModel(path.name, path, *described, is_calibrated(path))
 
 
 def _state_of(path: Path) -> tuple[StoreState, Manifest | None]:

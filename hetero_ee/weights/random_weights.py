@@ -10,7 +10,7 @@ from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUM
 from hetero_ee.weights.weight import TileWeight
 
 RANDOM = "random"  # what stands for the quantizer
-BLOCK_BYTES = 2**24 - 3  # of random bytes, repeated: odd, so that no two tiles of a matrix begin alike
+BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated: odd, so that no two tiles of a matrix begin alike
 # A codebook as fitted ones look, so that the kernels do the work they would.
 CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
 ROOT_MEAN_SQUARE = 64.0  # of the codebook's entries, about; of int8 values likewise

@@ -1,6 +1,6 @@
 """A matrix as the engine holds it: dense fp32, or tiles of int4 codes or int8 values with their scales."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -82,6 +82,15 @@ class TileWeight:
         expanded = self._expand(self.tiles[blocks], self.scales[blocks])
         within = torch.arange(len(indices)) * layout.TILE_ROWS + indices % layout.TILE_ROWS
         return expanded[within, : self.n_columns]
+
+    def gathered(self, indices: Tensor) -> "TileWeight":
+        """W[indices] as a matrix of its own, of the same codes and scales: nothing is rounded anew."""
+        n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
+        unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
+        chosen = (unpacked[indices], layout.unpack_scales(self.scales)[indices])
+        codes, scales = (torch.nn.functional.pad(values, (0, 0, 0, n_padded)) for values in chosen)
+        tiles = layout.pack_int8(codes) if self.codebook is None else layout.pack_int4(codes)
+        return replace(self, tiles=tiles, scales=layout.pack_scales(scales), n_rows=len(indices))
 
     def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
         """fp32 of whole row blocks, padding included."""

@@ -1,21 +1,27 @@
 """Times reading memory: what no kernel that reads weights can beat."""
 
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
 from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.team import Team
 from hetero_ee_profiles.probe_samples import Clock
 
-READ_BYTES = 2**28
+READ_BYTES = 2**27  # at least: more than a cache holds
 
 
-def probe_read_bytes_per_s(team: Team, repeats: int, clock: Clock) -> list[float]:
-    """Memory read bandwidth on the team's threads."""
-    read, buffer = Read(team), np.ones(READ_BYTES // 8, np.int64)
-    read(buffer)
+def probe_read_bytes_per_s(team: Team, buffers: Sequence[Any], repeats: int, clock: Clock) -> list[float]:
+    """Memory read bandwidth on the team's threads. buffers: contiguous arrays, READ_BYTES together or more."""
+    read, n_bytes = Read(team), sum(buffer.nbytes for buffer in buffers)
+
+    def read_all() -> None:
+        for buffer in buffers:
+            read(buffer)
+
+    read_all()
     rates = []
     for _ in range(repeats):
         start_s = clock()
-        read(buffer)
-        rates.append(buffer.nbytes / (clock() - start_s))
+        read_all()
+        rates.append(n_bytes / (clock() - start_s))
     return rates

@@ -2,21 +2,20 @@
 
 import itertools
 
-import pytest
+import numpy as np
 
 from hetero_ee_cpu_ops.team import Team
-from hetero_ee_profiles import cpu_probe
 from hetero_ee_profiles.cpu_probe import probe_read_bytes_per_s
 from hetero_ee_profiles.probe_samples import ProductShape
 
 TICK_S = 0.25
 
 
-def test_memory_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_probe, "READ_BYTES", 2**16)
+def test_memory_read() -> None:
+    buffers = [np.ones((2, 2**12), np.int64), np.ones(2**15, np.uint8)]
     ticks, team = itertools.count(), Team(1)
     try:
-        assert probe_read_bytes_per_s(team, 4, lambda: next(ticks) * TICK_S) == [2**16 / TICK_S] * 4
+        assert probe_read_bytes_per_s(team, buffers, 4, lambda: next(ticks) * TICK_S) == [(2**16 + 2**15) / TICK_S] * 4
     finally:
         team.close()
 

@@ -11,6 +11,8 @@ from hetero_ee.exits.draft_head import DraftHeadSource
 from hetero_ee.exits.draft_head_cpu import CpuDraftHeadLayer
 from hetero_ee.exits.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
 from hetero_ee.runtime.rows import Rows
+from hetero_ee.weights.quantizers import EightBit
+from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_cpu_ops.team import Team
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
 
@@ -63,11 +65,21 @@ def test_a_rows_bits_do_not_depend_on_its_batch(team: Team) -> None:
 def test_the_draft_vocabularys_logits_are_the_heads(team: Team) -> None:
     head = BareTarget().head[[2, 5, 17]]
     weights = head_weights()
-    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, head)
+    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, DenseWeight(head))
     logits = layer.logits(STATES[:1])
     assert logits is not None and logits.shape == (1, 3)
     assert relative_error(logits, STATES[:1] @ head.T) < 0.02
     assert CpuDraftHeadLayer(weights, MAX_TOKENS, team).logits(STATES[:1]) is None
+
+
+@pytest.mark.parametrize("ids", [[2, 5, 17], [0, 15, 16, VOCAB - 1], list(range(VOCAB)), [9]])
+def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(team: Team, ids: list[int]) -> None:
+    head = EightBit().quantize(BareTarget().head)
+    gathered = head.gathered(torch.tensor(ids))
+    assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
+    whole = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team, head).logits(STATES)
+    some = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team, gathered).logits(STATES)
+    assert whole is not None and some is not None and torch.equal(some, whole[:, ids])
 
 
 def test_after_a_rollback_it_proposes_as_a_fresh_one_does(team: Team) -> None:

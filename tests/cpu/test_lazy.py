@@ -10,7 +10,7 @@ from numba import types
 
 from hetero_ee_cpu_ops.lazy import Chunk, array_in, array_out, entry
 
-MODULES = "activate argmax attention embed kv_write norm places rope simd_float simd_tuples"
+MODULES = "activate argmax attention embed exit_confidence kv_write norm places rope simd_float simd_tuples"
 
 
 def test_import_compiles_nothing():

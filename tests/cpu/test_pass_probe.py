@@ -14,7 +14,8 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.runtime import cpu_profiling
 from hetero_ee.runtime.cpu_executor import CpuExecutor
 from hetero_ee.runtime.cpu_profiling import measured_cpu, probed_model, speed_since
-from hetero_ee.runtime.pass_probe import MAX_PASSES, MIN_PASSES, N_LONG_HEADS, PassSamples, probe_pass
+from hetero_ee.runtime.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
+from hetero_ee.runtime.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
 from hetero_ee.runtime.profiling import product_shapes
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.thoroughness import QUICK
@@ -28,6 +29,7 @@ from tests.stand_in_cpu import BYTE_S, EMBED_S, PLACE_S, PLACES_S, POSITION_S, W
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")
 N_LAYERS, MAX_TOKENS = 3, 600
+USUALLY = PassSampling(0.0)
 POINTS = [(1, 16), (1, 300), (4, 16), (20, 20), (20, 90)]
 
 
@@ -55,13 +57,13 @@ def test_parts_are_what_the_kernels_take_and_add_up(
     executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, m: int, context_tokens: int
 ) -> None:
     clock = WorkClock(monkeypatch)
-    found = probe_pass(executor, m, context_tokens, 0.0, clock)
-    assert found.pass_s == pytest.approx([parts_s(found)] * MIN_PASSES)
-    assert found.layer_s == pytest.approx([WRITE_S + PLACE_S] * MIN_PASSES)
-    assert found.executor_s == pytest.approx([PLACE_S] * MIN_PASSES)
-    assert found.outside_s == pytest.approx([EMBED_S + PLACES_S] * MIN_PASSES)
+    found = probe_pass(executor, m, context_tokens, USUALLY, clock)
+    assert found.pass_s == pytest.approx([parts_s(found)] * USUAL_PASSES)
+    assert found.layer_s == pytest.approx([WRITE_S + PLACE_S] * USUAL_PASSES)
+    assert found.executor_s == pytest.approx([PLACE_S] * USUAL_PASSES)
+    assert found.outside_s == pytest.approx([EMBED_S + PLACES_S] * USUAL_PASSES)
     positions = sum(range(context_tokens - m + 1, context_tokens + 1))
-    assert found.attention_s == pytest.approx([positions * POSITION_S] * MIN_PASSES)
+    assert found.attention_s == pytest.approx([positions * POSITION_S] * USUAL_PASSES)
     for shape in product_shapes(executor.spec):
         key = shape.layout, shape.n_rows, shape.n_columns
         seconds = found.head_s if key == found.head else found.products[key]
@@ -70,17 +72,17 @@ def test_parts_are_what_the_kernels_take_and_add_up(
 
 
 def test_the_head_of_many_rows_is_timed_apart(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_pass(executor, 20, 20, 0.0, WorkClock(monkeypatch))
+    found = probe_pass(executor, 20, 20, USUALLY, WorkClock(monkeypatch))
     head_bytes = product_shapes(executor.spec)[-1].n_bytes
     assert found.head_s == pytest.approx([20 * BYTE_S * head_bytes] * N_LONG_HEADS)
-    assert found.pass_s == pytest.approx([parts_s(found) - 19 * BYTE_S * head_bytes] * MIN_PASSES)
+    assert found.pass_s == pytest.approx([parts_s(found) - 19 * BYTE_S * head_bytes] * USUAL_PASSES)
 
 
 @pytest.mark.parametrize("m", [1, 20])
 def test_looking_at_the_clock_is_not_counted(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
     look_s = 1e-7
     clock = WorkClock(monkeypatch, look_s)
-    found = probe_pass(executor, m, 20, 0.0, clock)
+    found = probe_pass(executor, m, 20, USUALLY, clock)
     for shape in product_shapes(executor.spec)[:-1]:
         seconds = found.products[shape.layout, shape.n_rows, shape.n_columns]
         assert seconds[-1] == pytest.approx(clock.product_s(shape.n_bytes, m))
@@ -90,10 +92,10 @@ def test_looking_at_the_clock_is_not_counted(executor: CpuExecutor, monkeypatch:
 
 def test_short_passes_are_repeated_for_some_time(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = WorkClock(monkeypatch)
-    once_s = probe_pass(executor, 1, 16, 0.0, clock).pass_s[0]
-    n_passes = len(probe_pass(executor, 1, 16, 2 * 20.5 * once_s, clock).pass_s)
+    once_s = probe_pass(executor, 1, 16, USUALLY, clock).pass_s[0]
+    n_passes = len(probe_pass(executor, 1, 16, PassSampling(2 * 20.5 * once_s), clock).pass_s)
     assert n_passes == 21  # with stop watches and without
-    assert len(probe_pass(executor, 1, 16, 1e9, clock).pass_s) == MAX_PASSES
+    assert len(probe_pass(executor, 1, 16, PassSampling(1e9), clock).pass_s) == MOST_PASSES
 
 
 def test_keys_and_values_are_written_before(executor: CpuExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,16 +108,16 @@ def test_keys_and_values_are_written_before(executor: CpuExecutor, monkeypatch: 
         return real(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Attention, "attend", attend)
-    probe_pass(executor, 1, 300, 0.0, lambda: 0.0)
+    probe_pass(executor, 1, 300, USUALLY, lambda: 0.0)
     assert len(unwritten) > 2 * N_LAYERS and not any(unwritten)
 
 
 def test_the_executor_is_as_before(executor: CpuExecutor) -> None:
     executor.cache.open(0)
     before = executor.logits(Rows.of_sequence(0, 0, [1, 2, 3]), (2,))
-    probe_pass(executor, 4, 16, 0.0, lambda: 0.0)
+    probe_pass(executor, 4, 16, USUALLY, lambda: 0.0)
     with pytest.raises(ValueError, match="can't follow"):
-        probe_pass(executor, 1, MAX_TOKENS + 1, 0.0, lambda: 0.0)
+        probe_pass(executor, 1, MAX_TOKENS + 1, USUALLY, lambda: 0.0)
     executor.cache.truncate(0, 0)
     assert torch.equal(executor.logits(Rows.of_sequence(0, 0, [1, 2, 3]), (2,)), before)
     executor.cache.check()
@@ -124,7 +126,7 @@ def test_the_executor_is_as_before(executor: CpuExecutor) -> None:
 
 def profile_of(spec: ModelSpec, max_bytes: int, clock: WorkClock) -> HardwareProfile:
     model = probed_model(spec, product_shapes(spec), max_bytes, MAX_TOKENS)
-    times = measured_cpu(model, POINTS, 1, 2**30, replace(QUICK, pass_sample_s=0.0), ORIGIN, clock)
+    times = measured_cpu(model, POINTS, 1, 2**30, replace(QUICK, pass_sample_s=0.0), 1e9, ORIGIN, clock)
     return replace(derived_profile(DATA_SHEETS[0], "2026-11-21"), kind=MEASURED, cpu=(times,), gpu=None, link=None)
 
 

@@ -1,0 +1,189 @@
+"""The pass after loading: it finds what the first long prompt would have no memory for, and leaves nothing behind."""
+
+import itertools
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime import cuda_machine
+from hetero_ee.runtime.gpu_operations import GpuOperations
+from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.proof_pass import proven
+from hetero_ee.runtime.replanning_executor import N_SMALLER, ReplanningExecutor
+from hetero_ee.runtime.segment_room import MAX_ROWS
+from hetero_ee_profiles.reference import reference_profile
+from tests.device_support import Fault, no_memory
+from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of
+from tests.emulation import LAPTOP
+from tests.executor_support import Model, model_of
+from tests.stand_in_cuda import StandInCuda
+from tests.stand_in_machine import PLENTY, StandInMover, marked_layers, stand_in_gpu, torch_operations
+
+CHUNK_TOKENS = 40  # in turns of 16, 16 and 8 rows on the GPU
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("llama-tied", "int4", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def text(model: Model) -> list[int]:
+    executor = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    said = generated(executor)
+    executor.close()
+    return said
+
+
+def chunked(model: Model, overrides: Any = HALF) -> Plan:
+    return replace(plan_of(model, overrides), prefill_chunk_tokens=CHUNK_TOKENS)
+
+
+class Proving(Faulty):
+    """A computer whose plans are proven as they are opened."""
+
+    def open(self, plan: Plan) -> PlannedExecutor:
+        return proven(super().open(replace(plan, prefill_chunk_tokens=CHUNK_TOKENS)))
+
+
+class Watched:
+    """Operations that write down how many rows they get. n_fail: whole turns that find no memory, in the beginning."""
+
+    def __init__(self, n_fail: int = 0) -> None:
+        self.rows: list[int] = []
+        self._real, self._n_fail = torch_operations(), n_fail
+
+    def operations(self) -> GpuOperations:
+        return replace(self._real, activate=self._activate)
+
+    def _activate(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        self.rows.append(len(x))
+        if len(x) == MAX_ROWS and self._n_fail:
+            self._n_fail -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return self._real.activate(x, *arguments, **options)
+
+
+def on_gpu(model: Model, monkeypatch: pytest.MonkeyPatch, told: list[str], watched: Watched, **asked: Any) -> Opened:
+    """Opened as the engine does, on this computer's stand-in of a GPU."""
+    monkeypatch.setattr(cuda_machine, "CudaMover", StandInMover)
+    monkeypatch.setattr(cuda_machine, "gpu_layers", marked_layers)
+    monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
+    gpu = stand_in_gpu(StandInCuda(PLENTY), watched.operations())
+    placement = Placement(reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), **asked)
+    return open_placed(*model, placement, 1, time.perf_counter, told.append, lambda name, notice: gpu)
+
+
+def test_a_whole_chunk_and_a_row_of_decoding_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    watched = Watched()
+    found = on_gpu(model, monkeypatch, told, watched, traces=True)
+    assert watched.rows == [16, 16, 8] * model[0].n_layers + [1] and told == []  # a chunk's other layers visit
+    assert found.executor.cache.sequences == () and found.spans() == []
+    found.executor.cache.check()
+    found.executor.close()
+
+
+def test_what_a_long_prompt_would_lack_is_told_at_opening(
+    model: Model, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    found = on_gpu(model, monkeypatch, told, Watched(10**9))
+    (notice,) = told
+    assert "needs 2" in notice and notice.endswith("Going on without the GPU.")
+    assert generated(found.executor) == text
+    found.executor.close()
+
+
+@pytest.mark.parametrize("n_fail", [1, N_SMALLER, N_SMALLER + 1])
+def test_smaller_plans_are_tried_before_the_gpu_is_done_without(model: Model, text: list[int], n_fail: int) -> None:
+    told: list[str] = []
+    asked_bytes: list[int] = []
+    computer = Proving(model, operations=Watched(n_fail).operations())
+
+    def replan(budget_bytes: int) -> Plan:
+        asked_bytes.append(budget_bytes)
+        return within(computer.replan(budget_bytes), budget_bytes)
+
+    executor = ReplanningExecutor(chunked(model), replan, computer.open, told.append)
+    assert generated(executor) == text
+    executor.close()
+    (notice,) = told
+    assert ("Planned again within" in notice) == (n_fail <= N_SMALLER) == bool(executor.plan.n_bytes("gpu"))
+    assert len(asked_bytes) == n_fail and asked_bytes[0] < plan_of(model).n_bytes("gpu")
+    assert asked_bytes == sorted(set(asked_bytes), reverse=True)
+    assert all(held == {} for held in computer.held_bytes())
+
+
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow, id="every"), pytest.param(5, id="some")])
+@pytest.mark.parametrize("overrides", [HALF, STREAMED])
+def test_memory_that_runs_out_at_any_step_of_the_pass(
+    model: Model, text: list[int], overrides: Any, stride: int
+) -> None:
+    for n in itertools.count(1, stride):
+        fault, told = Fault(n, no_memory, only_once=True), []
+        computer = Proving(model, run=fault)
+        executor = ReplanningExecutor(chunked(model, overrides), computer.replan, computer.open, told.append)
+        n_proof = fault.calls
+        assert executor.cache.sequences == () and executor.cache.n_bytes == unproven_bytes(model, executor.plan)
+        assert generated(executor) == text
+        executor.close()
+        assert all(held == {} for held in computer.held_bytes())
+        if n_proof < n:
+            break
+        assert len(told) == 1
+    assert n > 5
+
+
+def within(plan: Plan, budget_bytes: int) -> Plan:
+    """The plan, as if its parts on the GPU were so small."""
+    if not budget_bytes:
+        return plan
+    share = budget_bytes / plan.n_bytes("gpu")
+    memory = tuple(replace(t, n_bytes=int(share * t.n_bytes)) if t.device == "gpu" else t for t in plan.memory)
+    return replace(plan, vram_budget_bytes=budget_bytes, memory=memory)
+
+
+def unproven_bytes(model: Model, plan: Plan) -> int:
+    """Of the cache just after loading."""
+    executor = Faulty(model).open(plan)
+    n_bytes: int = executor.cache.n_bytes
+    executor.close()
+    return n_bytes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_pass_that_is_broken_off_closes_everything(model: Model, error: Any) -> None:
+    for n in itertools.count(1, 3):
+        fault = Fault(n, lambda: error("a test's"), only_once=True)
+        computer = Proving(model, run=fault)
+        try:
+            ReplanningExecutor(chunked(model, STREAMED), computer.replan, computer.open, lambda told: None).close()
+        except error:
+            assert fault.calls == n and len(computer.machines) == 1
+        assert all(held == {} for held in computer.held_bytes())
+        if fault.calls < n:
+            break
+    assert n > 5
+
+
+def test_the_cpu_alone_is_left_as_it_is(model: Model) -> None:
+    executor: Any = SimpleNamespace(plan=plan_of(model, (("layers.*|head", "cpu"),)))
+    assert proven(executor) is executor
+
+
+def test_an_emulated_machine_begins_at_zero(model: Model, text: list[int]) -> None:
+    placement = Placement(
+        reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), emulates=True
+    )
+    found = open_placed(*model, placement, 1, time.perf_counter, lambda told: None)
+    assert found.clock() == 0.0 and found.spans() == []
+    assert generated(found.executor) == text
+    found.executor.close()
