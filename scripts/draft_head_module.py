@@ -42,6 +42,10 @@ class TrainingHead(nn.Module):
         """The parameters under EAGLE's names."""
         return {NAMES[name]: values.detach().to(dtype).contiguous() for name, values in self.named_parameters()}
 
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the parameters from tensors under EAGLE's names."""
+        self.load_state_dict({name: tensors[NAMES[name]].float() for name, _ in self.named_parameters()}, strict=False)
+
     def unrolled(self, embedded: Tensor, states: Tensor, n_guesses: int) -> Iterator[Tensor]:
         """Yields n_guesses times (b, n, hidden): the guess at each row when the last 0, 1, ... states are guesses.
 

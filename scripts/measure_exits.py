@@ -4,7 +4,8 @@
 
 For each of --sizes the model is calibrated on the first so many tokens of the one text, and all figures are taken on
 the first --tokens of the other. Texts are split at <|endoftext|>. With --shipped, the calibration that the model has
-already is evaluated in place of new ones. Nothing is written.
+already is evaluated in place of new ones. With --predictors, the kinds of predictors are compared on the rows of the
+last size; with --recent N, walks to boundary N are taken with levels near the last exits. Nothing is written.
 """
 
 import argparse
@@ -14,6 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exit_predictors import Compared, compare_predictors
+from recent_walks import RecentWalks, recent_walks
+
 from hetero_ee import Engine
 from hetero_ee.decoding.calibration_text import Chunk, text_chunks
 from hetero_ee.decoding.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee.exits.calibration import Calibration
 from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
 from hetero_ee.exits.evaluation import Evaluation, evaluate
+from hetero_ee.exits.predictor_quality import PredictorQuality
 from hetero_ee.models.hub import resolve_model
 
 SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
@@ -51,12 +56,27 @@ def main() -> None:
         measured = [shipped(engine, other)] if arguments.shipped else []
         for size in () if arguments.shipped else arguments.sizes:
             measured.append(calibrated(engine, chunks_of(arguments.calibrate, size), other))
+        compared = []
+        if arguments.predictors:
+            chunks = chunks_of(arguments.calibrate, arguments.sizes[-1])
+            compared = predictors_compared(engine, measured[-1].calibration, chunks, other)
+        woken = []
+        if arguments.recent:
+            woken = list(recent_walks(engine.executor, measured[-1].calibration, other, arguments.recent))
     if arguments.json:
-        print(json.dumps({"schema": 1, "rows": [document(each) for each in measured]}))
-    else:
-        print_sizes(measured)
-        print_boundaries(measured[-1])
-        print_depths(measured[-1])
+        predictors = [asdict(each) for each in compared]
+        rows = [document(each) for each in measured]
+        recent = [(name, *each.figures) for name, each in woken]
+        print(json.dumps({"schema": 2, "rows": rows, "predictors": predictors, "recent": recent}))
+        return
+    print_sizes(measured)
+    print_boundaries(measured[-1])
+    print_walks(measured[-1])
+    print_depths(measured[-1])
+    if compared:
+        print_predictors(compared)
+    if woken:
+        print_recent(woken)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,11 +87,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="folder or id; the demo model without it")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="tokens to calibrate on")
     parser.add_argument("--tokens", type=int, default=10_000, help="tokens to take figures on")
+    parser.add_argument("--predictors", action="store_true", help="compare the kinds of predictors as well")
+    parser.add_argument("--recent", type=int, metavar="N", help="walks to boundary N with levels near the last exits")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.shipped == (arguments.calibrate is not None):
         parser.error("give one of --calibrate and --shipped")
+    if arguments.predictors and arguments.shipped:
+        parser.error("--predictors needs a text to fit them to: --calibrate")
     return arguments
 
 
@@ -104,11 +128,20 @@ def calibrated(engine: Engine, chunks: list[Chunk], other: list[Chunk]) -> Measu
     return Measured(calibration.text.n_tokens, seconds, calibration, evaluation)
 
 
+def predictors_compared(
+    engine: Engine, calibration: Calibration, chunks: list[Chunk], other: list[Chunk]
+) -> list[Compared]:
+    """All kinds, with the calibration's maps."""
+    maps = {each.boundary: each.exit_map for each in calibration.boundaries if each.exit_map}
+    return compare_predictors(engine.executor, maps, chunks, other, CalibrationSettings().precision)
+
+
 def document(measured: Measured) -> dict[str, Any]:
     return {
         "n_tokens": measured.n_tokens,
         "seconds": measured.seconds,
         "map_ranks": [each.exit_map.rank if each.exit_map else None for each in measured.calibration.boundaries],
+        "schedule": list(measured.calibration.schedule.boundaries),
         "thresholds": [each.threshold for each in measured.calibration.boundaries],
         "evaluation": asdict(measured.evaluation),
     }
@@ -139,6 +172,40 @@ def print_boundaries(measured: Measured) -> None:
         shares = [f"{getattr(figures, name):.3f}" for name in FIGURES]
         cells = [str(each.boundary), rank, *shares[:2], f"{each.threshold:.2f}", *shares[2:]]
         print(f"| {' | '.join(cells)} |")
+
+
+def print_walks(measured: Measured) -> None:
+    evaluation, schedule = measured.evaluation, measured.calibration.schedule
+    print(f"\nwalks past the schedule's boundaries, {list(schedule.boundaries)}, against the boundary alone\n")
+    print("| boundary | exit rate | precision | refused precision | mean exit depth | judged at |")
+    print("|---|---|---|---|---|---|")
+    for each, alone, walk in zip(measured.calibration.boundaries, evaluation.boundaries, evaluation.walks, strict=True):
+        pairs = ((walk.exit_rate, alone.exit_rate), (walk.precision, alone.precision))
+        cells = [str(each.boundary), *(f"{ours:.3f} ({other:.3f})" for ours, other in pairs)]
+        cells.append(f"{walk.refused_precision:.3f} ({alone.refused_precision:.3f})")
+        print(f"| {' | '.join(cells)} | {walk.mean_exit_depth:.2f} ({each.boundary}) | {walk.n_evaluated:.2f} |")
+
+
+def print_predictors(compared: list[Compared]) -> None:
+    names = [each.kind for each in compared]
+    print("\npredictors: exit rate, precision, recall at the calibrated threshold\n")
+    print(f"| boundary | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    for place in range(len(compared[0].qualities)):
+        print(f"| {place + 1} | {' | '.join(figures_of(each.qualities[place]) for each in compared)} |")
+    print(f"| mean | {' | '.join(figures_of(each.mean) for each in compared)} |")
+    print(f"| microseconds a row | {' | '.join(f'{each.microseconds:.0f}' for each in compared)} |")
+    print(f"| seconds to fit | {' | '.join(f'{each.fit_s:.2f}' for each in compared)} |")
+
+
+def print_recent(woken: list[tuple[str, RecentWalks]]) -> None:
+    print("\n| levels | exit rate | precision | mean exit depth | judged at |\n|---|---|---|---|---|")
+    for name, each in woken:
+        rate, precision, depth, n_evaluated = each.figures
+        print(f"| {name} | {rate:.3f} | {precision:.3f} | {depth:.2f} | {n_evaluated:.2f} |")
+
+
+def figures_of(quality: PredictorQuality) -> str:
+    return ", ".join(f"{share:.3f}" for share in (quality.exit_rate, quality.precision, quality.recall))
 
 
 def print_depths(measured: Measured) -> None:

@@ -1,6 +1,6 @@
 """Train an EAGLE-1 style draft head for a local model.
 
-    python scripts/train_draft_head.py --model DIR --texts FILE... --output DIR [--evaluate FILE]
+    python scripts/train_draft_head.py --model DIR --texts FILE... --output DIR [--evaluate FILE] [--start HEAD]
 
 The head (arXiv 2401.15077) sees the newest token and the model's final normed state that led to it, and guesses the
 next such state; the model's own head turns it into a token. It learns from the states that this engine's int4 model
@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from draft_head_module import TrainingHead
 from draft_head_teacher import Teacher, Trace, read_texts
+from draft_vocabulary import frequent_tokens, written
 from measure_draft_head import Size, measure
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.exits.draft_head_file import read_draft_head
+from hetero_ee.exits.draft_head_file import DRAFT_TOKEN_IDS, read_draft_head
 
 Batch = tuple[Tensor, Tensor, Tensor]  # token_ids (b, n), states (b, n, hidden), which of them are there (b, n)
 CONTINUED_TOGETHER = 64
@@ -61,6 +62,7 @@ class Settings:
     chain: int = field(default=3, metadata={"help": "guesses that a step unrolls from then on"})
     state_weight: float = field(default=1.0, metadata={"help": "weight of the states' loss (smooth L1)"})
     token_weight: float = field(default=1.0, metadata={"help": "weight of the tokens' loss (EAGLE: 0.1)"})
+    coverage: float = field(default=0.99, metadata={"help": "share of what it learns from in its draft vocabulary"})
     held_out: int = field(default=80, metadata={"help": "every n-th text is kept to watch the training"})
     watched: int = field(default=5000, metadata={"help": "tokens of each kind that the training is watched on"})
     log_every: int = field(default=200, metadata={"help": "steps between two lines of progress"})
@@ -198,17 +200,21 @@ def head_config(model: Path) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1} | config
 
 
-def save(head: TrainingHead, teacher: Teacher, model: Path, output: Path, figures: dict[str, Any]) -> None:
-    """Writes the head in fp16, and reads it as the engine does."""
+def save(
+    head: TrainingHead, teacher: Teacher, model: Path, output: Path, figures: dict[str, Any], token_ids: Any
+) -> None:
+    """Writes the head in fp16, and reads it as the engine does. token_ids: those that it is to draft, None for all."""
     output.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(torch.float16), output / "model.safetensors")
     config = head_config(model) | {"torch_dtype": "float16", "training": figures}
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if token_ids is not None:
+        config[DRAFT_TOKEN_IDS] = token_ids
+    (output / "config.json").write_text(written(config))
     read_draft_head(output, teacher.spec)
 
 
-def run(model: Path, texts: list[Path], output: Path, settings: Settings) -> dict[str, Any]:
-    """The whole way from texts to a head; returns what the run was."""
+def run(model: Path, texts: list[Path], output: Path, settings: Settings, start: Path | None = None) -> dict[str, Any]:
+    """The whole way from texts to a head; returns what the run was. start: a head to go on from."""
     torch.manual_seed(settings.seed)
     kept = read_texts(texts, settings.separator)
     held_out = kept[settings.held_out - 1 :: settings.held_out] or kept[-1:]
@@ -223,6 +229,8 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings) -> dic
             watched = collect(teacher, held_out, settings, settings.watched, settings.watched)
             traces = collect(teacher, kept, settings, settings.tokens, settings.generated)
     head = TrainingHead(teacher.spec, teacher.embedding.clone())
+    if start is not None:
+        head.load_tensors(load_file(start / "model.safetensors"))
     started = time.monotonic()
     n_steps = train(head, teacher, traces, watched, settings)
     figures = {
@@ -235,7 +243,11 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings) -> dic
         "seconds": round(time.monotonic() - started),
         "settings": asdict(settings),
     }
-    save(head, teacher, model, output, figures)
+    if start is not None:
+        figures["start"] = json.loads((start / "config.json").read_text()).get("training")
+    learned = (trace.token_ids.tolist() for trace in traces)
+    token_ids = frequent_tokens(learned, settings.coverage, teacher.spec.vocab_size)
+    save(head, teacher, model, output, figures, token_ids)
     return figures
 
 
@@ -246,6 +258,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files to learn from")
     parser.add_argument("--output", type=Path, required=True, help="folder for the head")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
+    parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to go on from")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
     for item in fields(Settings):
         flag = "--" + item.name.replace("_", "-")
@@ -258,7 +271,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
 def main() -> None:
     """Trains, and evaluates if there is a text to evaluate on."""
     arguments, settings = parse_arguments()
-    figures: dict[str, Any] = {"training": run(arguments.model, arguments.texts, arguments.output, settings)}
+    figures: dict[str, Any] = {
+        "training": run(arguments.model, arguments.texts, arguments.output, settings, arguments.start)
+    }
     if arguments.evaluate:
         size, temperatures = Size(prompts=4, new_tokens=16) if arguments.smoke else Size(), (0.0, settings.temperature)
         model, head = arguments.model, arguments.output

@@ -1,16 +1,17 @@
 """Calibration: what was measured of a model's early exits, and what was fitted to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.exits.activations import FREQUENCY
 from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.figures import BoundaryFigures, DepthFigures
+from hetero_ee.exits.exit_schedule import ExitSchedule
+from hetero_ee.exits.figures import BoundaryFigures, DepthFigures, WalkFigures
 from hetero_ee.exits.predictors import Predictor
-from hetero_ee.planning.rounds import ExitRates
+from hetero_ee.planning.rounds import ExitRates, WalkRates
 from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics
 
 
@@ -19,20 +20,33 @@ class FittedBoundary:
     """Exits in front of layer `boundary`, counted from 0: `boundary` layers have run.
 
     exit_map: None where none agrees with the full model more often than no map does. A row may exit where the
-    predictor's probability is at least `threshold`; the features are those of the first layer evaluated for a row.
+    predictor's probability is at least `threshold`; the features are those of the first layer evaluated for a row,
+    where the whole head takes the candidates. sliced_predictor, sliced_threshold: the same of a row whose candidates an
+    earlier boundary has taken, with the change since the one evaluated last; None where too few rows tell.
     """
 
     boundary: int
     exit_map: ExitMap | None
     predictor: Predictor
     threshold: float
+    sliced_predictor: Predictor | None
+    sliced_threshold: float
+
+    def opens(self, features: NDArray[np.float32], *, is_sliced: bool) -> NDArray[np.bool_]:
+        """(m, 12) -> (m,): which rows may exit. is_sliced: an earlier boundary has taken their candidates."""
+        if not is_sliced:
+            return np.asarray(self.predictor.probability(features) >= self.threshold)
+        if self.sliced_predictor is None:
+            return np.zeros(len(features), np.bool_)
+        return np.asarray(self.sliced_predictor.probability(features) >= self.sliced_threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundaryCalibration(FittedBoundary):
-    """The same with its figures."""
+    """The same with its figures. walk: of tokens judged at the schedule's boundaries before this one as well."""
 
     figures: BoundaryFigures
+    walk: WalkFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +66,14 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """All figures are of held-out tokens. activations: means a token by name, see activations.py."""
+    """All figures are of held-out tokens. schedule: the boundaries worth judging rows at, none where that is not known;
+    its units are bytes read (see schedule_fitting.py). activations: means a token by name, see activations.py."""
 
     n_layers: int
     hidden_size: int
     text: CalibrationText
     boundaries: tuple[BoundaryCalibration, ...]
+    schedule: ExitSchedule
     depths: DepthFigures
     activations: Mapping[str, NDArray[np.float32]]
 
@@ -73,8 +89,17 @@ class Calibration:
 
     def statistics(self) -> ExitStatistics:
         """What the planner wants to know. Every token passes every layer in the end, so that no layer is spared."""
-        rates = (
-            BoundaryRates(each.boundary, ExitRates(each.figures.exit_rate, each.figures.precision))
-            for each in self.boundaries
-        )
-        return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, tuple(rates))
+        rates = tuple(self._rates(each) for each in self.boundaries)
+        text = f"calibration on {self.text.description}"
+        return ExitStatistics(text, self.n_layers, rates, schedule=self.schedule.boundaries)
+
+    def levels(self, boundary: int) -> tuple[int, ...]:
+        """The schedule's boundaries in front of this one."""
+        return tuple(place for place in self.schedule.boundaries if place < boundary)
+
+    def _rates(self, each: BoundaryCalibration) -> BoundaryRates:
+        alone, walk = each.figures, each.walk
+        rates = ExitRates(alone.exit_rate, alone.precision, alone.refused_precision)
+        if not self.levels(each.boundary):
+            return BoundaryRates(each.boundary, rates)
+        return BoundaryRates(each.boundary, rates, WalkRates(**asdict(walk)))

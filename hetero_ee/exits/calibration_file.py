@@ -17,23 +17,26 @@ from hetero_ee.errors import ModelError, StoreError, shown
 from hetero_ee.exits.activations import activation_names
 from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
 from hetero_ee.exits.calibration_tensors import parsed_safetensors, read_whole, safetensors_bytes, write_whole
+from hetero_ee.exits.candidates import N_CANDIDATES
 from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.figures import BoundaryFigures, DepthFigures
+from hetero_ee.exits.exit_schedule import ExitSchedule
+from hetero_ee.exits.features import feature_names
+from hetero_ee.exits.figures import BoundaryFigures, DepthFigures, WalkFigures
 from hetero_ee.exits.predictor_quality import NO_EXIT
-from hetero_ee.exits.predictors import predictor_from_arrays
+from hetero_ee.exits.predictors import Predictor, predictor_from_arrays
 from hetero_ee.models.json_text import parse_json
 from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, make_folders, store_errors
 from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_NAME = "hetero_ee calibration"
-FORMAT_VERSION = 1
-FOLDER_SUFFIX, UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".calibration", ".new", ".old"
-JSON_FILE, TENSORS_FILE = "calibration.json", "calibration.safetensors"
+FORMAT_VERSION = 2
 MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 10**6
 MAX_TENSORS_BYTES = 4 * 2**30
 TYPES: dict[str, Any] = {"F16": np.float16, "F32": np.float32}
+N_FEATURES = len(feature_names(N_CANDIDATES))
 WAY_OUT = "run hetero-ee calibrate"
 
 Arrays = dict[str, NDArray[Any]]
@@ -41,17 +44,24 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class BoundaryRecord:
-    """BoundaryCalibration without its tensors. map_rank: None without a map, hidden_size for a full matrix."""
+    """BoundaryCalibration without its tensors: kinds in the place of predictors. map_rank: None without a map,
+    hidden_size for a full matrix."""
 
     boundary: int
     map_rank: int | None
     predictor: str
     threshold: float
+    sliced_predictor: str | None
+    sliced_threshold: float
     figures: BoundaryFigures
+    walk: WalkFigures
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= NO_EXIT:
-            raise ValueError(f"threshold is {self.threshold}, expected 0 to {NO_EXIT}")
+        for threshold in (self.threshold, self.sliced_threshold):
+            if not 0 <= threshold <= NO_EXIT:
+                raise ValueError(f"threshold is {threshold}, expected 0 to {NO_EXIT}")
+        if self.walk.mean_exit_depth > self.boundary or self.walk.n_evaluated > self.boundary:
+            raise ValueError(f"a walk to boundary {self.boundary} passes no more boundaries than that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class CalibrationRecord:
     hidden_size: int
     text: CalibrationText
     boundaries: tuple[BoundaryRecord, ...]
+    schedule: ExitSchedule
     depths: DepthFigures
     tensors_sha256: str
 
@@ -73,11 +84,11 @@ class CalibrationRecord:
             raise ValueError(f"boundaries have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
-
-
-def calibration_folder(store: Path) -> Path:
-    """Where the calibration of the store in `store` lies, or would lie."""
-    return store.with_name(store.name + FOLDER_SUFFIX)
+        if max(self.schedule.boundaries, default=1) >= self.n_layers:
+            raise ValueError(f"the schedule names boundary {max(self.schedule.boundaries)} of {self.n_layers} layers")
+        for boundary in self.schedule.boundaries[1:]:
+            if self.boundaries[boundary - 1].sliced_predictor is None:
+                raise ValueError(f"the schedule names boundary {boundary}, which has no sliced predictor")
 
 
 def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
@@ -142,7 +153,10 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
             each.exit_map.rank if each.exit_map else None,
             each.predictor.kind,
             each.threshold,
+            each.sliced_predictor.kind if each.sliced_predictor else None,
+            each.sliced_threshold,
             each.figures,
+            each.walk,
         )
         for each in calibration.boundaries
     )
@@ -154,6 +168,7 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
         hidden_size=calibration.hidden_size,
         text=calibration.text,
         boundaries=tuple(boundaries),
+        schedule=calibration.schedule,
         depths=calibration.depths,
         tensors_sha256=tensors_sha256,
     )
@@ -169,6 +184,9 @@ def _tensors_of(calibration: Calibration) -> Arrays:
                 parts["down"] = each.exit_map.down
             arrays |= {f"{prefix}.map.{name}": part.numpy().astype(np.float16) for name, part in parts.items()}
         arrays |= {f"{prefix}.predictor.{name}": array for name, array in each.predictor.arrays().items()}
+        if each.sliced_predictor is not None:
+            sliced = each.sliced_predictor.arrays()
+            arrays |= {f"{prefix}.sliced_predictor.{name}": array for name, array in sliced.items()}
     return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
 
 
@@ -211,21 +229,39 @@ def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) ->
         activations[name] = _taken(rest, f"activations.{name}", (n_features,), np.float32)
     for name in rest:
         raise ValueError(f"tensor {shown(name)} is unknown")
-    return Calibration(record.n_layers, record.hidden_size, record.text, boundaries, record.depths, activations)
+    return Calibration(
+        record.n_layers,
+        record.hidden_size,
+        record.text,
+        boundaries,
+        record.schedule,
+        record.depths,
+        activations,
+    )
 
 
 def _boundary(record: BoundaryRecord, hidden_size: int, rest: Arrays) -> BoundaryCalibration:
     prefix = f"boundaries.{record.boundary}"
-    start = f"{prefix}.predictor."
-    own = {name: rest.pop(name) for name in list(rest) if name.startswith(start)}
-    predictor = predictor_from_arrays(record.predictor, {name.removeprefix(start): own[name] for name in own})
+    sliced = record.sliced_predictor
     return BoundaryCalibration(
         record.boundary,
         _exit_map(record, f"{prefix}.map", hidden_size, rest),
-        predictor,
+        _predictor(record.predictor, f"{prefix}.predictor.", rest),
         record.threshold,
+        None if sliced is None else _predictor(sliced, f"{prefix}.sliced_predictor.", rest),
+        record.sliced_threshold,
         record.figures,
+        record.walk,
     )
+
+
+def _predictor(kind: str, prefix: str, rest: Arrays) -> Predictor:
+    """Of the arrays whose names begin so, taken out of `rest`. Raises ValueError, ModelError."""
+    own = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+    predictor = predictor_from_arrays(kind, own)
+    if predictor.n_features != N_FEATURES:
+        raise ValueError(f"{shown(prefix)} is of a predictor of {predictor.n_features} features, expected {N_FEATURES}")
+    return predictor
 
 
 def _exit_map(record: BoundaryRecord, prefix: str, hidden_size: int, rest: Arrays) -> ExitMap | None:

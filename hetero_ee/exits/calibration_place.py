@@ -5,10 +5,11 @@ from pathlib import Path
 
 from hetero_ee.errors import StoreError
 from hetero_ee.exits.calibration import Calibration
-from hetero_ee.exits.calibration_file import JSON_FILE, calibration_folder, read_calibration
+from hetero_ee.exits.calibration_file import read_calibration
 from hetero_ee.exits.calibration_key import checkpoint_key, store_key
 from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.calibration_files import JSON_FILE, calibration_folder
 from hetero_ee.weights.manifest import read_manifest
 from hetero_ee.weights.quantization import Quantization
 

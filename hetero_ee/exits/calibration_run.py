@@ -7,14 +7,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_ee.config import Progress
 from hetero_ee.exits.activations import averages
-from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText, FittedBoundary
+from hetero_ee.exits.calibration import Calibration, CalibrationText
+from hetero_ee.exits.calibration_fitting import fit_calibration
 from hetero_ee.exits.calibration_stages import (
     CHOOSE,
     HELD_OUT,
@@ -22,22 +21,16 @@ from hetero_ee.exits.calibration_stages import (
     ActivationStage,
     Chunk,
     MapStage,
-    RowStage,
     Stage,
     is_in,
 )
 from hetero_ee.exits.calibration_tensors import Arrays
-from hetero_ee.exits.evaluation import figures, opened
-from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.mlp_training import MlpTraining
 from hetero_ee.exits.partial_calibration import PartialCalibration
-from hetero_ee.exits.predictor_fitting import fit_mlp
-from hetero_ee.exits.predictor_quality import calibrate_threshold
+from hetero_ee.exits.row_stage import RowStage
 from hetero_ee.runtime.executor import Executor
 
-T = TypeVar("T", bound=np.generic)
-
-ALGORITHM_VERSION = 1  # of everything that decides the numbers; other ones are not gone on with
+ALGORITHM_VERSION = 2  # of everything that decides the numbers; other ones are not gone on with
 WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"
 TEXT = "text"  # what a partial file calls the model's own text
 SAVING_SHARE = 0.05  # of the time at most goes into saving: a wide model's equations take gigabytes
@@ -47,13 +40,15 @@ DONE = "done."  # in a partial file, before a stage's name: chunks it has taken,
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
     """precision: share of exits that have to be right where thresholds are chosen. n_selection_tokens: to choose ranks
-    by; n_activation_tokens: to take activations of; max_equations_bytes: memory of the normal equations, which decides
-    how many boundaries get a map where hidden states are wide; training: of the predictors; save_every_s: at least,
-    between two saves of what was done."""
+    by; n_activation_tokens: to take activations of; n_walk_tokens: to choose the schedule by, and as many again for the
+    figures of walks; max_equations_bytes: memory of the normal equations, which decides how many boundaries get a map
+    where hidden states are wide; training: of the predictors; save_every_s: at least, between two saves of what was
+    done."""
 
     precision: float = 0.9
     n_selection_tokens: int = 2048
     n_activation_tokens: int = 1024
+    n_walk_tokens: int = 4096
     max_equations_bytes: int = 2 * 2**30
     training: MlpTraining = field(default_factory=MlpTraining)
     save_every_s: float = 20.0
@@ -91,13 +86,14 @@ class CalibrationRun:
         executor, settings = self._executor, self._settings
         activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
         maps = MapStage(executor, chunks, self._map_boundaries(), settings.n_selection_tokens)
-        rows = RowStage(executor, chunks, maps.maps)
+        rows = RowStage(executor, chunks, maps.maps, settings.n_walk_tokens)
         stages: list[Stage] = [activations, maps, rows]
         self._n_all = sum(len(chunks[number]) for stage in stages for number in stage.numbers)
         for stage in stages:
             self._pass(stage, chunks)
         text = _text(chunks, description, activations.n_rows)
-        return _fitted(executor, rows, maps.maps, text, averages(activations.sums, activations.n_rows), settings)
+        means = averages(activations.sums, activations.n_rows)
+        return fit_calibration(executor, rows, maps.maps, text, means, settings.precision, settings.training)
 
     def written(self, write: Callable[[int], Sequence[Chunk]], n_tokens: int) -> list[Chunk]:
         """The model's own text: chunks of write(0), write(1) and on, until they have n_tokens or a round has none.
@@ -179,43 +175,6 @@ class CalibrationRun:
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
         n_maps = min(n_boundaries, self._settings.max_equations_bytes // equation_bytes)
         return sorted({1 + (2 * place + 1) * n_boundaries // (2 * n_maps) for place in range(n_maps)})
-
-
-def _fitted(
-    executor: Executor,
-    rows: RowStage,
-    maps: dict[int, ExitMap],
-    text: CalibrationText,
-    activations: Arrays,
-    settings: CalibrationSettings,
-) -> Calibration:
-    """Predictors and thresholds of every boundary, and all figures."""
-    n_layers, hidden_size = executor.spec.n_layers, executor.spec.hidden_size
-    fits = [_fitted_boundary(boundary, rows, maps.get(boundary), settings) for boundary in range(1, n_layers)]
-    is_right, unmapped = (_of_part(part, HELD_OUT) for part in (rows.is_right, rows.is_right_unmapped))
-    gate = [opened(fits, list(features)) for features in _of_part(rows.features, HELD_OUT)]
-    found = figures(fits, is_right, unmapped, gate)
-    boundaries = (
-        BoundaryCalibration(each.boundary, each.exit_map, each.predictor, each.threshold, own)
-        for each, own in zip(fits, found.boundaries, strict=True)
-    )
-    return Calibration(n_layers, hidden_size, text, tuple(boundaries), found.depths, activations)
-
-
-def _fitted_boundary(
-    boundary: int, rows: RowStage, exit_map: ExitMap | None, settings: CalibrationSettings
-) -> FittedBoundary:
-    def of(values: Sequence[NDArray[T]], part: tuple[int, ...]) -> NDArray[T]:
-        return np.concatenate([value[boundary - 1] for value in _of_part(values, part)])
-
-    predictor = fit_mlp(of(rows.features, TRAIN), of(rows.is_right, TRAIN), training=settings.training)
-    chances = predictor.probability(of(rows.features, CHOOSE))
-    threshold = calibrate_threshold(chances, of(rows.is_right, CHOOSE), settings.precision)
-    return FittedBoundary(boundary, exit_map, predictor, threshold)
-
-
-def _of_part(values: Sequence[NDArray[T]], part: tuple[int, ...]) -> list[NDArray[T]]:
-    return [value for number, value in enumerate(values) if is_in(number, part)]
 
 
 def _text(chunks: Sequence[Chunk], description: str, n_activation_tokens: int) -> CalibrationText:

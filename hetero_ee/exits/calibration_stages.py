@@ -1,4 +1,5 @@
 """The stages of a calibration: each takes chunks one after the other and keeps arrays, so that it can be gone on with.
+The last one is in row_stage.py.
 
 The split is by chunk, never by token, as tokens of one text depend on each other: of four chunks two train, one chooses
 (thresholds, ranks of maps), one is held out for the figures.
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from hetero_ee.exits.activations import ActivationRecorder
 from hetero_ee.exits.calibration_tensors import Arrays
-from hetero_ee.exits.draft_rows import draft_rows
 from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.map_fit import NormalEquations, SelectionRows, fit_exit_map, head_metric
 from hetero_ee.exits.traces import trace
@@ -61,7 +61,7 @@ class ActivationStage:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], max_tokens: int) -> None:
         self._recorder = ActivationRecorder(spec, weights)
         self._executor = Executor(spec, weights, max(map(len, chunks)), self._recorder)
-        self.numbers = _first_numbers(chunks, TRAIN, max_tokens)
+        self.numbers = first_numbers(chunks, TRAIN, max_tokens)
 
     def add(self, number: int, chunk: Chunk) -> None:
         trace(self._executor, chunk)
@@ -97,7 +97,7 @@ class MapStage:
         self, executor: Executor, chunks: Sequence[Chunk], boundaries: Sequence[int], n_selection_tokens: int
     ) -> None:
         train = [number for number in range(len(chunks)) if is_in(number, TRAIN)]
-        self.numbers = [*train, *_first_numbers(chunks, CHOOSE, n_selection_tokens)]
+        self.numbers = [*train, *first_numbers(chunks, CHOOSE, n_selection_tokens)]
         self.maps: dict[int, ExitMap] = {}
         self._executor, self._boundaries = executor, boundaries
         hidden_size = executor.spec.hidden_size
@@ -156,55 +156,7 @@ class MapStage:
         return SelectionRows(normed, final, tokens)
 
 
-class RowStage:
-    """Features and labels of every counted token at every boundary, with the maps that were fitted.
-
-    Of each chunk: features fp32 (n_boundaries, m, 12), those of the first layer evaluated for a row; is_right bool
-    (n_boundaries, m): the draft is the full model's token; is_right_unmapped: it would be without a map (held-out
-    chunks alone, False elsewhere).
-    """
-
-    name = "rows"
-
-    def __init__(self, executor: Executor, chunks: Sequence[Chunk], maps: dict[int, ExitMap]) -> None:
-        self.numbers = range(len(chunks))
-        self.features: list[NDArray[np.float32]] = []
-        self.is_right: list[NDArray[np.bool_]] = []
-        self.is_right_unmapped: list[NDArray[np.bool_]] = []
-        self._executor, self._maps = executor, maps
-
-    def add(self, number: int, chunk: Chunk) -> None:
-        found = trace(self._executor, chunk)
-        rows = [
-            draft_rows(self._executor, found, boundary, self._maps.get(boundary), with_unmapped=is_in(number, HELD_OUT))
-            for boundary in range(1, len(found.normed) + 1)
-        ]
-        self.features.append(np.stack([each.features for each in rows]))
-        self.is_right.append(np.stack([each.is_right for each in rows]))
-        self.is_right_unmapped.append(np.stack([each.is_right_unmapped for each in rows]))
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    def arrays(self) -> Arrays:
-        if not self.features:
-            return {}
-        return {
-            "lengths": np.array([each.shape[1] for each in self.features]),
-            "features": np.concatenate(self.features, axis=1),
-            "is_right": np.concatenate(self.is_right, axis=1),
-            "is_right_unmapped": np.concatenate(self.is_right_unmapped, axis=1),
-        }
-
-    def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        ends = arrays["lengths"].cumsum()[:-1]
-        self.features, self.is_right, self.is_right_unmapped = (
-            [np.ascontiguousarray(part) for part in np.split(arrays[name], ends, axis=1)]
-            for name in ("features", "is_right", "is_right_unmapped")
-        )
-
-
-def _first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
+def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
     """The first chunks of a part that hold so many tokens together."""
     numbers, n_found = [], 0
     for number, chunk in enumerate(chunks):

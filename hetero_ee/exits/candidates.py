@@ -14,14 +14,33 @@ Choose = Callable[[Tensor, Sequence[int]], int]
 """(logits (vocab,), every token before) -> the token that this sequence's sampling takes there."""
 
 
+class ChainJudge(Protocol):
+    """Says, as one text's chain is made, how far it is worth its time. It hears of computed drafts by `choose`."""
+
+    def goes_on(self) -> bool:
+        """Whether another draft is worth computing behind those that there are."""
+
+    def leading(self, chances: Sequence[float], n_tokens: int) -> int:
+        """How many drafts that cost nothing begin the chain instead of up to n_tokens computed ones; 0 for none.
+
+        chances: that each is right where all before it are.
+        """
+
+    def following(self, chances: Sequence[float]) -> int:
+        """How many of those are worth their rows behind the computed drafts; chances as above."""
+
+
 class DraftSource(Protocol):
     """Proposes tokens from what is known without the later layers.
 
     token_ids is the sequence's text from position 0 on: what was observed, and drafts not yet verified behind it.
     """
 
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
-        """A chain of 0 to n_tokens tokens that may follow token_ids."""
+    def propose(
+        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
+    ) -> list[int]:
+        """A chain of 0 to n_tokens tokens that may follow token_ids. judge: asked before each draft that takes time;
+        None for as many as can be had."""
 
     def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
         """0 to k different tokens that may come next, best first."""
@@ -70,42 +89,3 @@ def merged_candidates(proposals: Iterable[Sequence[int]], k: int) -> list[int]:
     """The first k different tokens of the proposals, one after the other: those of the best source come first."""
     merged = dict.fromkeys(token_id for proposal in proposals for token_id in proposal)
     return list(merged)[:k]
-
-
-class CombinedSource:
-    """Several sources as one, the best first.
-
-    A chain comes whole from the first source that proposes any, so that a draft never mixes two sources' guesses;
-    candidates are filled up from one source after the other.
-    """
-
-    def __init__(self, sources: Sequence[DraftSource]) -> None:
-        self._sources = tuple(sources)
-
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
-        """See DraftSource.propose."""
-        chains = (source.propose(sequence, token_ids, n_tokens, choose) for source in self._sources)
-        return next(filter(None, chains), [])
-
-    def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
-        """See DraftSource.candidates."""
-        found: list[int] = []
-        for source in self._sources:
-            if len(found) < k:
-                found = merged_candidates((found, source.candidates(sequence, token_ids, k)), k)
-        return found
-
-    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
-        """See DraftSource.observe."""
-        for source in self._sources:
-            source.observe(sequence, first_position, token_ids, normed)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """See DraftSource.truncate."""
-        for source in self._sources:
-            source.truncate(sequence, length)
-
-    def close(self, sequence: int) -> None:
-        """See DraftSource.close."""
-        for source in self._sources:
-            source.close(sequence)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hetero_ee.exits.candidates import Choose
+from hetero_ee.exits.candidates import ChainJudge, Choose
 from hetero_ee.exits.draft_head_layer import DraftHeadLayer
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.rows import Rows
@@ -81,7 +81,9 @@ class DraftHeadSource:
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
+    def propose(
+        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
+    ) -> list[int]:
         """See DraftSource.propose. Empty unless the state before the newest token was observed."""
         held = self._known(sequence, token_ids)
         if held is None or n_tokens < 1:
@@ -91,7 +93,7 @@ class DraftHeadSource:
             logits = self._logits_behind(held, history[held.end :])
             while logits is not None:
                 history.append(choose(logits, history))
-                if len(history) == len(token_ids) + n_tokens:
+                if len(history) == len(token_ids) + n_tokens or (judge is not None and not judge.goes_on()):
                     break
                 logits = self._logits_after(held, history[-1])
         finally:

@@ -11,6 +11,7 @@ from hetero_ee.exits.draft_head_layer import DraftHeadWeights
 from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
+from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -33,7 +34,7 @@ class _Linear:
 
 
 class CpuDraftHeadLayer:
-    """See DraftHeadLayer. team: the threads, the caller's to close. head: see TorchDraftHeadLayer.
+    """See DraftHeadLayer. team: the threads, the caller's to close. head: rows of the model's for the draft vocabulary.
 
     weights: finite, as those from a file are. quantizer: of the matrices; head and embedding are int8, as the model's.
     """
@@ -43,7 +44,7 @@ class CpuDraftHeadLayer:
         weights: DraftHeadWeights,
         max_tokens: int,
         team: Team,
-        head: Tensor | None = None,
+        head: Weight | None = None,
         quantizer: str = DEFAULT_QUANTIZER,
     ) -> None:
         spec = weights.spec
@@ -59,7 +60,7 @@ class CpuDraftHeadLayer:
         self._gate_up = self._linear(weights.gate_up)
         self._norm = weights.norm.numpy()
         self._embedding = None if weights.embedding is None else EightBit().quantize(weights.embedding)
-        self._head = None if head is None else _tiled(EightBit(), head, None)
+        self._head = None if head is None else _head_of(head)
 
     def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
         """See DraftHeadLayer.guess."""
@@ -104,7 +105,15 @@ class CpuDraftHeadLayer:
 
 
 def _tiled(quantizer: Any, weight: Tensor, bias: Tensor | None) -> _Linear:
-    tiles = quantizer.quantize(weight)
+    return _linear_of(quantizer.quantize(weight), bias)
+
+
+def _head_of(head: Weight) -> _Linear:
+    """As the model holds it, in 8 bits where that is dense."""
+    return _linear_of(head if isinstance(head, TileWeight) else EightBit().quantize(head.dequantize()), None)
+
+
+def _linear_of(tiles: TileWeight, bias: Tensor | None) -> _Linear:
     matrix = TileMatrix(tiles.tiles.numpy(), tiles.scales.numpy(), tiles.exponent, tiles.codebook)
     return _Linear(matrix, tiles.n_rows, None if bias is None else bias.numpy())
 

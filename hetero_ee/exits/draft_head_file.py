@@ -1,6 +1,7 @@
 """Draft heads on disk: config.json and model.safetensors with EAGLE-1's names, checked before anything is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.safetensors_file import StoredTensor, read_header
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-DRAFT_TOKEN_IDS = "draft_token_ids"  # ours: the tokens a head with a trimmed vocabulary drafts, I64 (k,), ascending
+DRAFT_TOKEN_IDS = "draft_token_ids"  # ours, in config.json: the tokens a head with a trimmed vocabulary drafts
 EMBEDDING = "embed_tokens.weight"
 PICKLES = ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
 _LAYER = "layers.0."
@@ -30,15 +31,17 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHeadWeights:
     Raises ModelError for a configuration that doesn't fit, CheckpointError for files that are missing, damaged, pickles
     or hold other tensors than promised.
     """
-    spec = ModelSpec.from_hf(read_config_file(folder))
+    config = read_config_file(folder)
+    spec = ModelSpec.from_hf(config)
     check_head_shape(spec, model, folder)
+    token_ids = draft_token_ids(config, model, folder)
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     if file is None:
         raise CheckpointError(f"{folder} holds no {SINGLE_FILE}{_instead(folder)}.")
     header = read_header(file)
     shapes = _shapes(spec, header)
     _check_names(header, shapes, file)
-    tensors = _tensors(file, header, shapes, model.vocab_size)
+    tensors = _tensors(file, shapes)
 
     def stacked(*names: str) -> Tensor:
         return torch.cat([tensors[_LAYER + name] for name in names])
@@ -54,7 +57,7 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHeadWeights:
         fc_bias=tensors.get("fc.bias"),
         qkv_bias=stacked(*(f"self_attn.{part}_proj.bias" for part in "qkv")) if spec.qkv_bias else None,
         embedding=tensors.get(EMBEDDING),
-        draft_token_ids=tensors.get(DRAFT_TOKEN_IDS),
+        draft_token_ids=None if token_ids is None else torch.tensor(token_ids),
     )
 
 
@@ -73,6 +76,20 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
     plain = spec.norm == "rms" and spec.gated and spec.rope is not None
     if not plain or spec.qk_norm or spec.ffn_bias or spec.attention_output_bias:
         raise ModelError(f"{folder}: {spec.architecture} with these settings is no layer that a draft head can have.")
+
+
+def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> list[int] | None:
+    """The tokens that the head in `folder` drafts, ascending; None for all. Raises ModelError."""
+    found = config.get(DRAFT_TOKEN_IDS)
+    if found is None:
+        return None
+    is_list = isinstance(found, list) and len(found) > 0 and all(type(token_id) is int for token_id in found)
+    if not is_list or not 0 <= found[0] <= found[-1] < model.vocab_size or not all(a < b for a, b in pairwise(found)):
+        raise ModelError(
+            f"{folder}: {DRAFT_TOKEN_IDS} is {shown(found)}; expected an ascending list of tokens from 0 to "
+            f"{model.vocab_size - 1}, each once."
+        )
+    return list(found)
 
 
 def _instead(folder: Path) -> str:
@@ -101,8 +118,6 @@ def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple
     if spec.qkv_bias:
         layer |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", queries), ("k", keys), ("v", keys))}
     optional: dict[str, tuple[int, ...]] = {"fc.bias": (size,), EMBEDDING: (spec.vocab_size, size)}
-    if DRAFT_TOKEN_IDS in header:
-        optional[DRAFT_TOKEN_IDS] = header[DRAFT_TOKEN_IDS].shape
     shapes = {"fc.weight": (size, 2 * size)} | {_LAYER + name: shape for name, shape in layer.items()}
     return shapes | {name: shape for name, shape in optional.items() if name in header}
 
@@ -120,20 +135,16 @@ def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, .
             raise CheckpointError(
                 f"{file}: tensor {name} is {list(header[name].shape)}, its config.json says {list(shape)}."
             )
-        types = ("I64",) if name == DRAFT_TOKEN_IDS else FLOAT_TYPES
-        if header[name].dtype not in types:
-            raise CheckpointError(f"{file}: tensor {name} has type {header[name].dtype}, not {' or '.join(types)}.")
+        if header[name].dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{file}: tensor {name} has type {header[name].dtype}, not {' or '.join(FLOAT_TYPES)}."
+            )
 
 
-def _tensors(
-    file: Path, header: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], vocab_size: int
-) -> dict[str, Tensor]:
+def _tensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     get = _opened(file)
     tensors = {name: get(name) for name in shapes}
     for name, values in tensors.items():
-        if name == DRAFT_TOKEN_IDS:
-            _check_token_ids(values, vocab_size, file)
-            continue
         tensors[name] = values = values.float()
         if not torch.isfinite(values).all():
             raise CheckpointError(f"{file}: tensor {name} holds values that are no numbers; the head is damaged.")
@@ -153,11 +164,3 @@ def _opened(file: Path) -> Callable[[str], Tensor]:
         return tensor
 
     return get
-
-
-def _check_token_ids(token_ids: Tensor, vocab_size: int, file: Path) -> None:
-    ascending = token_ids.dim() == 1 and len(token_ids) > 0 and bool((token_ids.diff() > 0).all())
-    if not ascending or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
-        raise CheckpointError(
-            f"{file}: {DRAFT_TOKEN_IDS} is no ascending list of tokens from 0 to {vocab_size - 1}; get the file anew."
-        )

@@ -13,6 +13,7 @@ from hetero_ee.exits.draft_head_layer import DraftHeadLayer, DraftHeadWeights, T
 from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.machine import Machine
+from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.team import Team
@@ -42,16 +43,16 @@ def open_draft_head(
 def _layer(weights: DraftHeadWeights, executor: Executor, team: "Team | None") -> DraftHeadLayer:
     head, max_tokens = _head_rows(executor, weights.draft_token_ids), executor.cache.max_tokens
     if team is None:
-        return TorchDraftHeadLayer(weights, max_tokens, head)
+        return TorchDraftHeadLayer(weights, max_tokens, None if head is None else head.dequantize())
     from hetero_ee.exits.draft_head_cpu import CpuDraftHeadLayer  # the kernels look where to be cached when imported
 
     return CpuDraftHeadLayer(weights, max_tokens, team, head)
 
 
-def _head_rows(executor: Executor, token_ids: Tensor | None) -> Tensor | None:
-    """The model's head for these tokens alone, fp32 (k, hidden)."""
+@torch.inference_mode()
+def _head_rows(executor: Executor, token_ids: Tensor | None) -> Weight | None:
+    """The model's head for these tokens alone, (k, hidden)."""
     if token_ids is None:
         return None
     matrix = executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name]
-    with torch.inference_mode():
-        return matrix.rows(token_ids)
+    return matrix.gathered(token_ids) if isinstance(matrix, TileWeight) else DenseWeight(matrix.rows(token_ids))

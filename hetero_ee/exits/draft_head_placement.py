@@ -28,6 +28,11 @@ def draft_head_works(spec: ModelSpec, rows: Rows) -> list[Work]:
     ]
 
 
+def vocabulary_work(m: int, n_tokens: int, hidden_size: int) -> Work:
+    """What the logits of m guesses take over so many tokens."""
+    return Work("draft_head.vocabulary", m, (("int8", n_tokens, hidden_size),), None, Overhead.PASS)
+
+
 class PlacedDraftHeadLayer:
     """`layer`, which computes on the machine's GPU or CPU. spec: its shape. Guesses lie there, logits on the CPU.
 
@@ -69,8 +74,7 @@ class PlacedDraftHeadLayer:
         if found is None:
             return None
         m, n_tokens = found.shape
-        product = ("int8", n_tokens, self._spec.hidden_size)
-        works = [Work("draft_head.vocabulary", m, (product,), None, Overhead.PASS)]
+        works = [vocabulary_work(m, n_tokens, self._spec.hidden_size)]
         if not self._on_gpu:
             return self._machine.cpu.run(works, lambda: found)[0]
         _, computed = self._gpu.run(works, lambda: None)

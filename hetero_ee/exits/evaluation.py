@@ -8,34 +8,46 @@ from numpy.typing import NDArray
 
 from hetero_ee.exits.calibration import Calibration, FittedBoundary
 from hetero_ee.exits.draft_rows import draft_rows
-from hetero_ee.exits.figures import BoundaryFigures, DepthFigures, Flags, boundary_figures, depth_figures, share_of
+from hetero_ee.exits.figures import (
+    BoundaryFigures,
+    DepthFigures,
+    Flags,
+    WalkFigures,
+    boundary_figures,
+    depth_figures,
+    share_of,
+)
 from hetero_ee.exits.traces import traces
+from hetero_ee.exits.walks import Walks, walks
 from hetero_ee.runtime.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """boundaries: figures of boundary 1, 2, ...; n_tokens: that count."""
+    """boundaries, walks: figures of boundary 1, 2, ..., alone and with the schedule's boundaries before it; n_tokens:
+    that count."""
 
     boundaries: tuple[BoundaryFigures, ...]
+    walks: tuple[WalkFigures, ...]
     depths: DepthFigures
     n_tokens: int
 
 
 def evaluate(executor: Executor, calibration: Calibration, chunks: Sequence[Sequence[int]]) -> Evaluation:
-    """The calibration's maps, predictors and thresholds on these chunks, of at least two tokens each."""
+    """The calibration's maps, predictors, thresholds and schedule on these chunks, of at least two tokens each."""
+    boundaries = calibration.boundaries
+    maps = {each.boundary: each.exit_map for each in boundaries if each.exit_map is not None}
     is_right: list[Flags] = []
     unmapped: list[Flags] = []
     gate: list[Flags] = []
+    walked: list[Walks] = []
     for found in traces(executor, chunks):
-        rows = [
-            draft_rows(executor, found, each.boundary, each.exit_map, with_unmapped=True)
-            for each in calibration.boundaries
-        ]
-        is_right.append(np.stack([each.is_right for each in rows]))
-        unmapped.append(np.stack([each.is_right_unmapped for each in rows]))
-        gate.append(opened(calibration.boundaries, [each.features for each in rows]))
-    return figures(calibration.boundaries, is_right, unmapped, gate)
+        rows = draft_rows(executor, found, maps, with_unmapped=True)
+        is_right.append(rows.is_right)
+        unmapped.append(rows.is_right_unmapped)
+        gate.append(opened(boundaries, list(rows.features)))
+        walked.append(walks(boundaries, calibration.schedule.boundaries, rows.sliced))
+    return figures(boundaries, is_right, unmapped, gate, walked)
 
 
 def figures(
@@ -43,8 +55,9 @@ def figures(
     is_right: Sequence[Flags],
     is_right_unmapped: Sequence[Flags],
     gate: Sequence[Flags],
+    walked: Sequence[Walks],
 ) -> Evaluation:
-    """All flags: for each chunk (n_boundaries, m)."""
+    """All flags: for each chunk (n_boundaries, m). walked: of each chunk, or of the first ones."""
     found = []
     for place, each in enumerate(boundaries):
         mapped, unmapped = (np.concatenate([flags[place] for flags in part]) for part in (is_right, is_right_unmapped))
@@ -57,11 +70,9 @@ def figures(
             )
         )
     n_tokens = sum(flags.shape[1] for flags in is_right)
-    return Evaluation(tuple(found), depth_figures(is_right, gate), n_tokens)
+    return Evaluation(tuple(found), Walks.joined(walked).figures(), depth_figures(is_right, gate), n_tokens)
 
 
 def opened(boundaries: Sequence[FittedBoundary], features: Sequence[NDArray[np.float32]]) -> Flags:
-    """Where each boundary's gate opens, (n_boundaries, m). features: (m, 12) of each boundary."""
-    return np.stack(
-        [each.predictor.probability(own) >= each.threshold for each, own in zip(boundaries, features, strict=True)]
-    )
+    """Where the gate of each boundary opens, being a row's first: (n_boundaries, m). features: (m, 12) of each."""
+    return np.stack([each.opens(own, is_sliced=False) for each, own in zip(boundaries, features, strict=True)])

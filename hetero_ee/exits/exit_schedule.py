@@ -5,7 +5,7 @@ take most exits, and tokens exit near where the last ones did.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,62 +15,73 @@ from numpy.typing import NDArray
 N_LAST = 5
 RADIUS = 2
 
-_Choice = tuple[float, tuple[int, ...]]  # seconds saved, and the boundaries that save them
+_Choice = tuple[float, tuple[int, ...]]  # what is saved, and the boundaries that save it
 
 
 @dataclass(frozen=True, slots=True)
 class ExitCosts:
-    """histogram[b]: share of rows whose first possible exit is boundary b, the rest has none; layer_s[b]: seconds of
-    layer b, saved by every row that exits before it; predictor_s[b]: seconds of a predictor at boundary b, for every
-    row that comes by. All as long as the model has layers; a row can exit wherever its first exit lies behind it.
+    """Costs in one unit, seconds or bytes read. histogram[b]: share of rows whose first possible exit is boundary b,
+    the rest has none; layer[b]: of layer b, saved by every row that exits before it; predictor[b]: of judging a row at
+    boundary b, for every row that comes by; first: what a row's first boundary costs beside that, the whole head. All
+    as long as the model has layers; a row can exit wherever its first exit lies behind it.
     """
 
     histogram: tuple[float, ...]
-    layer_s: tuple[float, ...]
-    predictor_s: tuple[float, ...]
+    layer: tuple[float, ...]
+    predictor: tuple[float, ...]
+    first: float = 0.0
     _exitable: tuple[float, ...] = field(init=False, repr=False)
-    _behind_s: tuple[float, ...] = field(init=False, repr=False)
+    _behind: tuple[float, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not len(self.histogram) == len(self.layer_s) == len(self.predictor_s) > 0:
-            raise ValueError("histogram, layer_s and predictor_s need one entry a layer each")
+        if not len(self.histogram) == len(self.layer) == len(self.predictor) > 0:
+            raise ValueError("histogram, layer and predictor need one entry a layer each")
         if min(self.histogram) < 0 or sum(self.histogram) > 1 + 1e-6:
             raise ValueError("histogram holds shares of all rows, at most 1 together")
-        # [b]: the share of rows that could exit at b or before, and the seconds of all layers from b on.
+        # [b]: the share of rows that could exit at b or before, and the cost of all layers from b on.
         object.__setattr__(self, "_exitable", tuple(accumulate(self.histogram)))
-        object.__setattr__(self, "_behind_s", tuple(accumulate(reversed(self.layer_s)))[::-1])
+        object.__setattr__(self, "_behind", tuple(accumulate(reversed(self.layer)))[::-1])
 
     @property
     def n_layers(self) -> int:
         return len(self.histogram)
 
-    def gain_s(self, before: int | None, boundary: int) -> float:
-        """Expected seconds a row saves by a predictor here, the nearest one before it at `before` (None for none)."""
+    def gain(self, before: int | None, boundary: int) -> float:
+        """What a row saves on average by being judged here, the nearest boundary before at `before` (None for none)."""
         exited = 0.0 if before is None else self._exitable[before]
-        return (self._exitable[boundary] - exited) * self._behind_s[boundary] - (1 - exited) * self.predictor_s[
-            boundary
-        ]
+        cost = self.predictor[boundary] + (self.first if before is None else 0.0)
+        return (self._exitable[boundary] - exited) * self._behind[boundary] - (1 - exited) * cost
 
-    def saved_s(self, boundaries: Iterable[int]) -> float:
-        """Expected seconds a row saves with predictors at these boundaries, each 1 to n_layers - 1."""
+    def saved(self, boundaries: Iterable[int]) -> float:
+        """What a row saves on average by being judged at these boundaries, each 1 to n_layers - 1."""
         places = sorted(set(boundaries))
-        return sum(self.gain_s(before, place) for before, place in zip([None, *places], places, strict=False))
+        return sum(self.gain(before, place) for before, place in zip([None, *places], places, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
 class ExitSchedule:
-    """boundaries: ascending, those worth a predictor. worth_s: what each adds to the others, expected seconds a row.
-    saved_s: what all save together."""
+    """boundaries: ascending, those worth judging rows at. saved: what a row saves by them on average, in the unit of
+    the costs; worth: what of it each adds to the others."""
 
     boundaries: tuple[int, ...]
-    worth_s: tuple[float, ...]
-    saved_s: float
+    worth: tuple[float, ...]
+    saved: float
+
+    def __post_init__(self) -> None:
+        if list(self.boundaries) != sorted(set(self.boundaries)) or min(self.boundaries, default=1) < 1:
+            raise ValueError("the boundaries of a schedule have to ascend from 1 or more")
+        if len(self.worth) != len(self.boundaries):
+            raise ValueError(f"a schedule of {len(self.boundaries)} boundaries says what {len(self.worth)} are worth")
 
 
-def choose_boundaries(costs: ExitCosts, n_most: int) -> ExitSchedule:
-    """The at most n_most boundaries whose predictors save most together; none where none pays.
+NO_SCHEDULE = ExitSchedule((), (), 0.0)
 
-    Exact, not greedy: what a predictor gains depends on the nearest one before it alone, hence dynamic programming over
+
+def choose_boundaries(costs: ExitCosts, n_most: int, first: int | None = None) -> ExitSchedule:
+    """The at most n_most boundaries that save most together; none where none pays. first: the only one that may be the
+    first of them, any where None.
+
+    Exact, not greedy: what a boundary gains depends on the nearest one before it alone, hence dynamic programming over
     (boundaries chosen, the last of them).
     """
     best: dict[int, _Choice] = {}
@@ -78,17 +89,19 @@ def choose_boundaries(costs: ExitCosts, n_most: int) -> ExitSchedule:
     for n_chosen in range(1, min(n_most, costs.n_layers - 1) + 1):
         longer: dict[int, _Choice] = {}
         for last in range(n_chosen, costs.n_layers):
-            starts: list[_Choice] = [(costs.gain_s(None, last), (last,))] if n_chosen == 1 else []
+            is_start = n_chosen == 1 and first in (None, last)
+            starts: list[_Choice] = [(costs.gain(None, last), (last,))] if is_start else []
             starts += [
-                (saved + costs.gain_s(places[-1], last), (*places, last))
+                (saved + costs.gain(places[-1], last), (*places, last))
                 for saved, places in best.values()
                 if places[-1] < last
             ]
-            longer[last] = max(starts, key=lambda entry: entry[0])
+            if starts:
+                longer[last] = max(starts, key=lambda entry: entry[0])
         best = longer
         found = max([found, *best.values()], key=lambda entry: entry[0])
     boundaries = found[1]
-    worth = tuple(found[0] - costs.saved_s(set(boundaries) - {place}) for place in boundaries)
+    worth = tuple(found[0] - costs.saved(set(boundaries) - {place}) for place in boundaries)
     return ExitSchedule(boundaries, worth, found[0])
 
 
@@ -152,14 +165,3 @@ class RecentExits:
         first, last = max(1, boundary - self._radius), min(self._n_layers - 1, boundary + self._radius)
         for near in range(first, last + 1):
             self._reasons[near] += change
-
-
-def locality(exits: Sequence[int], n_last: int = N_LAST, radius: int = RADIUS) -> float:
-    """Share of one sequence's exits within `radius` of one of the n_last before (at the start of those there are); the
-    first, which has none before it, is not counted. 0 where it is alone."""
-    places = range(1, len(exits))
-    near = (
-        any(abs(exits[place] - earlier) <= radius for earlier in exits[max(0, place - n_last) : place])
-        for place in places
-    )
-    return sum(near) / len(places) if places else 0.0

@@ -3,6 +3,7 @@
 A depth counts layers that have run: a token that exits at boundary b has depth b, one that never exits n_layers.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class BoundaryFigures:
     those whose draft is right; recall: share of the tokens with a right draft that exit.
     acceptance: share of drafts kept in simulated rounds, which draft until the gate says no, or MAX_DRAFTS times, and
     keep drafts up to the first wrong one. kept_drafts: number of rounds by the drafts that they kept, from 0 on.
+    refused_precision: share of the tokens that do not exit whose draft would have been right.
     """
 
     agreement: float
@@ -35,12 +37,11 @@ class BoundaryFigures:
     recall: float
     acceptance: float
     kept_drafts: tuple[int, ...]
+    refused_precision: float
 
     def __post_init__(self) -> None:
-        shares = (self.agreement, self.exit_rate, self.precision, self.recall, self.acceptance)
-        for share in (*shares, self.mapped_agreement or 0.0):
-            if not 0 <= share <= 1:
-                raise ValueError(f"a share is {share}, expected 0 to 1")
+        shares = (self.agreement, self.exit_rate, self.precision, self.recall, self.acceptance, self.refused_precision)
+        _check_shares(*shares, self.mapped_agreement or 0.0)
         if len(self.kept_drafts) != MAX_DRAFTS + 1 or min(self.kept_drafts) < 0:
             raise ValueError(f"kept_drafts has to be {MAX_DRAFTS + 1} counts")
 
@@ -48,6 +49,27 @@ class BoundaryFigures:
     def drafted_agreement(self) -> float:
         """Agreement of the drafts as they are made: with the map where there is one."""
         return self.agreement if self.mapped_agreement is None else self.mapped_agreement
+
+
+@dataclass(frozen=True, slots=True)
+class WalkFigures:
+    """Held-out tokens judged at the schedule's boundaries in front of one, then at that one (see walks.py).
+
+    exit_rate: share of tokens that exit at any of them; precision: share of those whose draft is right;
+    refused_precision: of the others, the share whose likeliest token at the last boundary is. mean_exit_depth: of those
+    that exit, 0 where none does. n_evaluated: boundaries at which a token is judged, on average.
+    """
+
+    exit_rate: float
+    precision: float
+    refused_precision: float
+    mean_exit_depth: float
+    n_evaluated: float
+
+    def __post_init__(self) -> None:
+        _check_shares(self.exit_rate, self.precision, self.refused_precision)
+        if not (0 <= self.mean_exit_depth < math.inf and 0 <= self.n_evaluated < math.inf):
+            raise ValueError("mean_exit_depth and n_evaluated have to be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +93,7 @@ class DepthFigures:
             raise ValueError("the histogram has to hold counts, some above 0")
         if not all(1 <= depth <= n_layers for depth in (self.mean_depth, self.oracle_mean_depth)):
             raise ValueError(f"mean depths lie between 1 and {n_layers}")
-        if not all(0 <= share <= 1 for share in (self.locality, self.near_share)):
-            raise ValueError("a share lies between 0 and 1")
+        _check_shares(self.locality, self.near_share)
 
     @property
     def exit_shares(self) -> tuple[float, ...]:
@@ -105,6 +126,7 @@ def boundary_figures(
         recall=share_of(int((right & opened).sum()), int(right.sum())),
         acceptance=share_of(n_kept, n_drafts),
         kept_drafts=tuple(kept),
+        refused_precision=share_of(int((right & ~opened).sum()), int((~opened).sum())),
     )
 
 
@@ -133,6 +155,12 @@ def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthFigu
 def share_of(part: int, whole: int) -> float:
     """part / whole, 0 of nothing."""
     return part / whole if whole else 0.0
+
+
+def _check_shares(*shares: float) -> None:
+    for share in shares:
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share is {share}, expected 0 to 1")
 
 
 def _first_depths(gate: Flags) -> NDArray[np.int64]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_ee.exits.candidates import Choose
+from hetero_ee.exits.candidates import ChainJudge, Choose
+from hetero_ee.exits.match_precision import MatchPrecision
 from hetero_ee.exits.ngram_index import SEPARATOR, NgramIndex
 
 
@@ -56,6 +57,7 @@ class NgramSource:
     def __init__(self, limits: NgramLimits | None = None) -> None:
         self._limits = limits or NgramLimits()
         self._texts: dict[int, _Text] = {}
+        self._precision = MatchPrecision(self._limits.max_order)
         # Two generations of earlier texts: where the younger is full, it takes the place of the older, which goes.
         self._history = [NgramIndex(self._limits.max_order), NgramIndex(self._limits.max_order)]
 
@@ -64,14 +66,22 @@ class NgramSource:
         """Tokens held, of open sequences and of history."""
         return sum(len(index) for index in (*(text.index for text in self._texts.values()), *self._history))
 
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
-        """What followed the newest match of the longest n-gram. `choose` is not asked: there are no logits."""
-        indexes, keys = self._asked(sequence, token_ids)
-        for order in range(len(keys), self._limits.min_draft_order - 1, -1):
-            for index in indexes:
-                for start in index.places(order, keys[order - 1], 1):
-                    return _continuation(index.token_ids, start, n_tokens)
-        return []
+    def propose(
+        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
+    ) -> list[int]:
+        """What followed the newest match of the longest n-gram. Nobody is asked: there are no logits, and no cost."""
+        found = _longest_match(*self._asked(sequence, token_ids), self._limits.min_draft_order)
+        return [] if found is None else _continuation(found[1].token_ids, found[2], n_tokens)
+
+    def forecast(self, sequence: int, token_ids: Sequence[int], n_tokens: int) -> tuple[list[int], list[float]]:
+        """What followed the newest match of the longest n-gram, single tokens too, and for each token the chance that
+        it is right where all before it are: as often as matches of that length were, which grows with each token."""
+        found = _longest_match(*self._asked(sequence, token_ids), 1)
+        if found is None:
+            return [], []
+        order, index, start = found
+        chain = _continuation(index.token_ids, start, n_tokens)
+        return chain, [self._precision.chance(order + place) for place in range(len(chain))]
 
     def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
         """The newest k different followers over falling orders."""
@@ -91,7 +101,11 @@ class NgramSource:
         text = self._text(sequence)
         if first_position > text.n_observed:
             raise ValueError(f"sequence {sequence} holds {text.n_observed} tokens, {first_position} can't follow.")
-        text.replace(first_position, token_ids, first_position)
+        n_known = max(0, text.n_observed - first_position)
+        text.replace(first_position, token_ids[:n_known], first_position)
+        if n_known < len(token_ids):
+            text.index.truncate(first_position + n_known)
+            self._learn(text.index, token_ids[n_known:])
         text.n_observed = min(max(text.n_observed, first_position + len(token_ids)), len(text.index))
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -112,6 +126,15 @@ class NgramSource:
             self._history = [NgramIndex(self._limits.max_order), self._history[0]]
         self._history[0].extend(kept)
 
+    def _learn(self, index: NgramIndex, token_ids: Sequence[int]) -> None:
+        """Adds verified tokens, each held against what followed the longest match before it."""
+        for token_id in token_ids:
+            found = _longest_match([index, *filter(len, self._history)], index.keys, 1)
+            if found is not None:
+                order, other, start = found
+                self._precision.add(order, other.token_ids[start] == token_id)
+            index.append(token_id)
+
     def _text(self, sequence: int) -> _Text:
         if sequence not in self._texts:
             self._texts[sequence] = _Text(self._limits.max_order)
@@ -126,6 +149,17 @@ class NgramSource:
             )
         text.replace(0, token_ids, text.n_observed)
         return [text.index, *filter(len, self._history)], text.index.keys
+
+
+def _longest_match(
+    indexes: Sequence[NgramIndex], keys: Sequence[int], min_order: int
+) -> tuple[int, NgramIndex, int] | None:
+    """The order of the longest n-gram of these keys that stood anywhere before, and the newest place behind it."""
+    for order in range(len(keys), min_order - 1, -1):
+        for index in indexes:
+            for start in index.places(order, keys[order - 1], 1):
+                return order, index, start
+    return None
 
 
 def _continuation(token_ids: Sequence[int], start: int, n_tokens: int) -> list[int]:

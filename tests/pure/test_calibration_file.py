@@ -11,13 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.exits.calibration_file import (
-    JSON_FILE,
-    TENSORS_FILE,
-    calibration_folder,
-    read_calibration,
-    write_calibration,
-)
+from hetero_ee.exits.calibration_file import read_calibration, write_calibration
+from hetero_ee.weights.calibration_files import JSON_FILE, TENSORS_FILE, calibration_folder
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
 
 SPEC = small_spec()
@@ -58,6 +53,11 @@ def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     statistics = found.statistics()
     assert statistics.rates_at(2).exit_rate == found.at(2).figures.exit_rate
     assert statistics.rates_at(4).precision == found.at(4).figures.precision
+    assert statistics.boundaries[3].rates.refused_precision == found.at(4).figures.refused_precision
+    assert statistics.boundaries[0].walk is None  # the schedule, 1 and 3, has nothing in front of it
+    walk, own = statistics.boundaries[3].walk, found.at(4).walk
+    assert walk is not None and (walk.exit_rate, walk.mean_exit_depth) == (own.exit_rate, own.mean_exit_depth)
+    assert [found.levels(boundary) for boundary in (1, 2, 3, 4)] == [(), (1,), (1,), (1, 3)]
     assert statistics.survival is None and "a text" in statistics.source
     assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)
     assert found.neuron_frequencies[3].tolist() == found.activations["layers.3.ffn.active_share"].tolist()
@@ -99,9 +99,10 @@ def test_another_models_is_refused_with_the_way_out(folder: Path) -> None:
         read_calibration(folder, SPEC, "cd" * 32)
 
 
-def test_another_versions_is_refused_before_anything_else(folder: Path) -> None:
-    edit_json(folder, version=99, unheard_of=1)
-    with pytest.raises(StoreError, match=r"format version 99.*hetero-ee calibrate"):
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_versions_is_refused_before_anything_else(folder: Path, version: int) -> None:
+    edit_json(folder, version=version, unheard_of=1)
+    with pytest.raises(StoreError, match=rf"format version {version}, .* version 2; run hetero-ee calibrate"):
         read_calibration(folder, SPEC, KEY)
 
 
@@ -118,6 +119,14 @@ def test_another_versions_is_refused_before_anything_else(folder: Path) -> None:
         {"tensors_sha256": "0" * 64},
         {"unknown": 1},
         {"text": {"description": 1}},
+        {"schedule": {"boundaries": [3, 1], "worth": [1.0, 1.0], "saved": 1.0}},
+        {"schedule": {"boundaries": [5], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"boundaries": [0], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"boundaries": [10**400], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"boundaries": [2.0], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"boundaries": [2], "worth": [], "saved": 1.0}},
+        {"schedule": {"boundaries": [2], "worth": [1.0]}},
+        {"schedule": None},
     ],
     ids=str,
 )
@@ -139,6 +148,14 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
         ("threshold", -0.5),
         ("threshold", "1"),
         ("figures", {}),
+        ("sliced_predictor", None),
+        ("sliced_predictor", "oracle"),
+        ("sliced_threshold", 2.1),
+        ("sliced_threshold", None),
+        ("walk", {}),
+        ("walk", {"exit_rate": 2, "precision": 1, "refused_precision": 0, "mean_exit_depth": 1, "n_evaluated": 1}),
+        ("walk", {"exit_rate": 1, "precision": 1, "refused_precision": 0, "mean_exit_depth": 9, "n_evaluated": 1}),
+        ("walk", {"exit_rate": 1, "precision": 1, "refused_precision": 0, "mean_exit_depth": 1, "n_evaluated": 9}),
     ],
 )
 def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) -> None:
@@ -146,6 +163,15 @@ def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) 
     boundaries[1][field] = value
     edit_json(folder, boundaries=boundaries)
     with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+def test_a_schedule_of_boundaries_without_a_sliced_predictor_is_refused(folder: Path) -> None:
+    body = json.loads((folder / JSON_FILE).read_text())
+    body["boundaries"][2]["sliced_predictor"] = None
+    edit_json(folder, **body)
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "3.sliced" in name])
+    with pytest.raises(StoreError, match=r"the schedule names boundary 3, which has no sliced predictor"):
         read_calibration(folder, SPEC, KEY)
 
 
@@ -163,11 +189,29 @@ def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> Non
         lambda tensors: tensors.update(another=next(iter(tensors.values()))),
         lambda tensors: tensors["boundaries.1.map.up"].fill(float("nan")),
         lambda tensors: tensors["boundaries.1.predictor.bias"].fill(float("inf")),
+        lambda tensors: tensors["boundaries.2.sliced_predictor.scale"].fill(0),
+        lambda tensors: tensors["boundaries.3.sliced_predictor.bias"].fill(float("nan")),
+        lambda tensors: tensors.pop("boundaries.2.sliced_predictor.mean"),
+        lambda tensors: tensors.update({"boundaries.1.sliced_predictor.mean": tensors["boundaries.1.map.bias"]}),
+        lambda tensors: tensors["boundaries.2.predictor.n_candidates"].fill(3),
         lambda tensors: tensors.update({"boundaries.1.map.up": tensors["boundaries.1.map.up"][:-1]}),
         lambda tensors: tensors.update({"boundaries.1.map.bias": tensors["boundaries.1.map.bias"].astype("float32")}),
         lambda tensors: tensors["activations.layers.0.attention.qkv.second_moment"].fill(float("nan")),
     ],
-    ids=["missing", "too many", "map nan", "predictor inf", "shape", "type", "activations nan"],
+    ids=[
+        "missing",
+        "too many",
+        "map nan",
+        "predictor inf",
+        "sliced zero",
+        "sliced nan",
+        "sliced missing",
+        "sliced unknown",
+        "fewer features",
+        "shape",
+        "type",
+        "activations nan",
+    ],
 )
 def test_tensors_that_are_not_what_they_have_to_be_are_refused(
     folder: Path, change: Callable[[dict[str, Any]], object]
