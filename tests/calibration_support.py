@@ -9,8 +9,10 @@ import torch
 from hetero_ee.exits.activations import activation_names
 from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
 from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures
+from hetero_ee.exits.exit_schedule import ExitSchedule
+from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures, WalkFigures
 from hetero_ee.exits.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
+from hetero_ee.exits.predictor_quality import NO_EXIT
 from hetero_ee.exits.predictors import Predictor, ThresholdPredictor
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.filesystem import LocalFileSystem
@@ -33,21 +35,25 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
     full = ExitMap(None, torch.randn(size, size), torch.randn(size)).rounded()
     boundaries = []
     for boundary in range(1, spec.n_layers):
-        shares = dict(
-            zip(("agreement", "exit_rate", "precision", "recall", "acceptance"), random.random(5), strict=True)
-        )
+        names = ("agreement", "exit_rate", "precision", "recall", "acceptance", "refused_precision")
+        shares = dict(zip(names, random.random(6), strict=True))
         exit_map = (*maps, full)[boundary % 3]
         figures = BoundaryFigures(
             mapped_agreement=0.5 if exit_map else None,
             kept_drafts=tuple(range(MAX_DRAFTS + 1)),
             **{name: float(share) for name, share in shares.items()},
         )
-        boundaries.append(BoundaryCalibration(boundary, exit_map, _predictor(boundary, seed), 0.6, figures))
+        sliced = _predictor(boundary + 1, seed) if boundary > 1 else None
+        rate = float(random.random())
+        walk = WalkFigures(rate, 0.9, 0.3, mean_exit_depth=boundary * 0.75, n_evaluated=1.0)
+        fits = (exit_map, _predictor(boundary, seed), 0.6, sliced, 0.7 if sliced else NO_EXIT)
+        boundaries.append(BoundaryCalibration(boundary, *fits, figures, walk))
     histogram = tuple(range(1, spec.n_layers + 1))
     depths = DepthFigures(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
     activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
     text = CalibrationText("a text", 200, 100, 90, 150)
-    return Calibration(spec.n_layers, size, text, tuple(boundaries), depths, activations)
+    schedule = ExitSchedule((1, 3), (5.0, 2.0), 6.0)
+    return Calibration(spec.n_layers, size, text, tuple(boundaries), schedule, depths, activations)
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -107,9 +113,14 @@ def _plain(calibration: Calibration) -> object:
             each.predictor.kind,
             {name: array.tolist() for name, array in each.predictor.arrays().items()},
             each.threshold,
+            each.sliced_predictor and each.sliced_predictor.kind,
+            each.sliced_predictor and {name: array.tolist() for name, array in each.sliced_predictor.arrays().items()},
+            each.sliced_threshold,
             each.figures,
+            each.walk,
         )
         for each in calibration.boundaries
     ]
     activations = {name: array.tolist() for name, array in calibration.activations.items()}
-    return calibration.n_layers, calibration.hidden_size, calibration.text, boundaries, calibration.depths, activations
+    whole = (calibration.n_layers, calibration.hidden_size, calibration.text, calibration.schedule, calibration.depths)
+    return whole, boundaries, activations

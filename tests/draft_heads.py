@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hetero_ee.exits.draft_head_layer import DraftHeadWeights
+from hetero_ee.exits.draft_head import DraftHeadSource
+from hetero_ee.exits.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
@@ -96,6 +98,31 @@ class BareTarget:
 
     def project_on_cpu(self, normed: Tensor) -> Tensor:
         return self.project(normed)
+
+
+def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
+    """A head that knows nothing, and drafts every third token of the executor's model alone."""
+    spec, generator = dataclasses.replace(executor.spec, n_layers=1, sliding_windows=(None,)), torch.Generator()
+    generator.manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    size = spec.hidden_size
+    weights = DraftHeadWeights(
+        spec=spec,
+        fc=random(size, 2 * size),
+        qkv=random(spec.query_size + 2 * spec.kv_size, size),
+        output=random(size, spec.query_size),
+        gate_up=random(2 * spec.ffn_size, size),
+        down=random(size, spec.ffn_size),
+        norm=torch.ones(size),
+        qkv_bias=torch.zeros(spec.query_size + 2 * spec.kv_size) if spec.qkv_bias else None,
+    )
+    token_ids = torch.arange(0, spec.vocab_size, 3)
+    head = executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name].rows(token_ids)
+    layer = TorchDraftHeadLayer(weights, executor.cache.max_tokens, head)
+    return DraftHeadSource(layer, executor, token_ids)
 
 
 def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from hetero_ee.exits.candidates import Choose
+from hetero_ee.exits.candidates import ChainJudge, Choose
 
 Propose = Callable[[Sequence[int], int], list[int]]  # every token so far, tokens wanted -> a chain
 
@@ -21,7 +21,9 @@ class ScriptedSource:
         self.observed: dict[int, list[int]] = {}
         self.closed: list[int] = []
 
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
+    def propose(
+        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
+    ) -> list[int]:
         assert n_tokens > 0 and list(token_ids[:-1]) == self.observed[sequence]  # all but the last has been a row
         chain = self._propose(token_ids, n_tokens)
         self.observed[sequence] += [token_ids[-1], *chain]

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 
 from hetero_ee import Engine, SamplingParams
+from hetero_ee.decoding.chain_rule import ChainRule
 from hetero_ee.decoding.draft_gate import AdaptiveGate, FixedGate, Gate
 from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
+from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.exits.candidates import DraftSource
+from hetero_ee.exits.combined_source import CombinedSource
+from hetero_ee.exits.ngram import NgramSource
 from hetero_ee.runtime.executor import Executor
+from tests.draft_heads import random_head_source
 from tests.draft_sources import ScriptedSource, garbage, in_turns, oracle, repetition
 from tests.e2e.test_trained_models import OPENINGS
 
@@ -32,7 +37,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": ("demo", "stories260k", "tiny12"),
     "quantizer": ("none", "codebook"),
     "is_split": (False, True),
-    "source": ("exit", "n-gram", "garbage", "oracle", "combination"),
+    "source": ("exit", "n-gram", "garbage", "oracle", "combination", "n-grams and oracle", "n-grams and trimmed head"),
     "n_drafts": (1, 2, 3, 4, 5, 6, 7, 8),
     "depth": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "gate": ("always", "threshold", "adaptive"),
@@ -40,13 +45,16 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "sampling": tuple(SAMPLINGS),
     "n_sequences": (1, 3),
     "ending": ("length", "stop string", "end token", "stop token", "context"),
+    "levels": ("none", "some", "every"),
+    "is_ahead": (False, True),
 }
 
 
 @dataclass(frozen=True)
 class Case:
     """is_split: exact mode runs on an emulated machine, half of the layers on its GPU. depth: the boundary's, from no
-    layer to all but one. mapped: the exit head has a map."""
+    layer to all but one. mapped: the exit head has a map. is_ahead: on a split machine rows are drafted ahead.
+    levels: boundaries before it where rows exit at random: none, some and those near recent exits, or every one."""
 
     seed: int
     model: str
@@ -60,6 +68,8 @@ class Case:
     sampling: str
     n_sequences: int
     ending: str
+    is_ahead: bool = False
+    levels: str = "none"
 
 
 def drawn_cases(n_cases: int) -> list[Case]:
@@ -130,7 +140,14 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
         "garbage": garbage(case.seed, spec.vocab_size),
         "oracle": oracle(texts, case.seed, error_rate=0.1),
         "combination": in_turns(repetition, oracle(texts), garbage(case.seed, spec.vocab_size), lambda *_: []),
+        "n-grams and oracle": oracle(texts, case.seed, error_rate=0.3),
+        "n-grams and trimmed head": None,
     }[case.source]
+    source: DraftSource | None = ScriptedSource(propose, spec.hidden_size) if propose else None
+    if case.source == "n-grams and trimmed head":
+        source = random_head_source(run.engine.executor, case.seed)
+    if source is not None and case.source.startswith("n-grams and"):
+        source = CombinedSource(NgramSource(), source)
     gates: dict[str, Gate] = {
         "always": FixedGate(0.0),
         "threshold": FixedGate(0.3),
@@ -142,8 +159,22 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
         case.n_drafts + 1,
         gates[case.gate],
         ExitHead(nearly_itself if case.mapped else None) if exits else None,
-        ScriptedSource(propose, spec.hidden_size) if propose else None,
+        source,
+        drafts_ahead=case.is_ahead,
+        levels=levels_of(case, boundary),
+        chain_rule=ChainRule(AdaptiveGate(0.0, lambda m: 1 + 0.1 * m), 0.1) if case.gate == "adaptive" else None,
     )
+
+
+def levels_of(case: Case, boundary: int) -> ExitLevels | None:
+    """Predictors that let a third of the rows exit, whatever they look like."""
+    if case.levels == "none":
+        return None
+    draw, places = random.Random(case.seed), range(1, boundary)
+    head = ExitHead(nearly_itself if case.mapped else None, lambda *_: draw.random())
+    level = ExitLevel(head, 2 / 3, lambda *_: draw.random(), 2 / 3)
+    scheduled = places if case.levels == "every" else draw.sample(places, len(places) // 2)
+    return ExitLevels(dict.fromkeys(places, level), tuple(sorted(scheduled)))
 
 
 def nearly_itself(normed: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.planning.overlap import Overlap
 from hetero_ee.runtime.executor import Observe
 from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
@@ -29,6 +30,7 @@ class ScriptedModel:
     """A hidden state is (token, position, layers passed). full says what follows after all layers, exits before.
 
     spread: how far the chosen token's logit is above the others'. spoiled: positions whose full logits are NaN.
+    overlap: as an executor has it.
     """
 
     full: Next
@@ -38,8 +40,10 @@ class ScriptedModel:
     spoiled: frozenset[int] = frozenset()
     prompt_chunk_tokens: int = 256
     progress: None = None
+    overlap: Overlap | None = None
     passes: list[Pass] = field(default_factory=list)
     n_projected: int = 0
+    n_sliced: int = 0
 
     def __post_init__(self) -> None:
         self.spec: Any = SimpleNamespace(n_layers=N_LAYERS, vocab_size=VOCABULARY)
@@ -69,12 +73,21 @@ class ScriptedModel:
         states[:, 2] = layers.stop
         return states
 
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def project(self, normed: Tensor) -> Tensor:
         self.n_projected += len(normed)
         return torch.stack([self._logits(*(int(x) for x in row)) for row in normed])
+
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        n_projected = self.n_projected
+        logits = self.project(normed).gather(1, token_ids)
+        self.n_projected, self.n_sliced = n_projected, self.n_sliced + len(normed)
+        return logits
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.project(self.final_norm(hidden))

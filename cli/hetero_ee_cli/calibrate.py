@@ -82,9 +82,11 @@ def _print_table(calibration: "Calibration") -> None:
     print("boundary  agreement  with map  exit rate  precision  recall  acceptance")
     for each in calibration.boundaries:
         print(_row(each))
+    levels = ", ".join(str(level) for level in calibration.schedule.boundaries)
+    print(f"\nworth judging rows at: {levels or 'one boundary alone'}")
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
-    print(f"\n{means} ({depths.oracle_mean_depth:.2f} with perfect gates)")
+    print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect gates)")
     print(f"{depths.locality:.0%} of tokens exit within 2 layers of one of the last 5")
 
 
@@ -107,7 +109,9 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
             "map_rank": each.exit_map.rank if each.exit_map else None,
             "predictor": each.predictor.kind,
             "threshold": each.threshold,
+            "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
             **asdict(each.figures),
+            "walk": asdict(each.walk),
         }
         for each in calibration.boundaries
     ]
@@ -119,5 +123,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         "seconds": outcome.seconds,
         "text": asdict(calibration.text),
         "boundaries": boundaries,
+        "schedule": calibration.schedule.boundaries,
         "depths": asdict(calibration.depths),
     }

@@ -10,7 +10,7 @@ import typer
 
 from hetero_ee_cli.chat_input import Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.engine_options import Revision, engine_options
-from hetero_ee_cli.expectation import planned_rate, slowness
+from hetero_ee_cli.expectation import Expectation, slowness
 from hetero_ee_cli.output import closing_line, complain, print_tokens, printable, say
 from hetero_ee_cli.placement_options import (
     DraftHead,
@@ -181,7 +181,7 @@ class Talk:
     def __init__(
         self, engine: "Engine", conversation: "Conversation", is_interactive: bool, stats: bool = False
     ) -> None:
-        self._engine, self._stats_wanted = engine, stats
+        self._engine, self._expectation, self._stats_wanted = engine, Expectation(engine), stats
         self._conversation, self._is_interactive = conversation, is_interactive
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": self._clear,
@@ -238,12 +238,13 @@ class Talk:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if reply.result is not None:
-            self._say_how(reply, start_s)
+            # The reply comes first: measuring a machine that was never measured takes some seconds.
+            self._say_how(reply, None if was_interrupted else self._expectation.of(reply.result), start_s)
         if was_interrupted and not self._is_interactive:
             raise KeyboardInterrupt
 
-    def _say_how(self, reply: "Reply", start_s: float) -> None:
-        """The closing line, and whether the context was full."""
+    def _say_how(self, reply: "Reply", expected: float | None, start_s: float) -> None:
+        """The closing line, and whether the context was full. expected: tokens per second."""
         from hetero_ee.decoding.result import FinishReason
 
         assert reply.result is not None
@@ -253,7 +254,6 @@ class Talk:
         seed = reply.sampling.seed if reply.sampling.temperature else None
         lead = "\n" if sys.stdout.isatty() else ""
         engine, result = self._engine, reply.result
-        expected = planned_rate(engine, result.n_prompt_tokens, result.n_generated_tokens)
         say(lead + closing_line(prompt, result, seed, expected, mode_words(engine)) + lead)
         if (sentence := slowness(result, expected, uses_gpu(engine))) is not None:
             say(sentence)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hetero_ee_cli.progress import stage_progress
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
     from hetero_ee.engine import Engine
@@ -11,6 +13,25 @@ Progress = Callable[[str, int, int], None]
 
 SLOW = 0.5  # of what is expected: nobody's predictions err by so much
 MIN_S, MIN_TOKENS = 1.0, 8  # of a text that says something of the speed
+
+
+class Expectation:
+    """The rate of each of an engine's texts, see expected_rate, which is asked once: where the first text is through.
+
+    A measurement that is broken off is not begun again.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine, self._is_known = engine, False
+        self._rate: Callable[[int, int], float | None] | None = None
+
+    def of(self, result: "GenerationResult") -> float | None:
+        """Tokens per second; None where nothing tells."""
+        if not self._is_known:
+            self._is_known = True
+            with stage_progress() as progress:
+                self._rate = expected_rate(self._engine, progress)
+        return None if self._rate is None else self._rate(result.n_prompt_tokens, result.n_generated_tokens)
 
 
 def expected_rate(engine: "Engine", progress: Progress) -> Callable[[int, int], float | None] | None:

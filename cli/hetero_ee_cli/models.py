@@ -53,7 +53,7 @@ def remove(
     names: Annotated[list[str], typer.Argument(help="Names as in the list, or beginnings that fit only one.")],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
 ) -> None:
-    """Remove stores from the cache folder. They can be made again from their checkpoints."""
+    """Remove stores and their calibrations from the cache folder. They can be made again, from the checkpoints."""
     from hetero_ee.errors import UsageError
 
     cache = _cache()
@@ -121,7 +121,7 @@ def _folders(stores: list[str]) -> list[Path]:
 
 def _agrees(chosen: "list[StoredModel]") -> bool:
     for model in chosen:
-        say(f"{printable(model.name)}, {_size(model.n_bytes)}")
+        say(f"{printable(model.name)}, {_size(model.n_bytes)}{', with its calibration' if model.is_calibrated else ''}")
     print("Remove? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -131,12 +131,12 @@ def _plain(model: "StoredModel") -> dict[str, Any]:
 
 
 def _table(found: "list[StoredModel]") -> str:
-    rows = [("name", "state", "quantizer", "size", "last used")]
+    rows = [("name", "state", "quantizer", "calibrated", "size", "last used")]
     for model in found:
         day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
-        rows.append(
-            (printable(model.name), model.state.value, printable(model.quantizer or ""), _size(model.n_bytes), day)
-        )
+        calibrated = "yes" if model.is_calibrated else "no"
+        told = printable(model.name), model.state.value, printable(model.quantizer or "")
+        rows.append((*told, calibrated, _size(model.n_bytes), day))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

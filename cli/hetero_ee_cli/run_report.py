@@ -78,8 +78,8 @@ def statistics_table(engine: "Engine", result: "GenerationResult", start_s: floa
 
 
 def draft_lines(found: "DraftStatistics") -> list[str]:
-    """Drafts by origin, rounds by how many tokens were drafted and accepted, tokens by depth."""
-    return [*_origins(found), *_runs(found), *_depths(found)]
+    """Drafts by origin, rows drafted ahead, rounds by how many tokens were drafted and accepted, tokens by depth."""
+    return [*_origins(found), *_ahead(found), *_runs(found), *_depths(found)]
 
 
 def _lanes(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
@@ -105,6 +105,13 @@ def _origins(found: "DraftStatistics") -> list[str]:
     ]
 
 
+def _ahead(found: "DraftStatistics") -> list[str]:
+    """Rows that began while those before them were verified."""
+    if not found.n_ahead:
+        return []
+    return [f"{'':14}ahead: {found.n_ahead} rows begun early, {found.n_ahead_kept / found.n_ahead:.0%} right"]
+
+
 def _runs(found: "DraftStatistics") -> list[str]:
     """For each length the rounds that drafted so many tokens, and those of which so many were accepted."""
     return [
@@ -116,13 +123,7 @@ def _runs(found: "DraftStatistics") -> list[str]:
 
 def _depths(found: "DraftStatistics") -> list[str]:
     """The layers behind which the tokens were known."""
-    from hetero_ee.planning.plan import EXIT
-
-    n_exited = sum(counts.n_accepted for counts in found.origins if counts.origin == EXIT)
-    tokens = {str(found.n_layers): found.n_tokens - n_exited}
-    if n_exited:
-        tokens = {str(found.boundary): n_exited} | tokens
-    return _bars("known after layer", tokens)
+    return _bars("known after layer", {str(depth): count for depth, count in enumerate(found.known_after) if count})
 
 
 def _bars(title: str, counts: dict[str, int]) -> list[str]:

@@ -106,11 +106,12 @@ def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> floa
     # The kernels look where to be cached when imported.
     from hetero_ee.runtime.cpu_executor import CpuExecutor
     from hetero_ee.runtime.pass_probe import probe_pass
+    from hetero_ee.runtime.pass_sampling import PassSampling
 
     if not isinstance(executor, CpuExecutor):
         return None
     context_tokens = min(SHORT_CONTEXT_TOKENS, executor.cache.max_tokens)
-    return median(probe_pass(executor, 1, context_tokens, EXECUTOR_SAMPLE_S, clock).executor_s)
+    return median(probe_pass(executor, 1, context_tokens, PassSampling(EXECUTOR_SAMPLE_S), clock).executor_s)
 
 
 def _make_room(executor: Executor, sequence: int, length: int, n_tokens: int) -> None:

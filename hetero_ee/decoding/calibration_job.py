@@ -26,11 +26,11 @@ from hetero_ee.exits.calibration_place import CalibrationPlace
 from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings, run_identity
 from hetero_ee.exits.partial_calibration import PartialCalibration
 from hetero_ee.runtime.executor import Executor
+from hetero_ee.weights.calibration_files import PARTIAL_SUFFIX
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, store_lock
 
 MAX_TOKENS = 10**7
 OWN_TEXT = "texts of its own"
-PARTIAL_SUFFIX = ".partial"
 WAITING = "Another process is calibrating this model; waiting for it"
 
 

@@ -11,6 +11,7 @@ same costs, so that the gate asks more of a draft the better it goes.
 
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Protocol
@@ -66,7 +67,7 @@ class AdaptiveGate:
         verify_s: Callable[[int], float],
         calibrated: Callable[[float], float] | None = None,
     ) -> None:
-        self._draft_s, self._verify_s = draft_s, verify_s
+        self._draft_s, self._verify_s = draft_s, cache(verify_s)
         edges = (0.0, *BIN_EDGES, 1.0)
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
         self._prior = [min(1.0, max(0.0, calibrated(middle) if calibrated else middle)) for middle in middles]
@@ -81,6 +82,21 @@ class AdaptiveGate:
         """What a token takes now, by the costs."""
         return self._seconds / self._tokens
 
+    @property
+    def mean_chance(self) -> float:
+        """That a draft is right of which nothing is known."""
+        n_bins = len(self._prior)
+        right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
+        return right / (PRIOR_DRAFTS * n_bins + sum(self._checked))
+
+    def row_s(self, n_rows: int) -> float:
+        """Seconds that one more row adds to the verification of n_rows."""
+        return self._verify_s(n_rows + 1) - self._verify_s(n_rows)
+
+    def spend(self, seconds: float) -> None:
+        """A round takes so much longer than its rows do."""
+        self._seconds += seconds
+
     def chance(self, confidence: float) -> float:
         """That a draft of this confidence is right: the mean of its bin's Beta posterior."""
         place = bisect_right(BIN_EDGES, confidence)
@@ -91,8 +107,7 @@ class AdaptiveGate:
         """See Gate.goes_on."""
         chances = [*self._chances.get(sequence, [])[: n_pending - 1], self.chance(confidence)]
         self._chances[sequence] = chances
-        row_s = self._draft_s + self._verify_s(n_pending + 1) - self._verify_s(n_pending)
-        return prod(chances) * self.seconds_per_token > row_s
+        return prod(chances) * self.seconds_per_token > self._draft_s + self.row_s(n_pending)
 
     def audit(self, confidence: float, was_right: bool) -> None:
         """See Gate.audit."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_ee.planning.plan import CHAIN, EXIT
+from hetero_ee.planning.plan import CHAIN, EXIT, NGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,10 @@ class DraftStatistics:
     """Counts of all texts together, each text's first token left out: its prompt's pass gave it.
 
     n_passes: of the later layers; each takes a round of every text that is not finished. n_rounds: of single texts.
-    n_rows: verified. n_tokens: what came out. drafted_runs[n], accepted_runs[n]: rounds with n drafts, and with n
-    accepted ones. origins: by where drafts come from.
+    n_rows: verified. n_tokens: what came out. drafted_runs[n], accepted_runs[n], checked_runs[n]: rounds with n
+    drafts, with n accepted ones, and with n that the full model judged. origins: by where drafts come from.
+    known_after[n]: tokens known after n layers, those of right exits after fewer than all. n_ahead: rows of guesses
+    that began while the rows before them were verified; n_ahead_kept: those that were right.
     """
 
     n_layers: int
@@ -42,7 +44,11 @@ class DraftStatistics:
     n_tokens: int
     drafted_runs: tuple[int, ...]
     accepted_runs: tuple[int, ...]
+    checked_runs: tuple[int, ...]
     origins: tuple[OriginCounts, ...]
+    known_after: tuple[int, ...]
+    n_ahead: int = 0
+    n_ahead_kept: int = 0
 
     @property
     def n_drafted(self) -> int:
@@ -64,11 +70,8 @@ class DraftStatistics:
 
     @property
     def mean_exit_depth(self) -> float:
-        """Layers after which a token was known: the boundary for accepted exits, all layers for others; 0 for none."""
-        if not self.n_tokens:
-            return 0.0
-        n_exited = sum(counts.n_accepted for counts in self.origins if counts.origin == EXIT)
-        return (n_exited * self.boundary + (self.n_tokens - n_exited) * self.n_layers) / self.n_tokens
+        """Layers after which a token was known; 0 for none."""
+        return sum(n * count for n, count in enumerate(self.known_after)) / self.n_tokens if self.n_tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -77,30 +80,39 @@ class DraftCounts:
 
     n_passes: int = 0
     n_tokens: int = 0
+    n_ahead: int = 0
+    n_ahead_kept: int = 0
     _drafted: Counter[str] = field(default_factory=Counter)
     _checked: Counter[str] = field(default_factory=Counter)
     _accepted: Counter[str] = field(default_factory=Counter)
     _drafted_runs: Counter[int] = field(default_factory=Counter)
     _accepted_runs: Counter[int] = field(default_factory=Counter)
+    _checked_runs: Counter[int] = field(default_factory=Counter)
+    _depths: Counter[int] = field(default_factory=Counter)
 
-    def add_round(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
-        """One text's round. origins: of its drafts, in order, of which the first n_accepted were right."""
+    def add_round(self, origins: Sequence[str], depths: Sequence[int], n_accepted: int, n_tokens: int) -> None:
+        """One text's round. origins, depths: of its drafts, in order, of which the first n_accepted were right; the
+        layers after which each was known."""
         n_checked = min(n_tokens, len(origins))  # each token came with a judgement of the draft in its place
-        self._drafted.update(origins)
-        self._checked.update(origins[:n_checked])
-        self._accepted.update(origins[:n_accepted])
+        for place, (origin, depth) in enumerate(zip(origins, depths, strict=True)):
+            self._drafted[origin] += 1
+            self._checked[origin] += place < n_checked
+            self._accepted[origin] += place < n_accepted
+            self._depths[depth] += place < n_accepted
         self._drafted_runs[len(origins)] += 1
         self._accepted_runs[n_accepted] += 1
+        self._checked_runs[n_checked] += 1
         self.n_tokens += n_tokens
 
     def statistics(self, n_layers: int, boundary: int) -> DraftStatistics:
         """The counts so far."""
         origins = (
             OriginCounts(name, self._drafted[name], self._checked[name], self._accepted[name])
-            for name in (EXIT, CHAIN)
+            for name in (EXIT, CHAIN, NGRAM)
             if self._drafted[name]
         )
         n_rounds = self._drafted_runs.total()
+        known = self._depths + Counter({n_layers: self.n_tokens - self._depths.total()})
         return DraftStatistics(
             n_layers,
             boundary,
@@ -110,7 +122,11 @@ class DraftCounts:
             self.n_tokens,
             _histogram(self._drafted_runs),
             _histogram(self._accepted_runs),
+            _histogram(self._checked_runs),
             tuple(origins),
+            tuple(known[n] for n in range(n_layers + 1)),
+            self.n_ahead,
+            self.n_ahead_kept,
         )
 
 

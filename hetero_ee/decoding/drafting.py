@@ -1,11 +1,14 @@
 """Drafting: what exact mode drafts with, and how far it goes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.decoding.chain_rule import ChainRule
 from hetero_ee.decoding.draft_gate import Gate
 from hetero_ee.decoding.draft_pace import Pace
 from hetero_ee.errors import UsageError
@@ -14,6 +17,9 @@ from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
 
 # Normed hidden state (hidden,), logits (vocab,) and draft of one row -> the chance that the draft is right.
 Confidence = Callable[[Tensor, Tensor, int], float]
+# Logits (k,) of the candidates that one row has had since it was first judged, and their softmax (k,) where it was
+# judged last -> the chance that the likeliest is right. The softmax is brought up to date.
+SlicedConfidence = Callable[[NDArray[np.float32], NDArray[np.float32]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,29 @@ class ExitHead:
 
 
 @dataclass(frozen=True, slots=True)
+class ExitLevel:
+    """A boundary in front of the plan's, where a row exits from a confidence of `threshold`.
+
+    head: of rows that are judged here first. sliced: of rows that have candidates from a level before; None lets them
+    pass unseen.
+    """
+
+    head: ExitHead
+    threshold: float
+    sliced: SlicedConfidence | None = None
+    sliced_threshold: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExitLevels:
+    """by_boundary: those that there are. scheduled: the ones that every row is judged at, beside those where the last
+    rows of its text have exited."""
+
+    by_boundary: Mapping[int, ExitLevel] = field(default_factory=dict)
+    scheduled: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Drafting:
     """boundary: layers that a row passes before it waits, 0 to all but one. draft_tokens: rows of one text in one pass
     of verification, 1 to 16.
@@ -43,7 +72,10 @@ class Drafting:
     gate: decides row by row whether to go on drafting. exit_head: None for no drafts by exit; at boundary 0 there are
     none either. source: proposes chains, which the exit head and the gate may shorten at the boundary; where a chain
     ends, exits go on. notice: told, once in a text, that something could not draft. pace: says, round by round, whether
-    drafting is faster than not; None drafts always. Raises UsageError.
+    drafting is faster than not; None drafts always. drafts_ahead: what the last row would draft begins on the GPU while
+    the CPU verifies, and passes at most layers_ahead layers there, None for all there are. levels: where rows may exit
+    before the boundary; None for nowhere. chain_rule: how far the source drafts; None as far as there is room. Raises
+    UsageError.
     """
 
     boundary: int
@@ -53,12 +85,19 @@ class Drafting:
     source: DraftSource | None = None
     notice: Callable[[str], None] | None = None
     pace: Pace | None = None
+    drafts_ahead: bool = False
+    layers_ahead: int | None = None
+    levels: ExitLevels | None = None
+    chain_rule: ChainRule | None = None
 
     def __post_init__(self) -> None:
         if self.boundary < 0:
             raise UsageError(f"boundary is {self.boundary}; expected a layer, counted from 0.")
         if not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise UsageError(f"draft_tokens is {self.draft_tokens}; expected 1 to {MAX_DRAFT_TOKENS}.")
+        for level in () if self.levels is None else (*self.levels.by_boundary, *self.levels.scheduled):
+            if not 0 < level < self.boundary:
+                raise UsageError(f"an exit level is {level}; expected 1 to {self.boundary - 1}, before the boundary.")
 
     def check_boundary(self, n_layers: int) -> None:
         """Raises UsageError where no layer is left behind the boundary."""

@@ -3,17 +3,19 @@
 A round of each text: the row of its last token, and rows of drafts behind it, pass layers 0..G-1 and wait; one pass of
 all that wait through layers G..L-1 reads their weights once; the full logits of row j choose the token behind it with
 that position's noise. Drafts that are that token are kept; the first that is not is corrected, and what came after it
-is rolled back. Every token is thus what full.py chooses, from the same bits. Source: LayerSkip (arXiv 2404.16710) and
-EE-LLM (arXiv 2312.04916) for rows that wait; derived for the shared noise.
+is rolled back. The row that a round's end suggests may have begun meanwhile, see draft_ahead.py. Every token is thus
+what full.py chooses, from the same bits. Source: LayerSkip (arXiv 2404.16710) and EE-LLM (arXiv 2312.04916) for rows
+that wait; derived for the shared noise.
 """
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from hetero_ee.decoding.draft_round import Drafter, DraftRound, stacked
+from hetero_ee.decoding.draft_ahead import DraftAhead
+from hetero_ee.decoding.draft_round import DraftRound, parted
 from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.decoding.drafter import Drafter
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, all_finite
@@ -84,15 +86,23 @@ class _ExactDecoding:
         self._executor, self._params, self._ending = executor, params, ending
         self._drafting, self._counts, self._elapsed_s = drafting, counts, elapsed_s
         self._drafter = Drafter(executor, drafting, params, ending)
+        self._ahead = DraftAhead(executor, drafting, params, ending, counts)
 
     def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """The loop: the rest of each prompt, a token of each, then rounds."""
+        """The loop; whenever it ends, no row is left ahead of the texts."""
+        try:
+            yield from self._tokens(texts)
+        finally:
+            self._ahead.drop(texts)
+
+    def _tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
+        """The rest of each prompt, a token of each, then rounds."""
         logits_of = [self._prefilled(text) for text in texts]
         for text, logits in zip(texts, logits_of, strict=True):
             yield step(text, logits, self._params, self._ending, self._elapsed_s())
         while active := [text for text in texts if not text.finished]:
             pace, start_s = self._drafting.pace, self._elapsed_s()
-            rounds = self._drafter.draft(active) if pace is None or pace.drafts else self._drafter.plain(active)
+            rounds = self._drafted(active) if pace is None or pace.drafts else self._plain(active)
             normed, logits_of = self._run_later(rounds)
             n_tokens, waited_s = 0, 0.0  # for whoever takes the tokens
             for each in zip(rounds, normed, logits_of, strict=True):
@@ -108,16 +118,20 @@ class _ExactDecoding:
             return prefill(self._executor, text)
         return prefill(self._executor, text, self._observe)
 
+    def _drafted(self, texts: list[Text]) -> list[DraftRound]:
+        return self._drafter.draft(texts, self._ahead.take())
+
+    def _plain(self, texts: list[Text]) -> list[DraftRound]:
+        self._ahead.drop(texts)
+        return self._drafter.plain(texts)
+
     def _run_later(self, rounds: list[DraftRound]) -> tuple[list[Tensor], list[Tensor]]:
         """All waiting rows through the later layers and the head: final normed states and logits of each round's."""
-        rows = Rows.joined([round_.rows(0) for round_ in rounds])
-        waiting = stacked([state for round_ in rounds for state in round_.hidden])
-        layers = range(self._drafting.boundary, self._executor.spec.n_layers)
-        normed = self._executor.final_norm(self._executor.run(rows, waiting, layers))
+        normed = self._executor.final_norm(self._ahead.run_later(rounds))
         logits = self._executor.project(normed)
         self._counts.n_passes += 1
         sizes = [len(round_.token_ids) for round_ in rounds]
-        return list(torch.split(normed, sizes)), list(torch.split(logits, sizes))
+        return [*parted(normed, sizes)], [*parted(logits, sizes)]
 
     def _verified(self, round_: DraftRound, normed: Tensor, logits: Tensor) -> list[GeneratedToken]:
         """The tokens that the rows bring, up to the first wrong draft's correction; everything else rolled back."""
@@ -139,13 +153,17 @@ class _ExactDecoding:
                 break
         self._roll_back(text, first_position, normed)
         self._drafting.gate.settle(n_rows, len(tokens))
-        self._counts.add_round(round_.origins, n_accepted, len(tokens))
+        self._counts.add_round(round_.origins, round_.depths, n_accepted, len(tokens))
+        self._drafter.settle(round_, n_accepted, len(tokens))
         return tokens
 
     def _roll_back(self, text: Text, first_position: int, normed: Tensor) -> None:
-        """Keeps of the round's rows those of the text's tokens, all but its last."""
+        """Keeps of the round's rows those of the text's tokens, all but its last, unless that one's is ahead."""
         n_true = len(text.token_ids) - 1
-        self._executor.cache.truncate(text.cached_as, n_true)
+        if not self._ahead.keeps(text):
+            self._executor.cache.truncate(text.cached_as, n_true)
+        if self._drafting.source is None:
+            return
         token_ids = text.token_ids[first_position:n_true]
         self._observe(Rows.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])
 

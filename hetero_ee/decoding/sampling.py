@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError, UsageError, shown
@@ -20,6 +21,7 @@ Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
+MAX_RUNS = 500  # of equal scores that are put in order one by one: half the time of sorting 32,000 anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,10 @@ def choose_token(
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
     scores = _penalized(logits, history, params.repeat_penalty)
     if params.temperature == 0:
-        return int(scores.argmax())
-    scores = _filtered(_tempered(scores, params.temperature), params)
-    return int((scores + (noise or gumbel_noise)(len(scores), params.seed, sequence, position)).argmax())
+        return int(scores.numpy(force=True).argmax())  # NumPy's argmax takes a tenth of the time of torch's
+    noisy = _filtered(_tempered(scores, params.temperature), params)
+    noisy += (noise or gumbel_noise)(len(noisy), params.seed, sequence, position)
+    return int(noisy.numpy().argmax())
 
 
 def all_finite(logits: Tensor) -> bool:
@@ -128,11 +131,12 @@ def all_finite(logits: Tensor) -> bool:
 
 def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
     """Standard Gumbel noise (n_tokens,), float64, the same for the same three numbers whatever was drawn before."""
-    key, counter = (np.array(words, np.uint64) for words in ([seed, 0], [0, 0, sequence, position]))
+    key, counter = (np.array(words, np.uint64) for words in ((seed, 0), (0, 0, sequence, position)))
     bits = np.random.Philox(key=key, counter=counter).random_raw(n_tokens)
+    bits >>= 12
     # 52 bits and a half are exact in float64, so that neither 0 nor 1, whose noise is infinite, can come out.
-    uniform = (torch.from_numpy((bits >> 12).astype(np.int64)).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    uniform = torch.from_numpy(bits.view(np.int64).astype(np.float64)).add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
 
 
 class RememberedNoise:
@@ -170,7 +174,8 @@ def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor
 
 def _tempered(scores: Tensor, temperature: float) -> Tensor:
     """scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it infinite."""
-    return (scores.double() - scores.double().max()) / temperature
+    values = scores.numpy(force=True)
+    return torch.from_numpy(values.astype(np.float64)).sub_(float(values.max())).div_(temperature)
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -178,8 +183,8 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
     n_kept = len(scores) if params.top_k == 0 else min(params.top_k, len(scores))
     if n_kept == len(scores) and params.top_p == 1 and params.min_p == 0:
         return scores
-    values, order = torch.sort(scores, descending=True, stable=True)
-    values, order = values[:n_kept], order[:n_kept]
+    order = torch.from_numpy(_best_first(scores.numpy(), n_kept))
+    values = scores[order]
     probabilities = torch.softmax(values, 0)
     if params.top_p < 1:
         before = torch.cumsum(probabilities, 0) - probabilities  # what better candidates already cover
@@ -188,6 +193,28 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
         probabilities = torch.softmax(values, 0)
     kept = order[probabilities >= params.min_p * probabilities[0]]
     return torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
+
+
+def _best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
+    """Ids of the n_kept greatest, the greatest first, of equals the lowest id.
+
+    NumPy's quick partition and quick sort, which don't keep the order of equals, and what puts that right: a tenth of
+    the time of a stable sort of everything.
+    """
+    n_left_out = len(scores) - n_kept
+    if n_left_out > 0:
+        edge = np.partition(scores, n_left_out)[n_left_out]
+        ids = np.flatnonzero(scores >= edge)
+        return ids[np.argsort(-scores[ids], kind="stable")[:n_kept]]
+    order = np.argsort(-scores)
+    ordered = scores[order]
+    is_equal = np.concatenate(([False], ordered[1:] == ordered[:-1], [False]))  # to the one before
+    edges = np.flatnonzero(is_equal[1:] != is_equal[:-1])  # where runs of equals begin, and their last places
+    if len(edges) > 2 * MAX_RUNS:
+        return np.argsort(-scores, kind="stable")
+    for first, last in edges.reshape(-1, 2):
+        order[first : last + 1].sort()
+    return order
 
 
 def _is_stop_string(text: Any) -> bool:

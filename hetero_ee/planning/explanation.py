@@ -101,9 +101,10 @@ def _expected(plan: Plan) -> list[str]:
             f"{plan.draft_tokens} rows"
         )
     elif plan.drafts == EXIT:
+        layers = any_of((*plan.exit_levels, plan.boundary or 0))
         how = (
-            f"drafts exit after layer {plan.boundary}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} "
-            f"tokens in a pass of at most {plan.draft_tokens}"
+            f"drafts exit after layer {layers}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} tokens "
+            f"in a pass of at most {plan.draft_tokens}"
         )
     return [
         f"{'mode':10} {plan.mode}: {how}",
@@ -113,6 +114,12 @@ def _expected(plan: Plan) -> list[str]:
         *_wrapped(f"{'a token' if plan.mode == 'full' else 'one row':10} ", _shares(found.decode_terms)),
         *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
     ]
+
+
+def any_of(layers: Sequence[int]) -> str:
+    """Layers as words: "4", "4 or 7", "3, 4 or 7"."""
+    *others, last = map(str, layers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shares(terms: Sequence[TimeTerm]) -> list[str]:

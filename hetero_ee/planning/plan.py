@@ -10,9 +10,10 @@ from hetero_ee.planning.memory import MemoryTerm
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk", "split")
 EXIT, CHAIN = "exit", "chain"  # where drafts come from
+NGRAM = "n-gram"  # those of a chain that repeat the text
 DEVICES = ("gpu", "cpu", "disk")
 GPU_PLACES = ("gpu", "stream", "visit", "split")  # the GPU has a share in the computing
 # Where a prompt may be read, by where the next tokens are made: keys and values stay on one device.
@@ -92,7 +93,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """model: the architecture and what its shapes hash to. boundary: layers before the exit, 0 where drafts come in a
-    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode.
+    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode. exit_levels: boundaries
+    before it where rows may exit too, ascending.
 
     reasons: one sentence for each decision, for people. Raises UsageError for values that contradict each other.
     """
@@ -108,6 +110,7 @@ class Plan:
     mode: str
     drafts: str | None
     boundary: int | None
+    exit_levels: tuple[int, ...]
     draft_tokens: int
     prefill_chunk_tokens: int
     vram_budget_bytes: int
@@ -190,6 +193,9 @@ def _check_drafts(made: Plan) -> None:
             f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and boundary {shown(boundary)}; "
             "plan anew"
         )
+    levels, end = made.exit_levels, boundary if made.drafts == EXIT and boundary is not None else 0
+    if list(levels) != sorted(set(levels)) or not all(is_whole(level, 1, end - 1) for level in levels):
+        raise UsageError(f"exit_levels is {shown(levels)}, expected layers before the boundary, ascending; plan anew")
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:

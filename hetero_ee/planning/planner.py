@@ -47,6 +47,7 @@ def plan(
         mode=best.schedule.mode,
         drafts=best.schedule.drafts,
         boundary=best.schedule.boundary,
+        exit_levels=best.schedule.exit_levels,
         draft_tokens=best.schedule.draft_tokens,
         prefill_chunk_tokens=best.chunk_tokens,
         vram_budget_bytes=problem.vram_budget_bytes,

@@ -4,6 +4,7 @@ chains of drafts from elsewhere."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -11,9 +12,10 @@ from hetero_ee.errors import UsageError
 from hetero_ee.planning.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.lanes import pass_time
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
+from hetero_ee.planning.overlap import Overlap, overlap
 from hetero_ee.planning.plan import CHAIN, EXIT
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.rounds import Round, chain_round, expected_rounds
+from hetero_ee.planning.rounds import LevelWalk, Round, WalkCosts, chain_round, expected_rounds, walk_rounds
 from hetero_ee.planning.streamed_rounds import StreamedRounds
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
@@ -23,25 +25,33 @@ BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """mode "full" or "exact". drafts: EXIT, CHAIN (of another source), None in full mode. boundary: layers before the
-    exit, 0 where drafts come in a chain, None in full mode. draft_tokens: rows of one pass."""
+    exit, 0 where drafts come in a chain, None in full mode. draft_tokens: rows of one pass. exit_levels: boundaries
+    before it at which rows are judged too."""
 
     mode: str
     drafts: str | None
     boundary: int | None
     draft_tokens: int
     round: Round
+    exit_levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Seconds before each part of the chain for m rows, crossings included: sums[m][i] is what parts 0..i-1 take.
 
-    streamed: says it better where weights are streamed.
+    exit_head_s[i], sliced_head_s[i]: the head for one row behind so many parts, and its rows of a few candidates alone.
+    streamed: says it better where weights are streamed. overlap: what the GPU can do meanwhile. host_s[i]: one row
+    through those parts from the i-th on that the CPU computes.
     """
 
     sums: dict[int, list[float]]
     exit_head_s: list[float]
+    sliced_head_s: list[float]
+    has_streams: bool = False
     streamed: StreamedRounds | None = None
+    overlap: Overlap | None = None
+    host_s: Sequence[float] = ()
 
     def draft_s(self, n_parts: int) -> float:
         """One row through the first parts and the exit head."""
@@ -55,6 +65,50 @@ class Chain:
             return self.streamed.verify_s(n_parts, m)
         sums = self.sums[m]
         return sums[-1] - sums[n_parts]
+
+    def layers_ahead(self, boundary: int) -> int:
+        """How many layers the GPU computes for one row while the CPU verifies those before: what took longer would be
+        waited for, whether the row is right or not."""
+        if self.overlap is None or self.has_streams:
+            return 0
+        batch_s = self.host_s[1 + 2 * self.overlap.layers_behind(boundary)]
+        ends = range(1, self.overlap.layers_ahead(boundary) + 1)
+        return sum(self.sums[1][1 + 2 * n_layers] <= batch_s for n_layers in ends)
+
+    def ahead_s(self, boundary: int) -> float:
+        """One row through these layers, 0 for none."""
+        n_layers = self.layers_ahead(boundary)
+        return self.sums[1][1 + 2 * n_layers] if n_layers else 0.0
+
+    def walk_ahead_s(self, walk: LevelWalk) -> float:
+        """The same of a row that would have exited on its way, as often as rows do."""
+        ahead_s = self.ahead_s(walk.places[-1])
+        spared_s = (min(ahead_s, self.sums[1][1 + 2 * place]) for place in walk.places)
+        exited_s = sum(share * seconds for share, seconds in zip(walk.exit_shares, spared_s, strict=True))
+        return exited_s + (1 - walk.rates.exit_rate) * ahead_s
+
+    def walk_costs(self, walk: LevelWalk) -> WalkCosts:
+        """A row that waits passes its other layers together with one that comes by, at what one row more takes."""
+        ends, p = [1 + 2 * place for place in walk.places], walk.rates.exit_rate
+        shares = [share / p if p else 0.0 for share in walk.exit_shares]  # of rows that exit
+        judged_s = list(accumulate(self._judging_s(ends)))
+        exits_s = (self.sums[1][end] + seconds for end, seconds in zip(ends, judged_s, strict=True))
+        exit_s = sum(share * seconds for share, seconds in zip(shares, exits_s, strict=True))
+        waiting = list(accumulate(shares))  # behind each place
+
+        def last_s(m: int) -> float:
+            more_s = [self.sums[m][end] - self.sums[1][end] for end in ends]
+            taken_s = (
+                share * (after - before) for share, (before, after) in zip(waiting, pairwise(more_s), strict=False)
+            )
+            return self.sums[1][ends[-1]] + sum(taken_s)
+
+        return WalkCosts(exit_s, last_s, judged_s[-1], self.exit_head_s[ends[-1]])
+
+    def _judging_s(self, places: Sequence[int]) -> list[float]:
+        """Of one row at each: by the whole head first and last, by the head's rows of its candidates between."""
+        first, *between, last = places
+        return [self.exit_head_s[first], *(self.sliced_head_s[place] for place in between), self.exit_head_s[last]]
 
 
 def best_schedule(problem: Problem, places: Sequence[str], context_tokens: int) -> Schedule:
@@ -114,18 +168,32 @@ def _exits(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Sched
         return []
     found = []
     for boundary in range(1, problem.spec.n_layers):
-        if statistics.rates_at(boundary).exit_rate > 0:
+        walk = statistics.walk_at(boundary)
+        if statistics.rates_at(boundary).exit_rate > 0 or (walk is not None and walk.exit_rate > 0):
             found.append(_exit_at(problem, boundary, chain, lengths))
     return found
 
 
 def _exit_at(problem: Problem, boundary: int, chain: Chain, lengths: Sequence[int]) -> Schedule:
-    """With the best draft length."""
+    """With the best draft length; with levels on the way where that is known to be faster."""
     assert problem.statistics.exits is not None
-    rates, n_parts = problem.statistics.exits.rates_at(boundary), 1 + 2 * boundary
-    rounds = expected_rounds(rates, max(lengths), chain.draft_s(n_parts), partial(chain.verify_s, n_parts))
+    exits, n_parts, most = problem.statistics.exits, 1 + 2 * boundary, max(lengths)
+    ahead_s, verify_s = chain.ahead_s(boundary), partial(chain.verify_s, n_parts)
+    alone = expected_rounds(exits.rates_at(boundary), most, chain.draft_s(n_parts), verify_s, ahead_s)
+    found = _of_best_length(boundary, alone, lengths)
+    walk = exits.level_walk(boundary)
+    if walk is None or chain.has_streams:
+        return found
+    rounds = walk_rounds(walk.rates, most, chain.walk_costs(walk), verify_s, chain.walk_ahead_s(walk))
+    walked = _of_best_length(boundary, rounds, lengths, walk.levels)
+    return walked if _seconds_per_token(walked) < WORTH_IT * _seconds_per_token(found) else found
+
+
+def _of_best_length(
+    boundary: int, rounds: Sequence[Round], lengths: Sequence[int], levels: tuple[int, ...] = ()
+) -> Schedule:
     length = min(lengths, key=lambda n: rounds[n - 1].seconds_per_token)
-    return Schedule("exact", EXIT, boundary, length, rounds[length - 1])
+    return Schedule("exact", EXIT, boundary, length, rounds[length - 1], levels)
 
 
 def _chains(problem: Problem, chain: Chain, lengths: Sequence[int]) -> list[Schedule]:
@@ -165,4 +233,11 @@ def chain_of(problem: Problem, places: Sequence[str], context_tokens: int, max_r
     ways = (on_gpu[: len(parts) + 1] != head_on_gpu).astype(np.int8) + int(head_on_gpu)
     streams = any(place in STREAMED for place in places)
     streamed = StreamedRounds(costs, parts, places, context_tokens, max_rows) if streams else None
-    return Chain(sums, (head_s + ways * costs.crossing_s(1)).tolist(), streamed)
+    ways_s = ways * costs.crossing_s(1)
+    alone_s = [
+        0.0 if place in ON_GPU else costs.part_s(part, place, 1, context_tokens)
+        for part, place in zip(parts, places, strict=True)
+    ]
+    host_s = np.cumsum(alone_s[::-1])[::-1].tolist()
+    exit_head_s = (head_s + ways_s).tolist()
+    return Chain(sums, exit_head_s, ways_s.tolist(), streams, streamed, overlap(places), host_s)

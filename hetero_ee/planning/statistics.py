@@ -2,32 +2,39 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.neuron_statistics import NeuronStatistics
-from hetero_ee.planning.rounds import ExitRates
+from hetero_ee.planning.rounds import ExitRates, LevelWalk, WalkRates
 
 MAX_ACCEPTANCE_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryRates:
-    """Rates of exits in front of layer `boundary`, counted from 0: `boundary` layers have run."""
+    """Rates of exits in front of layer `boundary`, counted from 0: `boundary` layers have run.
+
+    walk: of rows judged at the schedule's boundaries before this one too; None where that was not measured.
+    """
 
     boundary: int
     rates: ExitRates
+    walk: WalkRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
     """source: where it comes from, for people. boundaries: ascending. survival: for each layer the chance that a token
-    needs it, for modes that skip layers for good; None where every token passes every layer.
+    needs it, for modes that skip layers for good; None where every token passes every layer. schedule: the boundaries
+    worth a predictor, ascending, at which the rows of each `walk` were judged on their way.
     """
 
     source: str
     n_layers: int
     boundaries: tuple[BoundaryRates, ...]
     survival: tuple[float, ...] | None = None
+    schedule: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         places = [entry.boundary for entry in self.boundaries]
@@ -37,6 +44,28 @@ class ExitStatistics:
             raise ValueError(f"survival has {len(self.survival)} values for {self.n_layers} layers")
         if self.survival is not None and not all(0 <= chance <= 1 for chance in self.survival):
             raise ValueError("survival holds chances from 0 to 1")
+        if list(self.schedule) != sorted(set(self.schedule)) or not all(0 < b < self.n_layers for b in self.schedule):
+            raise ValueError(f"the schedule's boundaries must ascend between 1 and {self.n_layers - 1}")
+
+    def walk_at(self, boundary: int) -> WalkRates | None:
+        """Of rows judged at the schedule's boundaries before this one and here; None where it was not measured."""
+        return next((entry.walk for entry in self.boundaries if entry.boundary == boundary), None)
+
+    def level_walk(self, boundary: int) -> LevelWalk | None:
+        """The schedule's way to this boundary; None where no level lies before it, or a walk there was not measured.
+
+        How many are judged on average tells how many have exited: of a walk with one level more, all those that have
+        not are judged once more.
+        """
+        places = (*(level for level in self.schedule if level < boundary), boundary)
+        walks = [walk for place in places[1:] if (walk := self.walk_at(place)) is not None]
+        if len(places) < 2 or len(walks) < len(places) - 1:
+            return None
+        judged = [1.0, *(walk.n_evaluated for walk in walks)]
+        exited = [0.0, *(1 - (after - before) for before, after in pairwise(judged)), walks[-1].exit_rate]
+        shares = [max(0.0, after - before) for before, after in pairwise(exited)]
+        scale = walks[-1].exit_rate / (sum(shares) or 1.0)
+        return LevelWalk(walks[-1], places, tuple(scale * share for share in shares))
 
     def rates_at(self, boundary: int) -> ExitRates:
         """Linear between the boundaries that are known; no exits before the first, the last one's rates behind it."""
@@ -50,10 +79,9 @@ class ExitStatistics:
         if left is right:
             return right.rates
         share = (boundary - left.boundary) / (right.boundary - left.boundary)
-        return ExitRates(
-            left.rates.exit_rate + share * (right.rates.exit_rate - left.rates.exit_rate),
-            left.rates.precision + share * (right.rates.precision - left.rates.precision),
-        )
+        names = ("exit_rate", "precision", "refused_precision")
+        pairs = ((getattr(left.rates, name), getattr(right.rates, name)) for name in names)
+        return ExitRates(*(first + share * (second - first) for first, second in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +152,10 @@ def published_statistics(n_layers: int) -> ExitStatistics:
         boundary = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
         if 0 < boundary < n_layers:
             # A share `recall` of the right rows exit, and they are a share `precision` of all that do.
-            boundaries[boundary] = ExitRates(min(1.0, oracle_percent / 100 * recall / precision), precision)
+            right = oracle_percent / 100
+            exit_rate = min(1.0, right * recall / precision)
+            refused = min(1.0, max(0.0, (right - exit_rate * precision) / (1 - exit_rate))) if exit_rate < 1 else 0.0
+            boundaries[boundary] = ExitRates(exit_rate, precision, refused)
     if not boundaries:
         raise UsageError(f"a model with {n_layers} layers has none to exit from; drop --published-exits.")
     return ExitStatistics(

@@ -139,7 +139,8 @@ def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledg
     engine = stories.engine
     statistics = knowledge.statistics(engine.spec, profile, 0, on_gpu=limits.gpu_layers != 0)
     placement = Placement(profile, limits, statistics=statistics, emulates=True)
-    return open_placed(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
+    opened = open_placed(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
+    return replace(opened, placement=placement)
 
 
 def _fail(notice: str) -> None:

@@ -1,61 +1,119 @@
-"""What exact mode costs beside the model and the draft head: processor time of one thread, as a share of a token's.
+"""What exact mode costs beside the model and the draft source: processor time of one thread, as a share of a token's.
 
 All that runs outside of the executor's passes, its head and the draft head's layer is counted, in exact and in full
-mode; the difference, by token, is what drafting adds: features, predictor, gate, choosing drafts, bookkeeping.
+mode; the difference, by token, is what drafting adds: features, predictor, gate, choosing drafts, bookkeeping. The
+modes take turns, and the medians count. Of a big model's shape the same is derived: the loop's time is the same, and
+what looks at a whole vocabulary's logits is measured at both sizes.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
-from exit_rows import Timed
+from exit_rows import planned_costs
 
+from hetero_ee.decoding import draft_judge, drafter, exact, sampling, texts
 from hetero_ee.decoding.draft_opening import open_drafting
+from hetero_ee.decoding.drafting import Drafting
+from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
+from hetero_ee.exits.candidates import DraftSource
+from hetero_ee.exits.combined_source import CombinedSource
 from hetero_ee.exits.draft_head import DraftHeadSource
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee_profiles.hardware import HardwareProfile
 
-PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "project", "project_on_cpu")
+PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "project", "project_on_cpu", "sliced")
 LAYER = ("guess", "embed", "logits")
+GATE = ("goes_on", "audit", "settle", "spend", "chance")
+BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512
+N_ROUNDS = 7  # of both modes, for each median
+SOURCE_CALLS = ("propose", "observe", "truncate", "close")
+CHOOSE, NOISE, FINITE, CONFIDENCE, GATE_CALL, SOURCE = "choose", "noise", "finite", "confidence", "gate", "source"
+PLACES = {
+    CHOOSE: [(module, "choose_token") for module in (texts, drafter, draft_judge)],
+    NOISE: [(sampling, "gumbel_noise")],
+    FINITE: [(module, "all_finite") for module in (drafter, draft_judge, exact)],
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
     """Seconds of processor time a token. full_s: at full depth, everything; loop_s: beside the passes, in full mode;
-    exact_loop_s: the same in exact mode."""
+    exact_loop_s: the same in exact mode. Of what that adds: choosing_s, tokens from logits; judging_s, predictor and
+    gate; source_s, what a draft source does beside its layer; the rest is the loop's. big_added_s: what it adds with
+    the big shape's vocabulary, whose token takes big_token_s.
+    """
 
     asked: str
     sampling: str
     full_s: float
     loop_s: float
     exact_loop_s: float
+    choosing_s: float
+    judging_s: float
+    source_s: float
+    big_added_s: float
+    big_token_s: float
+
+    @property
+    def added_s(self) -> float:
+        """By exact mode, beside its draft source."""
+        return self.exact_loop_s - self.loop_s - self.source_s
 
     @property
     def share(self) -> float:
         """Of a token at full depth."""
-        return (self.exact_loop_s - self.loop_s) / self.full_s
+        return self.added_s / self.full_s
+
+    @property
+    def big_share(self) -> float:
+        """The same of the big shape, derived."""
+        return self.big_added_s / self.big_token_s
+
+    def __str__(self) -> str:
+        rest_s = self.added_s - self.choosing_s - self.judging_s
+        parts = f"choosing tokens {_us(self.choosing_s)}, predictor and gate {_us(self.judging_s)}, loop {_us(rest_s)}"
+        return (
+            f"overhead, {self.asked}, {self.sampling}: {_us(self.added_s)} us a token, {self.share:.1%} of the demo "
+            f"model's {_us(self.full_s)} us at full depth (processor time of one thread; {parts}; not counted, the "
+            f"draft source's own {_us(self.source_s)}). Derived for {BIG_SHAPE}: {_us(self.big_added_s)} us, "
+            f"{self.big_share:.2%} of its emulated {self.big_token_s * 1e3:.0f} ms"
+        )
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
 
 
 class Stopwatch:
-    """Adds up the time inside of calls, of nested ones once."""
+    """Adds up the time inside of calls, of nested ones once, without what `others` add up meanwhile."""
 
-    def __init__(self) -> None:
-        self.seconds, self._depth = 0.0, 0
+    def __init__(self, others: Sequence["Stopwatch"] = ()) -> None:
+        self.seconds, self.n_calls, self._depth, self._others = 0.0, 0, 0, others
+
+    def _now_s(self) -> float:
+        return time.thread_time() - sum(other.seconds for other in self._others)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **named: Any) -> Any:
             if self._depth:
                 return call(*arguments, **named)
-            self._depth, start_s = 1, time.process_time()
+            self._depth, start_s = 1, self._now_s()
             try:
                 return call(*arguments, **named)
             finally:
-                self.seconds += time.process_time() - start_s
-                self._depth = 0
+                self.seconds += self._now_s() - start_s
+                self.n_calls, self._depth = self.n_calls + 1, 0
 
         return run
 
@@ -66,39 +124,140 @@ class Clocked:
     def __init__(self, inner: Any, names: tuple[str, ...], watch: Stopwatch) -> None:
         self._inner = inner
         for name in names:
-            setattr(self, name, watch.timed(getattr(inner, name)))
+            if hasattr(inner, name):
+                setattr(self, name, watch.timed(getattr(inner, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def overheads(stories: Stories, profile: HardwareProfile) -> Iterator[Overhead]:
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One mode's runs of one kind of drafts and sampling. how: None for full mode."""
+
+    told: Callable[[Drafting | None], Any]
+    watch: Stopwatch
+    how: Drafting | None
+    whole_s: list[float] = field(default_factory=list)
+    beside_s: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Once more: processor seconds a token, of everything and outside of what the watch sees."""
+        self.watch.seconds, start_s = 0.0, time.thread_time()
+        found = self.told(self.how)
+        whole_s = time.thread_time() - start_s
+        self.whole_s.append(whole_s / found.n_tokens)
+        self.beside_s.append((whole_s - self.watch.seconds) / found.n_tokens)
+
+    def parts(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of one more run, seconds a token and calls a token of each part."""
+        watches = {part: Stopwatch() for part in (CHOOSE, NOISE, FINITE, CONFIDENCE, GATE_CALL)}
+        watches[SOURCE] = Stopwatch([self.watch, watches[CHOOSE], watches[FINITE]])
+        how = self.how
+        if how is not None:
+            how = replace(how, gate=Clocked(how.gate, GATE, watches[GATE_CALL]))  # type: ignore[arg-type]
+            if how.source is not None:
+                how = replace(how, source=Clocked(how.source, SOURCE_CALLS, watches[SOURCE]))  # type: ignore[arg-type]
+            if how.exit_head is not None and how.exit_head.confidence is not None:
+                confidence = watches[CONFIDENCE].timed(how.exit_head.confidence)
+                how = replace(how, exit_head=replace(how.exit_head, confidence=confidence))
+        with ExitStack() as patched:
+            for part, places in PLACES.items():
+                for module, name in places:
+                    patched.enter_context(patch.object(module, name, watches[part].timed(getattr(module, name))))
+            n_tokens = self.told(how).n_tokens
+        seconds = {part: watch.seconds / n_tokens for part, watch in watches.items()}
+        return seconds, {part: watch.n_calls / n_tokens for part, watch in watches.items()}
+
+
+def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUNDS) -> Iterator[Overhead]:
     """Each kind of drafts and each sampling. profile: by which drafts are planned."""
+    big_token_s = _big_token_s(profile)
     for kind in (EXITS, HEAD):
         opened = _opened(stories, profile, kind)
         drafting = open_drafting(stories.knowledge(kind), opened, profile, _fail)
         assert drafting is not None, "exact mode was asked for"
-        for sampling in SAMPLINGS:
+        for name in SAMPLINGS:
             watch = Stopwatch()
             executor: Any = Clocked(opened.executor, PASSES, watch)
-            how, source = drafting.drafting, drafting.drafting.source
-            if isinstance(source, DraftHeadSource):
-                how = replace(how, source=DraftHeadSource(Clocked(source._layer, LAYER, watch), executor))
-            told = partial(stories.told_by, executor, opened, sampling)
-            told(how)  # compiles the kernels
-            full, full_loop_s = _beside(partial(told, None), watch)
-            _, exact_loop_s = _beside(partial(told, how), watch)
-            yield Overhead(kind, sampling, full, full_loop_s, exact_loop_s)
+            how = replace(drafting.drafting, pace=None)  # drafts in every round
+            told = partial(stories.told_by, executor, opened, name)
+            with _clocked_head(how.source, watch):
+                yield _compared(kind, name, Loop(told, watch, None), Loop(told, watch, how), n_rounds, big_token_s)
         drafting.close()
         opened.executor.close()
 
 
-def _beside(run: Callable[[], Timed], watch: Stopwatch) -> tuple[float, float]:
-    """Processor seconds a token: of everything, and outside of what the watch sees."""
-    watch.seconds, start_s = 0.0, time.process_time()
-    found = run()
-    whole_s = time.process_time() - start_s
-    return whole_s / found.n_tokens, (whole_s - watch.seconds) / found.n_tokens
+@contextmanager
+def _clocked_head(source: DraftSource | None, watch: Stopwatch) -> Iterator[None]:
+    """The time inside of a draft head's layer, and of the model's head on its states, is the watch's meanwhile."""
+    head: Any = source._computed if isinstance(source, CombinedSource) else source
+    with ExitStack() as patched:
+        if isinstance(head, DraftHeadSource):
+            patched.enter_context(patch.object(head, "_layer", Clocked(head._layer, LAYER, watch)))
+            patched.enter_context(patch.object(head, "_target", Clocked(head._target, PASSES, watch)))
+            patched.enter_context(patch.object(head, "_project", watch.timed(head._project)))
+        yield
+
+
+def _compared(asked: str, name: str, full: Loop, exact_: Loop, n_rounds: int, big_token_s: float) -> Overhead:
+    exact_.run()  # compiles the kernels
+    for runs in (exact_.whole_s, exact_.beside_s):
+        runs.clear()
+    for _ in range(n_rounds):
+        full.run()
+        exact_.run()
+    loop_s, exact_loop_s = median(full.beside_s), median(exact_.beside_s)
+    parts = [(full.parts(), exact_.parts()) for _ in range(n_rounds)]
+    added = {part: median(mine[0][part] - theirs[0][part] for theirs, mine in parts) for part in parts[0][0][0]}
+    calls, exact_calls = (found[1] for found in parts[-1])
+    vocabulary = known_spec(BIG_SHAPE).vocab_size
+    growth_s = _looks_s(exact_, name, vocabulary), _looks_s(exact_, name, 4096)
+    grown_s = sum((exact_calls[part] - calls[part]) * (growth_s[0][part] - growth_s[1][part]) for part in growth_s[0])
+    return Overhead(
+        asked,
+        name,
+        median(full.whole_s),
+        loop_s,
+        exact_loop_s,
+        added[CHOOSE] + added[FINITE],
+        added[CONFIDENCE] + added[GATE_CALL],
+        added[SOURCE],
+        exact_loop_s - loop_s - added[SOURCE] + grown_s,
+        big_token_s,
+    )
+
+
+def _looks_s(loop: Loop, name: str, n_tokens: int) -> dict[str, float]:
+    """Seconds of one call of each part that looks at a vocabulary of n_tokens."""
+    logits = torch.randn(n_tokens, generator=torch.Generator().manual_seed(1)) * 4
+    noise, params = gumbel_noise(n_tokens, 1, 2, 3), SamplingParams(temperature=SAMPLINGS[name])
+    calls: dict[str, Callable[[], Any]] = {
+        CHOOSE: lambda: choose_token(logits, [1], params, 0, 1, lambda *_: noise),
+        NOISE: lambda: gumbel_noise(n_tokens, 1, 2, 3),
+        FINITE: lambda: all_finite(logits),
+    }
+    exit_head = None if loop.how is None else loop.how.exit_head
+    if exit_head is not None:
+        calls[CONFIDENCE] = lambda: exit_head.confidence_of(logits, logits, 0, True)
+    return {part: _call_s(call) for part, call in calls.items()}
+
+
+def _call_s(call: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(5):
+        start_s = time.thread_time()
+        for _ in range(100):
+            call()
+        found.append((time.thread_time() - start_s) / 100)
+    return median(found)
+
+
+def _big_token_s(profile: HardwareProfile) -> float:
+    """Of the big shape at full depth, by the planner's best plan for it."""
+    spec = known_spec(BIG_SHAPE)
+    chosen = make_plan(spec, profile, Limits(context_tokens=BIG_CONTEXT_TOKENS, mode="full"))
+    return planned_costs(spec, profile, chosen, BIG_CONTEXT_TOKENS // 2, 0.0).full_s
 
 
 def _opened(stories: Stories, profile: HardwareProfile, kind: str) -> Opened:

@@ -26,6 +26,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.planning.round_costs import round_costs
 from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.device import GPU
@@ -47,7 +48,7 @@ PROMPT_TOKENS = 16
 class Fates:
     """What becomes of the rows and drafts of one text, drawn once from a seed.
 
-    rates: of exits at the boundary. acceptance_at: of a chain's positions.
+    rates: of exits at the boundary, and of rows that are refused there. acceptance_at: of a chain's positions.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Fates:
     ) -> None:
         draw = np.random.default_rng(seed)
         self._exits = draw.random(n_tokens) < rates.exit_rate
-        self._right = draw.random(n_tokens) < rates.precision
+        self._right = draw.random(n_tokens) < np.where(self._exits, rates.precision, rates.refused_precision)
         chances = [acceptance_at(place) for place in range(n_drafts)]
         self._accepted = draw.random((n_tokens, n_drafts)) < chances
 
@@ -195,7 +196,16 @@ class Replay:
 
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
         if plan.drafts == EXIT and plan.boundary is not None:
-            return Drafting(plan.boundary, plan.draft_tokens, FixedGate(0.5), ExitHead(None, _confidence(fates)))
+            exit_head = ExitHead(None, _confidence(fates))
+            n_ahead = round_costs(self.spec, self.profile, plan, plan.boundary).layers_ahead
+            return Drafting(
+                plan.boundary,
+                plan.draft_tokens,
+                FixedGate(0.5),
+                exit_head,
+                drafts_ahead=n_ahead > 0,
+                layers_ahead=n_ahead,
+            )
         machine, head_spec = executor.machine, draft_head_spec(self.spec)
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0

@@ -24,7 +24,7 @@ class Row:
     exit_rate, precision: p and q as counted; acceptance: of a chain's positions, as counted. r: seconds of a row behind
     the boundary (of a chain: on the CPU) over those before; kappa: of m rows there over one's. head_s: the exit head or
     the head; draft_s: one draft, head included. speedup: of exact over full; formula: the same from p, q or acceptance
-    and these seconds.
+    and these seconds. ahead: share of rounds whose first row had been drafted ahead, which the formula takes as it is.
     """
 
     label: str
@@ -50,6 +50,7 @@ class Row:
     full_token_s: float
     exact_token_s: float
     formula: float
+    ahead: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -89,7 +90,7 @@ class StepCosts:
     """Seconds by which a round is reckoned. full_s: a token at full depth. earlier_s: one row before the boundary, and
     head_s the head on it; verify_s(m): m rows behind it, or of a chain through all. draft_s: of one draft.
 
-    r: see Row.
+    r: see Row. ahead_s: of one row through the layers that it can pass ahead, 0 where there are none.
     """
 
     full_s: float
@@ -97,6 +98,7 @@ class StepCosts:
     draft_s: float
     verify_s: Callable[[int], float]
     r: float | None
+    ahead_s: float = 0.0
 
 
 def planned_costs(
@@ -112,7 +114,8 @@ def planned_costs(
         n_parts = 1 + 2 * plan.boundary
         draft_s, later_s = chain.draft_s(n_parts), chain.verify_s(n_parts, 1)
         r = later_s / chain.sums[1][n_parts]
-        return StepCosts(full_s, chain.exit_head_s[n_parts], draft_s, lambda m: chain.verify_s(n_parts, m), r)
+        head_s, ahead_s = chain.exit_head_s[n_parts], chain.ahead_s(plan.boundary)
+        return StepCosts(full_s, head_s, draft_s, lambda m: chain.verify_s(n_parts, m), r, ahead_s)
     gpu_s = _gpu_s(problem, places, context_tokens)
     head_s = problem.costs.part_s(problem.head, places[-1], 1, context_tokens)
     r = (full_s - gpu_s) / gpu_s if gpu_s else None
@@ -134,6 +137,8 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
     acceptance = chain_acceptance(statistics) if drafts == CHAIN else ()
     if rates is not None:
         expected = expected_rounds(rates, n_rows, costs.draft_s, costs.verify_s)[-1]
+        ahead = statistics.n_ahead_kept / statistics.n_rounds
+        expected = replace(expected, seconds=expected.seconds - ahead * costs.ahead_s)
     else:
         at = acceptance or (0.0,)
         expected = chain_round(n_rows, lambda j: at[min(j, len(at) - 1)], costs.draft_s, costs.verify_s)
@@ -154,6 +159,7 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
         full_token_s=full.token_s,
         exact_token_s=exact.token_s,
         formula=costs.full_s / expected.seconds_per_token,
+        ahead=statistics.n_ahead_kept / statistics.n_rounds if statistics.n_ahead else None,
     )
 
 
@@ -187,11 +193,6 @@ def exit_rates(statistics: DraftStatistics, draft_tokens: int) -> ExitRates:
 
 
 def chain_acceptance(statistics: DraftStatistics) -> tuple[float, ...]:
-    """For each position of a chain the share that was right of those with right ones before, and drafts there."""
-    found = []
-    for position in range(len(statistics.drafted_runs) - 1):
-        accepted = sum(statistics.accepted_runs[position + 1 :])
-        # Chains that end here, as a text's last does, were not wrong about what they lack.
-        reached = sum(statistics.accepted_runs[position:]) - statistics.drafted_runs[position]
-        found.append(accepted / max(1, accepted, reached))
-    return tuple(found)
+    """For each position of a chain the share of judged drafts there that were right."""
+    positions = range(1, len(statistics.checked_runs))
+    return tuple(sum(statistics.accepted_runs[j:]) / sum(statistics.checked_runs[j:]) for j in positions)

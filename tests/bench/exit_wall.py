@@ -13,7 +13,7 @@ from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.draft_opening import open_drafting
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting
-from hetero_ee.exits.candidates import Choose, DraftSource
+from hetero_ee.exits.candidates import ChainJudge, Choose, DraftSource
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.machine_profile import Wanted, machine_profile
@@ -105,10 +105,12 @@ class ClockedSource:
     def draft_s(self) -> float:
         return self._seconds / self._n_drafts
 
-    def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose) -> list[int]:
+    def propose(
+        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
+    ) -> list[int]:
         """See DraftSource.propose."""
         start_s = time.perf_counter()
-        chain = self._source.propose(sequence, token_ids, n_tokens, choose)
+        chain = self._source.propose(sequence, token_ids, n_tokens, choose, judge)
         self._seconds += time.perf_counter() - start_s
         self._n_drafts += len(chain)
         return chain

@@ -12,17 +12,21 @@ from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRe
 from hetero_ee.decoding.calibration_text import MIN_TOKENS, text_chunks
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
 from hetero_ee.exits.activations import activation_names
-from hetero_ee.exits.calibration_file import JSON_FILE, TENSORS_FILE
 from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
 from hetero_ee.exits.mlp_training import MlpTraining
 from hetero_ee.exits.traces import traces
+from hetero_ee.weights.calibration_files import JSON_FILE, TENSORS_FILE
 from hetero_ee.weights.filesystem import FileSystem
 from tests.calibration_support import FailingDisk, same
 from tests.families import random_model, save_checkpoint
 
 WORDS = tuple("the cat saw a big red ball and said hello to Lily , who ran home . Tom was sad but then".split())  # noqa: SIM905
 SETTINGS = CalibrationSettings(
-    save_every_s=0.0, n_selection_tokens=100, n_activation_tokens=100, training=MlpTraining(n_hidden=8, n_steps=20)
+    save_every_s=0.0,
+    n_selection_tokens=100,
+    n_activation_tokens=100,
+    n_walk_tokens=100,
+    training=MlpTraining(n_hidden=8, n_steps=20),
 )
 
 
@@ -107,6 +111,7 @@ def test_it_is_found_beside_its_store_and_holds_every_boundary(engine: Engine) -
     assert [each.boundary for each in found.boundaries] == list(range(1, engine.spec.n_layers))
     assert found.text.description == "words" and 700 < found.text.n_tokens <= 900
     assert sum(found.depths.histogram) == found.text.n_held_out_tokens
+    assert all(each.walk.n_evaluated >= 1 for each in found.boundaries)
     statistics = found.statistics()
     assert statistics.rates_at(1).exit_rate == found.at(1).figures.exit_rate
     assert not partial_file(engine).exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.exits.calibration_file import JSON_FILE
+from hetero_ee.weights.calibration_files import JSON_FILE
 from tests.command_line import Cli, Ended
 from tests.e2e.test_calibration import text_of
 
@@ -88,6 +88,8 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     assert found["schema"] == 1 and found["text"]["description"] == "words.txt, more.txt"
     assert [each["boundary"] for each in found["boundaries"]] == [1, 2]
     assert {"agreement", "exit_rate", "precision", "recall", "acceptance"} <= found["boundaries"][0].keys()
+    assert set(found["schedule"]) <= {1, 2}
+    assert {"exit_rate", "precision", "n_evaluated"} <= found["boundaries"][1]["walk"].keys()
     assert found["folder"] == str(calibrations(cache)[0]) and found["seconds"] > 0
     assert json.loads((calibrations(cache)[0] / JSON_FILE).read_text())["depths"] == found["depths"]
 

@@ -103,12 +103,12 @@ def test_models_lists_stores(cli: Cli, model_folder: Path, store: Path, cache: P
     os.truncate(broken / "weights.bin", 9)
     listed = cli("models")
     head, *rows = listed.out.splitlines()
-    assert listed.code == 0 and head.split() == ["name", "state", "quantizer", "size", "last", "used"]
+    assert listed.code == 0 and head.split() == ["name", "state", "quantizer", "calibrated", "size", "last", "used"]
     day = time.strftime("%Y-%m-%d")
     assert [re.split(r"  +", row) for row in rows] == [
         ["broken", "damaged", "rtn", *re.split(r"  +", rows[0])[3:]],
         ["half.partial", "unfinished", *re.split(r"  +", rows[1])[2:]],
-        [store.name, "whole", "rtn", "0.1 MiB", day],
+        [store.name, "whole", "rtn", "no", "0.1 MiB", day],
     ]
     assert re.fullmatch(rf"3 stores, 0\.\d MiB, in {store.parent}\n", listed.err)
     assert cli("models", "list") == listed
@@ -130,7 +130,7 @@ def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     (row,) = document["stores"]
     assert row["last_used_s"] > 1e9 and row["n_bytes"] > 70_000
     told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes")}
-    architecture = {"model": "tiny", "architecture": "LlamaForCausalLM", "quantizer": "rtn"}
+    architecture = {"model": "tiny", "architecture": "LlamaForCausalLM", "quantizer": "rtn", "is_calibrated": False}
     assert told == {"name": store.name, "path": str(store), "state": "whole", **architecture}
     assert cli("models", "list", "--json") == listed
     assert cli("models", "--json", "list").code == 2
@@ -148,8 +148,14 @@ def test_remove_asks_and_needs_somebody_to_ask(cli: Cli, store: Path) -> None:
     assert refused.code == 2 and "--yes" in refused.err and store.is_dir()
     unknown = cli("models", "remove", "tiny", "other", "--yes")
     assert unknown.code == 2 and "there is no store 'other'" in unknown.err and store.is_dir()
+    calibration = store.with_name(f"{store.name}.calibration")
+    calibration.mkdir()
+    (calibration / "calibration.json").touch()
+    assert [row["is_calibrated"] for row in json.loads(cli("models", "--json").out)["stores"]] == [True]
+    assert re.search(r"  rtn +yes  ", cli("models").out)
     removed = cli("models", "remove", "tiny", store.name, "--yes")
-    assert (removed.code, removed.out, removed.err) == (0, f"{store.name}\n", "") and not store.exists()
+    assert (removed.code, removed.out, removed.err) == (0, f"{store.name}\n", "")
+    assert not store.exists() and not calibration.exists()
 
 
 class Terminal(io.StringIO):
@@ -169,6 +175,18 @@ def test_the_answer_counts(
     out, err = capsys.readouterr()
     assert store.exists() != goes and out == (f"{store.name}\n" if goes else "")
     assert err.startswith(f"{store.name}, 0.1 MiB\nRemove? [y/N] ")
+
+
+def test_who_is_asked_is_told_of_a_calibration(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = store.with_name(f"{store.name}.calibration")
+    calibration.mkdir()
+    (calibration / "calibration.json").touch()
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    models.remove([store.name])
+    assert capsys.readouterr().err.startswith(f"{store.name}, 0.1 MiB, with its calibration\nRemove? [y/N] ")
+    assert calibration.is_dir() and store.is_dir()
 
 
 def test_verify_names_what_is_damaged(cli: Cli, store: Path, tmp_path: Path) -> None:

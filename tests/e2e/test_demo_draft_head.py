@@ -1,16 +1,21 @@
 """The draft head that ships with the demo model: what it is worth, and that exact mode with it says what full does."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.draft_gate import FixedGate
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.exits.draft_head import ABSENT
 from hetero_ee.exits.draft_head_opening import open_draft_head
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.timeline import Timeline
@@ -72,6 +77,24 @@ def test_on_an_emulated_machine_too_and_drafting_takes_its_time(head: Path, engi
     statistics = counts.statistics(engine.spec.n_layers, 6)
     assert statistics.n_tokens / statistics.n_rounds > 2.5
     executor.close()
+
+
+def test_its_vocabulary_is_trimmed_and_no_logit_of_it_changes(head: Path, engine: Engine, tmp_path: Path) -> None:
+    config = json.loads((head / "config.json").read_text())
+    token_ids = config.pop("draft_token_ids")
+    assert 0 < len(token_ids) < engine.spec.vocab_size
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(head / "model.safetensors", tmp_path / "model.safetensors")
+    seen: list[list[Tensor]] = []
+    for folder in (head, tmp_path):
+        source = open_draft_head(folder, engine.executor, Team(1))
+        source.observe(0, 0, [5, 6], torch.ones(2, engine.spec.hidden_size))
+        logits: list[Tensor] = []
+        source.propose(0, [5, 6, 7], 3, lambda found, before, to=logits: to.append(found) or token_ids[len(before)])
+        seen.append(logits)
+    for trimmed, whole in zip(*seen, strict=True):
+        assert torch.equal(trimmed[token_ids], whole[token_ids])
+        assert int((trimmed > ABSENT).sum()) == len(token_ids)
 
 
 def test_its_file_is_small_and_says_what_it_was_trained_on(head: Path) -> None:

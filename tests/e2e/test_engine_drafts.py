@@ -15,7 +15,7 @@ from tests.emulation import LAPTOP
 
 OPENINGS = ["Once upon a time", "The big dog", "Tom and his mom went to the store."]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 3}
-WAYS = ["head", "exits", "n-grams"]
+WAYS = ["head", "exits", "levels", "n-grams"]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,8 @@ def drafting_plan(way: str, **limits: Any) -> Plan:
     with emulating(limits=Limits(mode="exact", **limits)) as engine:
         found = engine.plan
     assert found is not None and found.drafts == CHAIN
+    if way == "levels":
+        return replace(found, drafts=EXIT, boundary=10, exit_levels=(4, 7), draft_tokens=5)
     return replace(found, drafts=EXIT, boundary=6, draft_tokens=5) if way == "exits" else found
 
 
@@ -55,6 +57,9 @@ def test_texts_are_those_of_full_mode(full: Engine, drafting: Engine, sampling: 
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     statistics = drafting.draft_statistics
     assert statistics is not None and statistics.n_tokens == sum(len(result.token_ids) - 1 for result in expected)
+    if drafting.plan is not None and drafting.plan.exit_levels:
+        assert drafting.draft_origin == "exit after layer 4, 7 or 10"
+        assert all(statistics.known_after[depth] for depth in (4, 7, 10, 12))
 
 
 def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:

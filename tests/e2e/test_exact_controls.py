@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hetero_ee import Engine
-from hetero_ee.decoding import draft_round, texts
+from hetero_ee.decoding import draft_judge, texts
 from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_round import DraftRound
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting, ExitHead
 from hetero_ee.decoding.sampling import choose_token
@@ -19,7 +21,7 @@ from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.kv_cache import KvCache
 from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import TorchOps
-from tests.exact_cases import Case, Run, check_identity
+from tests.exact_cases import Case, Run, check_identity, levels_of
 
 BOUNDARY = 5
 DRAFTING = Drafting(BOUNDARY, 5, FixedGate(0.0), ExitHead())
@@ -103,8 +105,8 @@ class OffByOnePosition(Later):
 class WrittenOnce(KvCache):
     """What was written stays: nothing is rolled back but the lengths."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.written: set[tuple[int, int, int]] = set()
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
@@ -152,6 +154,35 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
         run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
 
 
+class LeftBehind(Executor):
+    """Rows that waited at a level come to the next with the state they had."""
+
+    n_left = 0
+
+    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+        result = super().run(rows, hidden, layers)
+        if hidden is None or layers.start >= BOUNDARY or len(rows) == 1:
+            return result
+        self.n_left += 1
+        return torch.cat([hidden[:-1], result[-1:]])
+
+
+def test_a_row_left_behind_at_its_level_is_found(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SAMPLED, levels="every")
+    counts, how = DraftCounts(), partial(replace, DRAFTING)
+    check_identity(run.full(), run.exact(how(levels=levels_of(case, BOUNDARY)), executor(engine), counts))
+    found = counts.statistics(engine.spec.n_layers, BOUNDARY)
+    assert all(found.known_after[1:BOUNDARY])  # exits were right at every level
+    defect = executor(engine, LeftBehind)
+    said = run.exact(how(levels=levels_of(case, BOUNDARY)), defect)
+    assert isinstance(defect, LeftBehind) and defect.n_left > 5
+    with pytest.raises(AssertionError):
+        check_identity(run.full(), said)
+    monkeypatch.setattr(DraftRound, "first_moving", property(lambda self: len(self.token_ids) - 1))
+    with pytest.raises(ValueError, match=r"can't follow|has not passed"):
+        run.exact(how(levels=levels_of(case, BOUNDARY)), executor(engine))
+
+
 def of_the_next_position(
     logits: Any, history: Any, params: Any, sequence: int, position: int, noise: Any = None
 ) -> int:
@@ -168,7 +199,7 @@ def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypa
     # A draft's noise decides how often it is right, and never what is said.
     right, wrong = DraftCounts(), DraftCounts()
     check_identity(expected, run.exact(DRAFTING, counts=right))
-    monkeypatch.setattr(draft_round, "choose_token", of_the_next_position)
+    monkeypatch.setattr(draft_judge, "choose_token", of_the_next_position)
     check_identity(expected, run.exact(DRAFTING, counts=wrong))
     shares = [counts.statistics(engine.spec.n_layers, BOUNDARY).acceptance for counts in (right, wrong)]
     assert shares[1] < 0.8 * shares[0]

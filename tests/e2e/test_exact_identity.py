@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,14 @@ def models(demo: Path) -> Iterator[Models]:
     opened.close()
 
 
-def check_case(case: Case, models: Models, n_tokens: int) -> None:
-    """Raises AssertionError where exact and full differ in anything."""
-    run, executor = Run.of(case, models.engine(case), n_tokens), models.executor(case)
+def check_case(case: Case, models: Models, n_tokens: int) -> DraftCounts:
+    """Raises AssertionError where exact and full differ in anything; what was counted."""
+    return check_run(Run.of(case, models.engine(case), n_tokens), case, models)
+
+
+def check_run(run: Run, case: Case, models: Models) -> DraftCounts:
+    """The same of a run that may be a little different."""
+    executor = models.executor(case)
     expected = run.full()
     texts = [
         prompt + [token.token_id for token in tokens] for prompt, tokens in zip(run.prompts, expected, strict=True)
@@ -68,11 +74,36 @@ def check_case(case: Case, models: Models, n_tokens: int) -> None:
     check_identity(expected, run.exact(drafting_of(case, run, texts), executor, counts))
     assert executor.cache.n_bytes == 0
     assert counts.n_tokens == sum(len(tokens) - 1 for tokens in expected)
+    return counts
 
 
 @pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.source}")
 def test_exact_says_what_full_says(case: Case, models: Models) -> None:
     check_case(case, models, TOKENS)
+
+
+AHEAD = Case(7, "demo", "codebook", True, "exit", 1, 0.45, "threshold", False, "greedy", 1, "length", is_ahead=True)
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.55, 0.8])  # before the end of the GPU's layers, at it, and behind it
+@pytest.mark.parametrize("source", ["exit", "combination"])
+@pytest.mark.parametrize(("gate", "sampling", "n_sequences"), [("threshold", "greedy", 3), ("always", "top-p", 1)])
+def test_rows_drafted_ahead_change_nothing(
+    models: Models, depth: float, source: str, gate: str, sampling: str, n_sequences: int
+) -> None:
+    case = replace(AHEAD, depth=depth, source=source, gate=gate, sampling=sampling, n_sequences=n_sequences)
+    run = Run.of(case, models.engine(case), TOKENS)
+    counts = check_run(replace(run, params=run.params.changed(max_new_tokens=TOKENS)), case, models)
+    assert 0 < counts.n_ahead_kept < counts.n_ahead  # right and wrong guesses both
+
+
+@pytest.mark.parametrize("ending", DIMENSIONS["ending"])
+def test_rows_drafted_ahead_end_with_the_text(models: Models, ending: str) -> None:
+    n_ahead = 0
+    for seed in range(4):
+        case = replace(AHEAD, seed=seed, ending=ending, n_drafts=1 + seed % 3, n_sequences=1 + 2 * (seed % 2))
+        n_ahead += check_case(case, models, TOKENS).n_ahead
+    assert n_ahead > 10
 
 
 @pytest.mark.slow

@@ -12,23 +12,35 @@ from hetero_ee import Engine
 from hetero_ee.exits.draft_head_file import read_draft_head
 from hetero_ee.exits.draft_head_opening import open_draft_head
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_draft_head.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORY = "Once upon a time there was a {0}. The {0} saw a dog. They had a lot of fun.\n<|endoftext|>\n"
+
+
+def run(script: str, *arguments: str) -> str:
+    """What the script prints."""
+    command, environment = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_short_training_makes_a_head_that_drafts(tiny: Path, tmp_path: Path, cache: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "head"
     text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))
-    arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output), "--evaluate", str(text)]
-    command = [sys.executable, str(SCRIPT), *arguments, "--smoke"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
+    arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output)]
+    run("train_draft_head.py", *arguments, "--smoke")
+    first = json.loads((output / "config.json").read_text())
+    assert 0 < len(first["draft_token_ids"]) < first["vocab_size"]
+    figures = json.loads(
+        run("train_draft_head.py", *arguments, "--start", str(output), "--evaluate", str(text), "--smoke")
+    )
     assert figures["training"]["steps"] > 1 and figures["training"]["texts"] == ["text.txt"]
     greedy = figures["acceptance"]["temperature 0"]
     assert greedy["chains"] > 10 and len(greedy["acceptance_by_position"]) == 4 and greedy["tokens_a_pass"] >= 1
     assert json.loads((output / "config.json").read_text())["training"] == figures["training"]
+    trimming = ["--model", str(tiny), "--head", str(output), "--texts", str(text)]
+    for coverage, n_tokens in (("0.3", 16), ("1.1", first["vocab_size"])):
+        assert f"drafts {n_tokens} tokens" in run("draft_vocabulary.py", *trimming, "--coverage", coverage)
     with Engine.from_pretrained(tiny, quantizer="none") as engine:
         assert read_draft_head(output, engine.spec).fc.dtype == torch.float32
         source = open_draft_head(output, engine.executor)

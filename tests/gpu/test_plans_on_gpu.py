@@ -13,6 +13,13 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.benchmark import bench_run
+from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.decoding.drafting import Drafting, ExitHead
+from hetero_ee.decoding.exact import generate_exact
+from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
@@ -146,6 +153,19 @@ def test_a_row_has_the_same_bits_whatever_m_is(opened: Open, placement: str) -> 
             alone = executor.hidden(Rows.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone.cpu()[0], together[position])
             assert torch.equal(executor.head(alone)[0], logits[position])
+
+
+def test_rows_drafted_ahead_change_no_token(opened: Open) -> None:
+    """The GPU has them in its layer while the CPU verifies the rows before: one, and two."""
+    executor, counts = opened(PLACEMENTS["split"]), DraftCounts()
+    params = SamplingParams(100, temperature=0.7, seed=2, top_k=8)
+    common: Any = executor, [PROMPT], params, Ending(frozenset(), CONTEXT_TOKENS), str, lambda: 0.0
+    expected = list(generate(*common))
+    for threshold in (2.0, 0.0):
+        how = Drafting(1, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
+        assert list(generate_exact(*common, how, counts)) == expected
+        executor.cache.check()
+    assert 0 < counts.n_ahead_kept < counts.n_ahead
 
 
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])

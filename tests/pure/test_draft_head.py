@@ -174,6 +174,25 @@ def test_a_chain_ends_with_the_room_for_it() -> None:
     assert len(source.propose(0, TOKENS[:5], 8, greedy)) == 3  # rows 4 and 5, and what row 3 guesses
 
 
+@pytest.mark.parametrize("n_wanted", [1, 2, 5])
+def test_no_draft_is_computed_that_the_judge_does_not_want(n_wanted: int) -> None:
+    chosen = list[int]()
+
+    class Judge:
+        def goes_on(self) -> bool:
+            return len(chosen) < n_wanted
+
+    def choose(logits: Tensor, history: Sequence[int]) -> int:
+        chosen.append(greedy(logits, history))
+        return chosen[-1]
+
+    asked = [*TOKENS[:6], 4]
+    source = observed(6)
+    chain = source.propose(0, asked, 5, choose, Judge())  # type: ignore[arg-type]
+    assert chain == chosen == observed(6).propose(0, asked, 5, greedy)[:n_wanted]
+    assert source.propose(0, asked, 5, greedy)[:n_wanted] == chain
+
+
 def test_a_trimmed_vocabulary_drafts_its_tokens_alone() -> None:
     ids = torch.tensor([2, 5, 17, 40, 60])
     source = fresh(head=BareTarget().head[ids], draft_token_ids=ids)

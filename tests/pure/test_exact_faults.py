@@ -17,6 +17,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import HeteroError
+from hetero_ee.planning.overlap import Overlap
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 
@@ -101,7 +102,7 @@ def test_confidences_that_are_no_numbers_draft_nothing(value: float) -> None:
 
 def test_source_logits_that_are_no_numbers_draft_nothing() -> None:
     class Spoilt(ScriptedSource):
-        def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Any) -> list[int]:
+        def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Any, *_: Any) -> list[int]:
             return [choose(torch.full((VOCABULARY,), NAN), token_ids)]
 
     source = Spoilt(lambda *_: [], 3)
@@ -175,25 +176,27 @@ class Interrupter:
 
 
 SEAMS = {
-    "model": ("run", "final_norm", "project"),
+    "model": ("run", "on_cpu", "final_norm", "project"),
     "source": ("propose", "observe", "truncate"),
     "gate": ("goes_on", "audit", "settle"),
 }
 
 
-def interrupted_model(at: int, after: bool) -> tuple[ScriptedModel, Drafting, ScriptedSource]:
-    model, source, gate = ScriptedModel(successor, wrong_at(8, 9)), half_known(), FixedGate(0.0)
+def interrupted_model(at: int, after: bool, ahead: bool) -> tuple[ScriptedModel, Drafting, ScriptedSource]:
+    model = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3) if ahead else None)
+    source, gate = half_known(), FixedGate(0.0)
     interrupter = Interrupter(at)
     for thing, names in zip((model, source, gate), SEAMS.values(), strict=True):
         interrupter.wrap(thing, names, after)
-    return model, drafting(source=source, gate=gate), source
+    return model, drafting(source=source, gate=gate, drafts_ahead=ahead), source
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interruption_anywhere_frees_everything(after: bool) -> None:
+def test_an_interruption_anywhere_frees_everything(after: bool, ahead: bool) -> None:
     expected = list(generate_exact(ScriptedModel(successor, successor), PROMPTS, *arguments(), drafting()))  # type: ignore[arg-type]
     for at in itertools.count(1):
-        model, how, source = interrupted_model(at, after)
+        model, how, source = interrupted_model(at, after, ahead)
         try:
             tokens = list(generate_exact(model, PROMPTS, *arguments(), how))  # type: ignore[arg-type]
         except KeyboardInterrupt:
@@ -225,10 +228,11 @@ def talked(model: ScriptedModel, how: Drafting) -> Iterator[bool]:
         assert said == (PROMPTS[0] + COUNTING)[: len(said)]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interruption_of_any_call_leaves_what_was_said_to_go_on_from(after: bool) -> None:
+def test_an_interruption_of_any_call_leaves_what_was_said_to_go_on_from(after: bool, ahead: bool) -> None:
     for at in itertools.count(1):
-        model, how, _ = interrupted_model(at, after)
+        model, how, _ = interrupted_model(at, after, ahead)
         if True not in list(talked(model, how)):
             break
     assert at > 60
@@ -245,7 +249,8 @@ def test_an_interruption_of_any_line_leaves_what_was_said_to_go_on_from() -> Non
                 raise KeyboardInterrupt
             return trace
 
-        talk = talked(ScriptedModel(successor, wrong_at(8, 9)), drafting(source=half_known()))
+        model = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3))
+        talk = talked(model, drafting(source=half_known(), drafts_ahead=True))
         before = sys.gettrace()
         sys.settrace(trace)
         try:
@@ -269,11 +274,13 @@ def test_closing_early_frees_everything(n_tokens: int) -> None:
     assert list(tokens) == [] and len(model.passes) <= 12 * N_TOKENS
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", range(1, N_TOKENS))
-def test_closing_early_leaves_a_sequence_that_is_true(n_tokens: int) -> None:
-    model, source = ScriptedModel(successor, wrong_at(8, 9)), half_known()
+def test_closing_early_leaves_a_sequence_that_is_true(n_tokens: int, ahead: bool) -> None:
+    model, source = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3)), half_known()
     sequence = model.cache.open_new()
-    tokens: Any = generate_exact_from(model, sequence, PROMPTS[0], *arguments(), drafting(source=source))  # type: ignore[arg-type]
+    how = drafting(2, source=source, drafts_ahead=ahead)
+    tokens: Any = generate_exact_from(model, sequence, PROMPTS[0], *arguments(), how)  # type: ignore[arg-type]
     said = PROMPTS[0] + [next(tokens).token_id for _ in range(n_tokens)]
     tokens.close()
     lengths = {model.cache.length_at(sequence, layer) for layer in range(N_LAYERS)}

@@ -272,7 +272,7 @@ def test_a_source_chooses_with_the_noise_of_its_position() -> None:
     model = ScriptedModel(successor, successor, spread=2.0)
 
     class Drawing(ScriptedSource):
-        def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Any) -> list[int]:
+        def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Any, *_: Any) -> list[int]:
             ahead = list(token_ids)
             while len(ahead) < len(token_ids) + n_tokens:
                 state = torch.tensor([[ahead[-1], len(ahead) - 1, N_LAYERS]], dtype=torch.float32)

@@ -5,7 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures, boundary_figures, depth_figures
+from hetero_ee.exits.figures import (
+    MAX_DRAFTS,
+    BoundaryFigures,
+    DepthFigures,
+    WalkFigures,
+    boundary_figures,
+    depth_figures,
+)
+
+SHARES = (
+    "agreement",
+    "mapped_agreement",
+    "exit_rate",
+    "precision",
+    "recall",
+    "acceptance",
+    "refused_precision",
+)
 
 
 def flags(text: str) -> np.ndarray:
@@ -16,6 +33,7 @@ def flags(text: str) -> np.ndarray:
 def test_shares_are_those_counted_by_hand() -> None:
     found = boundary_figures([flags("1101"), flags("100")], [flags("1011"), flags("110")], 0.25, 0.5)
     assert (found.exit_rate, found.precision, found.recall) == (5 / 7, 3 / 5, 3 / 4)
+    assert found.refused_precision == 1 / 2
     assert (found.agreement, found.mapped_agreement, found.drafted_agreement) == (0.25, 0.5, 0.5)
 
 
@@ -41,6 +59,8 @@ def test_rounds_draft_until_the_gate_closes_and_keep_up_to_the_first_wrong(
 def test_nothing_that_exits_gives_zeros() -> None:
     found = boundary_figures([flags("000")], [flags("000")], 0.0, None)
     assert (found.exit_rate, found.precision, found.recall, found.acceptance) == (0, 0, 0, 0)
+    found = boundary_figures([flags("100")], [flags("111")], 0.0, None)
+    assert (found.precision, found.refused_precision) == (1 / 3, 0)  # of none
 
 
 def test_a_round_ends_with_its_chunk() -> None:
@@ -72,6 +92,8 @@ def test_locality_looks_at_the_last_five_of_the_same_chunk() -> None:
     assert depth_figures([remembered], [remembered]).locality == 4 / 5  # 1 is far from 8, the last 8 is remembered
     forgotten = exits(8, 1, 1, 1, 1, 1, 8)
     assert depth_figures([forgotten], [forgotten]).locality == 4 / 6
+    between = [exits(5, 7, 10), exits(5, 9, 9, 9, 9, 7, 5, 1)]  # 1 of 2 and 5 of 7
+    assert depth_figures(between, between).locality == 6 / 9
     alone = [exits(3), exits(11)]
     assert depth_figures(alone, alone).locality == 0.0  # chunks don't remember each other
 
@@ -86,12 +108,11 @@ def test_rounds_cover_every_token_once(rows: list[tuple[bool, bool]]) -> None:
     assert 0 <= found.acceptance <= 1
 
 
-@pytest.mark.parametrize("name", ["agreement", "exit_rate", "precision", "recall", "acceptance", "mapped_agreement"])
+@pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
 def test_shares_out_of_range_are_refused(name: str, value: float) -> None:
-    names = ("agreement", "mapped_agreement", "exit_rate", "precision", "recall", "acceptance")
     with pytest.raises(ValueError, match="share"):
-        BoundaryFigures(**(dict.fromkeys(names, 0.5) | {name: value}), kept_drafts=(0,) * (MAX_DRAFTS + 1))
+        BoundaryFigures(**(dict.fromkeys(SHARES, 0.5) | {name: value}), kept_drafts=(0,) * (MAX_DRAFTS + 1))
 
 
 @pytest.mark.parametrize(
@@ -104,3 +125,22 @@ def test_depths_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     DepthFigures(**whole)  # type: ignore[arg-type]
     with pytest.raises(ValueError):
         DepthFigures(**(whole | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit_rate": 1.1},
+        {"precision": -0.1},
+        {"refused_precision": float("nan")},
+        {"mean_exit_depth": -1.0},
+        {"n_evaluated": float("inf")},
+        {"n_evaluated": float("nan")},
+    ],
+    ids=str,
+)
+def test_walks_that_cannot_be_are_refused(change: dict[str, float]) -> None:
+    whole = {"exit_rate": 0.5, "precision": 0.9, "refused_precision": 0.3, "mean_exit_depth": 2.0, "n_evaluated": 1.5}
+    WalkFigures(**whole)
+    with pytest.raises(ValueError):
+        WalkFigures(**(whole | change))

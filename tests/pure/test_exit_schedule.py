@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.exits.exit_schedule import ExitCosts, RecentExits, choose_boundaries, exit_histogram, locality
+from hetero_ee.exits.exit_schedule import ExitCosts, ExitSchedule, RecentExits, choose_boundaries, exit_histogram
 
 SHARES = st.integers(2, 7).flatmap(
     lambda n: st.tuples(
@@ -15,50 +15,55 @@ SHARES = st.integers(2, 7).flatmap(
         st.lists(st.integers(0, 9), min_size=n, max_size=n),
         st.lists(st.sampled_from([0.0, 0.1, 1.0, 4.0]), min_size=n, max_size=n),
         st.integers(0, 10),
+        st.sampled_from([0.0, 0.5, 6.0]),
     )
 )
+Shares = tuple[list[int], list[int], list[float], int, float]
 
 
-def simulated_saving_s(costs: ExitCosts, chosen: tuple[int, ...]) -> float:
-    """Each row walks the layers: it pays for every predictor that it meets, and stops at the first it may exit at."""
+def simulated_saving(costs: ExitCosts, chosen: tuple[int, ...]) -> float:
+    """Each row walks the layers: it pays for every predictor that it meets, at the first for the whole head as well,
+    and stops at the first it may exit at."""
     total = 0.0
     firsts = [*enumerate(costs.histogram), (costs.n_layers, 1 - sum(costs.histogram))]
     for first, share in firsts:
         for boundary in sorted(chosen):
-            total -= share * costs.predictor_s[boundary]
+            total -= share * (costs.predictor[boundary] + (costs.first if boundary == min(chosen) else 0.0))
             if boundary >= first:
-                total += share * sum(costs.layer_s[boundary:])
+                total += share * sum(costs.layer[boundary:])
                 break
     return total
 
 
-def costs_of(shares: tuple[list[int], list[int], list[float], int]) -> ExitCosts:
-    counts, layers, predictors, n_deep = shares
+def costs_of(shares: Shares) -> ExitCosts:
+    counts, layers, predictors, n_deep, first = shares
     n = max(1, sum(counts) + n_deep)
-    return ExitCosts(tuple(count / n for count in counts), tuple(map(float, layers)), tuple(predictors))
+    return ExitCosts(tuple(count / n for count in counts), tuple(map(float, layers)), tuple(predictors), first)
 
 
-@given(shares=SHARES, n_most=st.integers(0, 7))
+@given(shares=SHARES, n_most=st.integers(0, 7), first=st.one_of(st.none(), st.integers(1, 6)))
 @settings(max_examples=200, deadline=None)
-def test_no_other_choice_saves_more(shares: tuple[list[int], list[int], list[float], int], n_most: int) -> None:
+def test_no_other_choice_saves_more(shares: Shares, n_most: int, first: int | None) -> None:
     costs = costs_of(shares)
     choices = [c for n in range(n_most + 1) for c in combinations(range(1, costs.n_layers), n)]
-    found = choose_boundaries(costs, n_most)
+    if first is not None:
+        choices = [choice for choice in choices if choice[:1] in ((), (first,))]
+    found = choose_boundaries(costs, n_most, first)
     assert found.boundaries in choices
-    assert found.saved_s == pytest.approx(max(simulated_saving_s(costs, choice) for choice in choices), abs=1e-9)
-    assert found.saved_s == pytest.approx(simulated_saving_s(costs, found.boundaries), abs=1e-9)
-    for boundary, worth_s in zip(found.boundaries, found.worth_s, strict=True):
+    assert found.saved == pytest.approx(max(simulated_saving(costs, choice) for choice in choices), abs=1e-9)
+    assert found.saved == pytest.approx(simulated_saving(costs, found.boundaries), abs=1e-9)
+    for boundary, worth in zip(found.boundaries, found.worth, strict=True):
         others = tuple(other for other in found.boundaries if other != boundary)
-        assert worth_s == pytest.approx(found.saved_s - simulated_saving_s(costs, others), abs=1e-9)
-        assert worth_s >= -1e-9
+        assert worth == pytest.approx(found.saved - simulated_saving(costs, others), abs=1e-9)
+        assert first is not None or worth >= -1e-9
 
 
 @given(shares=SHARES, chosen=st.sets(st.integers(1, 6)))
 @settings(max_examples=100, deadline=None)
-def test_the_saving_of_any_choice(shares: tuple[list[int], list[int], list[float], int], chosen: set[int]) -> None:
+def test_the_saving_of_any_choice(shares: Shares, chosen: set[int]) -> None:
     costs = costs_of(shares)
     places = tuple(sorted(boundary for boundary in chosen if boundary < costs.n_layers))
-    assert costs.saved_s(places) == pytest.approx(simulated_saving_s(costs, places), abs=1e-9)
+    assert costs.saved(places) == pytest.approx(simulated_saving(costs, places), abs=1e-9)
 
 
 def test_places_where_many_exit_are_chosen_and_dear_predictors_are_not() -> None:
@@ -72,7 +77,7 @@ def test_places_where_many_exit_are_chosen_and_dear_predictors_are_not() -> None
 def test_many_layers_take_no_time() -> None:
     costs = ExitCosts((0.012,) * 80, (1.0,) * 80, (0.05,) * 80)
     found = choose_boundaries(costs, 80)
-    assert 10 < len(found.boundaries) < 80 and found.saved_s > 0
+    assert 10 < len(found.boundaries) < 80 and found.saved > 0
 
 
 @pytest.mark.parametrize(
@@ -135,15 +140,8 @@ def test_boundaries_beyond_the_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exits", "share"),
-    [
-        ([], 0.0),
-        ([5], 0.0),
-        ([5, 7, 10], 0.5),
-        ([5] * 5 + [8, 8], 5 / 6),
-        ([5, 9, 9, 9, 9, 7, 5, 1], 5 / 7),
-        ([5, 20, 20, 20, 20, 20, 6], 4 / 6),
-    ],
+    ("boundaries", "worth"), [((3, 3), (1.0, 1.0)), ((4, 2), (1.0, 1.0)), ((0,), (1.0,)), ((2,), ())]
 )
-def test_locality_counts_exits_near_one_of_the_five_before(exits: list[int], share: float) -> None:
-    assert locality(exits) == pytest.approx(share)
+def test_a_schedule_that_cannot_be_is_refused(boundaries: tuple[int, ...], worth: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="schedule"):
+        ExitSchedule(boundaries, worth, 1.0)

@@ -21,7 +21,7 @@ from tests.families import config_of
 from tests.stand_in_gpu import METHODS, StandInGpu
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")
-TINY = Thoroughness((1, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 1.0, 0.0)
+TINY = Thoroughness((1, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 1.0, 0.0, 1.0)
 PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
 
 

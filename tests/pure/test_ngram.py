@@ -1,5 +1,6 @@
 """N-gram drafts against a search of the whole text, through every order of observing, asking, undoing and closing."""
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hetero_ee.exits.match_precision import MatchPrecision
 from hetero_ee.exits.ngram import NgramLimits, NgramSource
 from hetero_ee.exits.ngram_index import SEPARATOR, NgramIndex
 
@@ -192,3 +194,40 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for limits in ({"min_draft_order": 6}, {"max_matches": 0}, {"max_history_tokens": -1}):
         with pytest.raises(ValueError):
             NgramLimits(**limits)
+
+
+def test_a_forecast_is_as_sure_as_matches_of_its_length_were_right() -> None:
+    source, other = NgramSource(), NgramSource()
+    source.observe(0, 0, [1, 2, 3, 4, 5, 6] * 6, NO_STATES)
+    draw = random.Random(1)
+    text = [draw.randrange(3) for _ in range(300)]
+    other.observe(0, 0, text, NO_STATES)
+    chain, chances = source.forecast(0, [1, 2, 3, 4, 5, 6] * 6 + [1, 2], 7)
+    assert chain == [3, 4, 5, 6, 1, 2, 3] and min(chances) > 0.85
+    chain, chances = other.forecast(0, [*text, 0], 7)
+    assert len(chain) == len(chances) == 7 and max(chances) < 0.6  # a coin of three sides
+    assert source.forecast(0, [1, 2, 3, 4, 5, 6] * 6 + [9], 7) == ([], [])
+
+
+def test_only_verified_tokens_are_learned_from() -> None:
+    asked, unasked = NgramSource(), NgramSource()
+    text = [1, 2, 3, 1, 2]
+    for source in (asked, unasked):
+        source.observe(0, 0, text, NO_STATES)
+    for drafts in ([3, 1, 2], [7, 7, 7, 7]):
+        asked.forecast(0, [*text, *drafts], 4)
+    for source in (asked, unasked):
+        source.observe(0, 5, [3, 1], NO_STATES)
+    assert asked.forecast(0, [*text, 3, 1], 4) == unasked.forecast(0, [*text, 3, 1], 4)
+
+
+def test_chances_start_with_the_length_and_follow_what_came_out() -> None:
+    precision = MatchPrecision(3)
+    assert 0 < precision.chance(1) < precision.chance(2) < precision.chance(3) == precision.chance(9) < 1
+    for _ in range(400):
+        precision.add(2, False)
+        precision.add(3, True)
+    assert precision.chance(2) < 0.05 and precision.chance(3) > 0.95
+    for _ in range(1000):
+        precision.add(2, True)
+    assert precision.chance(2) > 0.8  # what was long ago counts less

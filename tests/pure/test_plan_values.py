@@ -59,6 +59,7 @@ BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "layers below 0": ({"gpu_layers": -1}, "gpu_layers is -1"),
 }
 
+EXITS: dict[str, Any] = {"mode": "exact", "drafts": EXIT, "boundary": 4}
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
     "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
@@ -83,7 +84,12 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an exit below": ({"mode": "exact", "drafts": EXIT, "boundary": -1}, "'exit' and boundary -1"),
     "a chain from a layer": ({"mode": "exact", "drafts": CHAIN, "boundary": 1}, "'chain' and boundary 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
-    "version": ({"version": 1}, "plan version 1, this engine reads version 2"),
+    "an exit level at the boundary": (EXITS | {"exit_levels": (2, 4)}, "expected layers before the boundary"),
+    "an exit level before any layer": (EXITS | {"exit_levels": (0, 2)}, r"exit_levels is \(0, 2\)"),
+    "exit levels out of order": (EXITS | {"exit_levels": (3, 2)}, r"exit_levels is \(3, 2\)"),
+    "an exit level twice": (EXITS | {"exit_levels": (2, 2)}, r"exit_levels is \(2, 2\)"),
+    "exit levels in full mode": ({"exit_levels": (1,)}, r"exit_levels is \(1,\)"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 3"),
 }
 
 BAD_PLACES = [

@@ -35,6 +35,7 @@ class Probes:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.teams: list[int] = []
+        self.budgets_s: list[float] = []
         self.points: list[tuple[tuple[int, int], ...]] = []
         self.models: list[tuple[int, int]] = []
         self.rates, self.disk_rates = [1e9, 1e9, 1e9], [5e8, 6e8, 7e8]
@@ -47,9 +48,18 @@ class Probes:
         return "a model"
 
     def cpu(
-        self, model: Any, points: Any, n_threads: int, free_bytes: int, thoroughness: Any, origin: Any, clock: Any
+        self,
+        model: Any,
+        points: Any,
+        n_threads: int,
+        free_bytes: int,
+        thoroughness: Any,
+        budget_s: float,
+        origin: Any,
+        clock: Any,
     ) -> DeviceTimes:
         self.teams.append(n_threads)
+        self.budgets_s.append(budget_s)
         self.points.append(tuple(points))
         rates = measured(self.rates, "B/s", origin)
         return replace(FIGURES.cpu[0], threads=n_threads, free_bytes=free_bytes, read_bytes_per_s=rates)
@@ -143,6 +153,13 @@ def test_a_full_profile(probes: Probes, spec: ModelSpec) -> None:
     shortest = {(1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (128, 128), (512, 512)}
     assert set(probes.points[0]) == shortest | {(1, 256), (1, 1024), (1, 4096), (16, 1024), (128, 1024), (512, 2048)}
     assert [times.threads for times in found.cpu] == [1, 4]
+
+
+def test_thread_counts_share_the_seconds_that_are_left(probes: Probes, spec: ModelSpec) -> None:
+    seconds = iter([0.0, 20.0, 20.0, 40.0])
+    measure(spec, (1, 2, 3), FULL, clock=lambda: next(seconds))
+    whole_s = FULL.cpu_budget_s
+    assert probes.budgets_s == [(whole_s - 20) / 3, (whole_s - 20) / 2, whole_s - 40]
 
 
 def test_progress_counts_threads_disk_and_gpu(probes: Probes, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

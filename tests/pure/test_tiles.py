@@ -139,6 +139,16 @@ def test_rows_are_the_bits_of_the_whole(kind: str, n_rows: int, n_columns: int, 
     assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("ids", [[0], [39, 3, 3], list(range(40))])
+def test_gathered_rows_are_a_matrix_of_the_same_bits(kind: str, ids: list[int]) -> None:
+    weight = tile_weight(kind, 40, 70)
+    gathered = weight.gathered(torch.tensor(ids))
+    assert gathered.shape == (len(ids), 70) and gathered.codebook == weight.codebook
+    assert torch.equal(gathered.dequantize(), weight.dequantize()[ids])
+    assert gathered.tiles.is_contiguous() and gathered.scales.is_contiguous()
+
+
 def test_rows_of_a_dense_weight() -> None:
     weight = DenseWeight(torch.randn(7, 5))
     ids = torch.tensor([6, 0, 6])

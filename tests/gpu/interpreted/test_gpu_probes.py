@@ -20,7 +20,7 @@ from tests.stand_in_gpu import StandInGpu
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"head_dim": 16, "num_hidden_layers": 1, "vocab_size": 30}
-TINY = Thoroughness((1, 17), ((1, 70),), 1, 1, 2**16, 0.0, 1.0, 0.0)
+TINY = Thoroughness((1, 17), ((1, 70),), 1, 1, 2**16, 0.0, 1.0, 0.0, 1.0)
 ORIGIN = Origin("a test", "2026-11-21", "versions")
 
 

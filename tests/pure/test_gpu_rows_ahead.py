@@ -1,0 +1,84 @@
+"""Rows drafted ahead by everything that runs a plan's GPU but the card: nobody waits for them, and they take nothing
+from those that wait."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_ee.decoding.draft_gate import FixedGate
+from hetero_ee.decoding.draft_statistics import DraftCounts
+from hetero_ee.decoding.drafting import Drafting, ExitHead
+from hetero_ee.decoding.exact import generate_exact
+from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
+from hetero_ee.planning.overlap import Overlap
+from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.rows import Rows
+from tests.emulation import planned
+from tests.executor_support import Model, model_of
+from tests.stand_in_cuda import StandInCuda
+from tests.stand_in_machine import PLENTY, on_stand_in, stand_in_gpu
+
+CONTEXT_TOKENS = 512
+PROMPTS = [[1, 17, 30, 3, 99, 42, 42], [7, 12], [77, 101, 5]]
+PLACES: dict[str, tuple[tuple[str, str], ...]] = {
+    "head on the CPU": ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"), ("head", "cpu")),
+    "head on the GPU": ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"), ("head", "gpu")),
+    "two layers": ((r"layers\.[01]\..*", "gpu"), ("layers.*", "cpu"), ("head", "gpu")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("llama-tied", "int4", tmp_path_factory.mktemp("llama"))
+
+
+def opened(model: Model, places: str, driver: StandInCuda | None = None) -> PlannedExecutor:
+    plan = planned(model[0], overrides=PLACES[places], context_tokens=CONTEXT_TOKENS)
+    return on_stand_in(*model, plan, stand_in_gpu(driver))
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 16])
+def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int) -> None:
+    """Buffers that hidden states cross in are used again, in turn."""
+    driver = StandInCuda(PLENTY)
+    executor, n_layers = opened(model, "head on the CPU", driver), model[0].n_layers
+    assert executor.overlap == Overlap(1, 1)
+    sequence = executor.cache.open_new()
+    executor.prompt([Rows.of_sequence(sequence, 0, PROMPTS[0])])
+    first = len(PROMPTS[0])
+    rows = Rows.of_sequence(sequence, first, list(range(2, 2 + n_rows)))
+    guess = Rows.of_sequence(sequence, first + n_rows, [50])
+
+    def passed(*, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        executor.cache.truncate(sequence, first)
+        waiting = executor.on_cpu(executor.run(rows, None, range(1)))
+        before, n_logged = waiting.clone(), len(driver.log)
+        early = executor.run(guess, None, range(1)) if ahead else None
+        last = executor.run(rows, waiting, range(1, n_layers))
+        assert torch.equal(waiting, before)
+        if early is None:
+            return last, executor.run(guess, executor.run(guess, None, range(1)), range(1, n_layers))
+        assert not any(entry[:2] == ("host", "waits for") for entry in driver.log[n_logged:])
+        return last, executor.run(guess, early, range(1, n_layers))
+
+    for found, expected in zip(passed(ahead=True), passed(ahead=False), strict=True):
+        assert torch.equal(found, expected)
+    executor.close()
+
+
+@pytest.mark.parametrize("places", sorted(PLACES))
+@pytest.mark.parametrize("boundary", [1, 2])
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_texts_are_those_of_full_mode(model: Model, places: str, boundary: int, threshold: float) -> None:
+    executor, counts = opened(model, places), DraftCounts()
+    how = Drafting(boundary, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
+    params, ending = SamplingParams(40, temperature=0.7, seed=2, top_k=3), Ending(frozenset(), CONTEXT_TOKENS)
+    common: Any = executor, PROMPTS, params, ending, str, lambda: 0.0
+    expected, found = list(generate(*common)), list(generate_exact(*common, how, counts))
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    assert 0 < counts.n_ahead_kept < counts.n_ahead
+    executor.cache.check()
+    executor.close()
