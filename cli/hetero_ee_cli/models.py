@@ -121,7 +121,8 @@ def _folders(stores: list[str]) -> list[Path]:
 
 def _agrees(chosen: "list[StoredModel]") -> bool:
     for model in chosen:
-        say(f"{printable(model.name)}, {_size(model.n_bytes)}{', with its calibration' if model.is_calibrated else ''}")
+        and_more = ", with its calibration" if model.has_calibration else ""
+        say(f"{printable(model.name)}, {_size(model.n_bytes)}{and_more}")
     print("Remove? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -131,12 +132,12 @@ def _plain(model: "StoredModel") -> dict[str, Any]:
 
 
 def _table(found: "list[StoredModel]") -> str:
-    rows = [("name", "state", "quantizer", "calibrated", "size", "last used")]
+    rows = [("name", "state", "quantizer", "calibration", "size", "last used")]
     for model in found:
         day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
-        calibrated = "yes" if model.is_calibrated else "no"
+        calibration = "beside it" if model.has_calibration else "-"
         told = printable(model.name), model.state.value, printable(model.quantizer or "")
-        rows.append((*told, calibrated, _size(model.n_bytes), day))
+        rows.append((*told, calibration, _size(model.n_bytes), day))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -31,7 +31,7 @@ class _Lines:
     def update(self, stage: str, n_done: int, n_all: int) -> None:
         if stage not in self._said and not self._quiet and stage != READING:
             self._said.add(stage)
-            print(f"{stage}, once ..." if n_all else f"{stage}.", file=sys.stderr)
+            print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
 
     def close(self) -> None:
         pass

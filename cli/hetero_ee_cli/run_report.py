@@ -21,15 +21,14 @@ def mode_words(engine: "Engine") -> str | None:
         asked = None if engine.placement is None else engine.placement.limits.mode
         is_declined = asked is None and any(reason.startswith(DECLINED) for reason in made.reasons)
         return "full (exact declined)" if is_declined else "full"
-    return f"exact ({engine.draft_origin}, {made.draft_tokens} rows): {draft_words(found)}"
+    n_rows = made.draft_tokens if engine.drafting is None else engine.drafting.draft_tokens
+    return f"exact ({engine.draft_origin}, up to {n_rows} row{'s' * (n_rows > 1)}): {draft_words(found)}"
 
 
 def draft_words(found: "DraftStatistics") -> str:
     """Tokens of a pass of the later layers, acceptance and depth."""
-    return (
-        f"{found.tokens_per_pass:.1f} tok/pass, {found.acceptance:.0%} accepted, "
-        f"depth {found.mean_exit_depth:.1f} of {found.n_layers}"
-    )
+    accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
+    return f"{found.tokens_per_pass:.1f} tok/pass, {accepted}depth {found.mean_exit_depth:.1f} of {found.n_layers}"
 
 
 def uses_gpu(engine: "Engine") -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee_cli.output import printable, say
 from hetero_ee_cli.placement_options import (
     DraftHead,
     PlanFile,
@@ -60,7 +61,9 @@ def simulate(
         str, typer.Option(help="A shipped profile by name, or a profile's JSON file.")
     ] = "rtx-4060-laptop-8gb",
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to go on from.")] = DEFAULT_PROMPT,
-    max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", min=1, max=2**20)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", min=1, max=2**20, help="Tokens to generate.")
+    ] = 64,
     random_weights: RandomWeights = None,
     prompt_tokens: Annotated[
         int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
@@ -108,6 +111,8 @@ def simulate(
     check_trace(trace)
     profile = hardware_from(hardware)
     plan = None if plan_file is None else Plan.load(plan_file)
+    if plan is not None and plan.hardware != profile.name:
+        say(f"The plan was made for {printable(plan.hardware)}; here it runs on {profile.name}.")
     if random_weights is not None:
         found = _of_shapes(random_weights, model, profile, limits, plan, (prompt_tokens, max_new_tokens))
     else:

@@ -136,10 +136,10 @@ def _one_at_a_time(folder: Path, files: FileSystem, progress: Progress | None) -
 
 @contextmanager
 def _resumable(partial: PartialCalibration, folder: Path) -> Iterator[None]:
-    """Notes on an interrupt that what was done is kept, for whoever reports it."""
+    """Notes on an interrupt what is kept, for whoever reports it."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as interrupt:
-        if partial.exists:
-            interrupt.add_note(f"the calibration for {folder} has stopped; running it again goes on from there.")
+        then = "running it again goes on from there" if partial.exists else "nothing is kept of its first seconds"
+        interrupt.add_note(f"the calibration for {folder} has stopped; {then}.")
         raise

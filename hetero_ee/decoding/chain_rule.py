@@ -1,7 +1,8 @@
 """ChainRule: the gate's marginal rule for chains, whose computed drafts take time before they are seen.
 
 One more draft is worth making while the chance that it counts x the seconds a token takes now is more than the seconds
-that it and its row take. Repeated n-grams cost nothing but their rows. Derived, as draft_gate.py.
+that it and its row take. The first computed draft is always made, so that its chance stays known. Repeated n-grams cost
+nothing but their rows. Derived, as draft_gate.py.
 """
 
 from collections.abc import Sequence

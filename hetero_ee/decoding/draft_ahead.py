@@ -95,7 +95,8 @@ class DraftAhead:
         try:
             states = self._executor.run(Rows.joined(parts), None, range(n_layers))
         except (DeviceMemoryError, UsageError):  # of memory, or of a cache that all texts share
-            self._most_layers = 0  # no reason to fail; what has no room for them now will hardly have any later
+            # No reason to fail, where no smaller plan was made for them; there will hardly be room for more later.
+            self._most_layers = 0
             return
         for round_, part, state in zip(rounds, parts, states, strict=True):
             self._rows[round_.text.sequence] = _Ahead(part.token_ids[0], part.positions[0], n_layers, state)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hetero_ee.decoding.draft_round import DraftRound, parted, stacked
 from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel
-from hetero_ee.decoding.exit_levels import ActiveLevels, Walk, spread_out
+from hetero_ee.decoding.exit_levels import ActiveLevels, Walk
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_finite, choose_token
 from hetero_ee.decoding.texts import Ending, is_end_token
+from hetero_ee.exits.candidates import spread_out
 from hetero_ee.planning.plan import EXIT
 from hetero_ee.runtime.executor import Executor
 
@@ -64,9 +65,9 @@ class Judge:
         known = [(round_, walk) for round_, walk in walks if walk.candidates is not None]
         first = [(round_, walk) for round_, walk in walks if walk.candidates is None]
         if first:
-            self._judge_first(first, depth, level)
+            self._judge_first(first, level)
         if known:
-            self._judge_candidates(known, depth, level)
+            self._judge_candidates(known, level)
 
     def settle(self, round_: DraftRound, n_accepted: int, n_tokens: int) -> None:
         """The round was verified: its first n_accepted drafts were right, and it brought n_tokens."""
@@ -77,7 +78,7 @@ class Judge:
         else:
             self._active.settle(round_.text.sequence, len(round_.depths), n_accepted, n_tokens)
 
-    def _judge_first(self, walks: Sequence[tuple[DraftRound, Walk]], depth: int, level: ExitLevel) -> None:
+    def _judge_first(self, walks: Sequence[tuple[DraftRound, Walk]], level: ExitLevel) -> None:
         """By the whole head; rows that do not exit take their candidates along."""
         states = stacked([round_.hidden[-1] for round_, _ in walks])
         normed, logits = self._projected(states, level.head)
@@ -89,7 +90,7 @@ class Judge:
             if round_.walk is walk and len(walk.stops) > 1:
                 walk.take_candidates(row_logits)
 
-    def _judge_candidates(self, walks: Sequence[tuple[DraftRound, Walk]], depth: int, level: ExitLevel) -> None:
+    def _judge_candidates(self, walks: Sequence[tuple[DraftRound, Walk]], level: ExitLevel) -> None:
         """By the head's rows of their candidates alone."""
         assert level.sliced is not None, "ActiveLevels leaves out levels that can't judge candidates"
         token_ids = torch.stack([walk.candidates for _, walk in walks if walk.candidates is not None])

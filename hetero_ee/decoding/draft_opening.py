@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hetero_ee_cpu_ops.team import Team
 
 DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder
-TYPICAL_CONTEXT_TOKENS = 512  # behind which the planner reckons a draft
 Notice = Callable[[str], None]
 
 

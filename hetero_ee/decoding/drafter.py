@@ -53,6 +53,8 @@ class Drafter:
     def settle(self, round_: DraftRound, n_accepted: int, n_tokens: int) -> None:
         """The round was verified: its first n_accepted drafts were right, and it brought n_tokens."""
         self._judge.settle(round_, n_accepted, n_tokens)
+        if round_.text.finished:
+            self.noise.close(round_.text.sequence)
 
     def _begun(self, text: Text, begun: tuple[Tensor, int] | None) -> DraftRound:
         n_left = text.tokens_left(self._params, self._ending)

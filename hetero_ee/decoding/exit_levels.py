@@ -2,7 +2,8 @@
 
 At its first level the whole head takes a row's candidates; the levels behind look at those alone, and at how their
 softmax has changed since the level before. Which levels a row is judged at: those of a schedule, and those near the
-last exits of its text. Source: SpecEE (arXiv 2504.08850, sections 4 and 5), made exact by verification.
+last exits of its text, of those that there are. Source: SpecEE (arXiv 2504.08850, sections 4 and 5), made exact by
+verification.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,6 @@ from hetero_ee.decoding.drafting import ExitLevels
 from hetero_ee.exits.candidates import HeadCandidates
 from hetero_ee.exits.exit_schedule import RecentExits
 from hetero_ee.exits.features import exit_features
-
-FAR_BELOW = -1e30  # a logit that no sampling takes; finite, and its sum over a vocabulary is
 
 
 @dataclass(slots=True)
@@ -37,11 +36,6 @@ class Walk:
         softmax = np.zeros_like(found.logits)
         exit_features(found.logits, softmax)
         self.candidates, self.softmax = torch.from_numpy(found.token_ids[0]), softmax[0]
-
-
-def spread_out(logits: Tensor, candidates: Tensor, vocab_size: int) -> Tensor:
-    """Logits (k,) of candidates (k,) among all tokens: (vocab,), every other one out of reach."""
-    return torch.full((vocab_size,), FAR_BELOW).index_copy_(0, candidates, logits)
 
 
 class ActiveLevels:

@@ -152,6 +152,10 @@ class RememberedNoise:
             self._kept[key] = gumbel_noise(*key)
         return self._kept[key]
 
+    def close(self, sequence: int) -> None:
+        """The sequence has ended; what was kept for it goes."""
+        self._kept = {key: noise for key, noise in self._kept.items() if key[2] != sequence}
+
     def of_token(self, n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
         """As gumbel_noise; kept no longer."""
         key = n_tokens, seed, sequence, position

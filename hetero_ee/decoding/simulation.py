@@ -38,7 +38,7 @@ class Simulation:
 
     hardware: str
     hardware_kind: str
-    plan_sha256: str
+    plan_hash: str
     text: str | None
     n_prompt_tokens: int
     n_generated_tokens: int
@@ -136,7 +136,7 @@ def _simulation(
     return Simulation(
         hardware=profile.name,
         hardware_kind=profile.kind,
-        plan_sha256=plan.sha256,
+        plan_hash=plan.sha256,
         text=text,
         n_prompt_tokens=n_prompt,
         n_generated_tokens=n_new,

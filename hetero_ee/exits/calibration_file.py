@@ -80,7 +80,10 @@ class CalibrationRecord:
     tensors_sha256: str
 
     def __post_init__(self) -> None:
-        if [each.boundary for each in self.boundaries] != list(range(1, self.n_layers)):
+        n_boundaries = len(self.boundaries)  # compared first: n_layers may be any number
+        if n_boundaries != self.n_layers - 1 or any(
+            each.boundary != place for place, each in enumerate(self.boundaries, 1)
+        ):
             raise ValueError(f"boundaries have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")

@@ -51,7 +51,7 @@ class CalibrationSettings:
     n_walk_tokens: int = 4096
     max_equations_bytes: int = 2 * 2**30
     training: MlpTraining = field(default_factory=MlpTraining)
-    save_every_s: float = 20.0
+    save_every_s: float = 5.0
 
 
 def run_identity(key: str, text_identity: str, settings: CalibrationSettings) -> str:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 N_CANDIDATES = 4
+ABSENT = -1e30  # logit of a token that is none of the candidates: finite, for what tempers, penalizes and adds it up
 
 Choose = Callable[[Tensor, Sequence[int]], int]
 """(logits (vocab,), every token before) -> the token that this sequence's sampling takes there."""
@@ -83,6 +85,11 @@ class HeadCandidates:
             values[:, place] = flat[first + best]
             flat[first + best] = -np.inf
         return Candidates(token_ids, values, np.asarray(np.isfinite(values).all(1)))
+
+
+def spread_out(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits (k,) of the tokens (k,) among all: (vocab,), every other one out of reach."""
+    return torch.full((vocab_size,), ABSENT).index_copy_(0, token_ids, logits)
 
 
 def merged_candidates(proposals: Iterable[Sequence[int]], k: int) -> list[int]:

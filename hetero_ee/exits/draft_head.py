@@ -13,12 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hetero_ee.exits.candidates import ChainJudge, Choose
+from hetero_ee.exits.candidates import ABSENT, ChainJudge, Choose, spread_out
 from hetero_ee.exits.draft_head_layer import DraftHeadLayer
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.rows import Rows
 
-ABSENT = -1e30  # logit of a token outside of the draft vocabulary: finite, for what tempers and penalizes it
 CHUNK_ROWS = 256  # of a prompt, caught up with together
 FIRST_ROOM_TOKENS = 256
 NOT_FINITE = "the draft head computed values that are no numbers; decoding goes on without its drafts there."
@@ -123,9 +122,8 @@ class DraftHeadSource:
         else:
             self.close(sequence)
             held = self._opened(sequence, first_position)
-        finite = torch.isfinite(normed).all(1)
-        n_rows = len(finite) if finite.all() else int((~finite).nonzero()[0])
-        if n_rows < len(finite):
+        n_rows = _finite_rows(normed)
+        if n_rows < len(normed):
             self._warn()
             held.is_blind = True
         n_held = len(held.token_ids)
@@ -219,16 +217,22 @@ class DraftHeadSource:
         if not math.isfinite(held.drafted.sum().item() + logits.sum().item()):
             self._warn()
             return None
-        return logits[0] if self._draft_token_ids is None else self._spread(logits[0], self._draft_token_ids)
-
-    def _spread(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """(k,) of some tokens -> (vocab,)."""
-        return torch.full((self._target.spec.vocab_size,), ABSENT).index_copy(0, token_ids, logits)
+        if self._draft_token_ids is None:
+            return logits[0]
+        return spread_out(logits[0], self._draft_token_ids, self._target.spec.vocab_size)
 
     def _warn(self) -> None:
         if self._notice and not self._noticed:
             self._notice(NOT_FINITE)
         self._noticed = True
+
+
+def _finite_rows(states: Tensor) -> int:
+    """How many rows come before the first with a NaN or an infinity, which a sum shows too, in less time."""
+    if math.isfinite(states.sum().item()):
+        return len(states)
+    finite = torch.isfinite(states).all(1)
+    return len(finite) if finite.all() else int((~finite).nonzero()[0])
 
 
 def _with_room(states: Tensor, n_held: int, n_rows: int) -> Tensor:

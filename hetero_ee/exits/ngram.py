@@ -39,6 +39,13 @@ class _Text:
         self.index = NgramIndex(max_order)
         self.n_observed = 0
 
+    def leave_out(self, n_tokens: int) -> None:
+        """So many tokens, if any, behind the verified ones stay unknown."""
+        if n_tokens > 0:
+            self.index.truncate(self.n_observed)
+            self.index.extend([SEPARATOR] * n_tokens)
+            self.n_observed += n_tokens
+
     def replace(self, first_position: int, token_ids: Sequence[int], first_doubtful: int) -> None:
         """Makes the text from first_position on equal token_ids; what stands before first_doubtful is known to be."""
         held = self.index.token_ids
@@ -97,10 +104,9 @@ class NgramSource:
         return found
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None) -> None:
-        """Keeps the tokens; the states are not looked at. Raises ValueError where tokens in between are missing."""
+        """Keeps the tokens; the states are not looked at. Where tokens in between are missing, no n-gram spans them."""
         text = self._text(sequence)
-        if first_position > text.n_observed:
-            raise ValueError(f"sequence {sequence} holds {text.n_observed} tokens, {first_position} can't follow.")
+        text.leave_out(first_position - text.n_observed)
         n_known = max(0, text.n_observed - first_position)
         text.replace(first_position, token_ids[:n_known], first_position)
         if n_known < len(token_ids):

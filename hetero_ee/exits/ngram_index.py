@@ -13,6 +13,8 @@ class NgramIndex:
     n-gram: the chains of LZ77 encoders. An n-gram is entered when a token follows it. Appending and taking back cost
     O(max_order) a token, whatever the text's length.
 
+    A change that was broken off, by Ctrl-C, is mended by the next one from the tokens that are there.
+
     keys: of the last 1, 2, .. max_order tokens, fewer where the text or a separator begins before.
     """
 
@@ -21,12 +23,14 @@ class NgramIndex:
         self.keys: list[int] = []
         self._newest: list[dict[int, int]] = [{} for _ in range(max_order)]
         self._before: list[list[int]] = [[] for _ in range(max_order)]
+        self._is_changing = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def append(self, token_id: int) -> None:
         """Adds a token, or SEPARATOR."""
+        self._begin()
         place = len(self.token_ids)
         keys = [] if token_id == SEPARATOR else self.keys
         for newest, before, key in zip(self._newest, self._before, keys, strict=False):
@@ -37,6 +41,7 @@ class NgramIndex:
         self.token_ids.append(token_id)
         longer = [key << TOKEN_BITS | token_id for key in keys[: len(self._newest) - 1]]
         self.keys = [] if token_id == SEPARATOR else [token_id, *longer]
+        self._is_changing = False
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds several tokens."""
@@ -45,6 +50,9 @@ class NgramIndex:
 
     def truncate(self, length: int) -> None:
         """Back to the first `length` tokens, exactly as before the others came; no effect on a shorter text."""
+        if len(self.token_ids) <= length:
+            return
+        self._begin()
         while len(self.token_ids) > length:
             token_id = self.token_ids.pop()
             self.keys = self._last_keys()
@@ -55,6 +63,7 @@ class NgramIndex:
                     del newest[key]
                 else:
                     newest[key] = place
+        self._is_changing = False
 
     def places(self, order: int, key: int, n_most: int) -> Iterator[int]:
         """Places of the tokens that follow the n-grams with this key, newest first, at most n_most."""
@@ -63,6 +72,14 @@ class NgramIndex:
             yield place
             place = self._before[order - 1][place]
             n_most -= 1
+
+    def _begin(self) -> None:
+        """A change begins; what one before has left half done is made anew."""
+        if self._is_changing:
+            whole = NgramIndex(len(self._newest))
+            whole.extend(self.token_ids)
+            self._newest, self._before, self.keys = whole._newest, whole._before, whole.keys
+        self._is_changing = True
 
     def _last_keys(self) -> list[int]:
         keys: list[int] = []

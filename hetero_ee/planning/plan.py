@@ -155,8 +155,9 @@ class Plan:
         try:
             return read_record(cls, file)
         except (OSError, ValueError) as error:
+            problem = str(error).removeprefix("it: ").split("; ")[0]  # of two ways out this one
             raise UsageError(
-                f"the plan {file} can't be used ({error}); make one with hetero-ee plan --json."
+                f"the plan {file} can't be used ({problem}); make one with hetero-ee plan --json."
             ) from error
 
 

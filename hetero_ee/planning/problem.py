@@ -94,7 +94,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistic
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
             "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a --draft-head that "
-            "says its acceptance, drop --mode exact, or for a plan on paper try --published-exits."
+            "says its acceptance, drop --mode exact, or for a plan on paper try hetero-ee plan --published-exits."
         )
     context = limits.context_tokens or spec.max_context_tokens
     if spec.context_is_fixed and context > spec.max_context_tokens:

@@ -52,7 +52,8 @@ class ExitStatistics:
         return next((entry.walk for entry in self.boundaries if entry.boundary == boundary), None)
 
     def level_walk(self, boundary: int) -> LevelWalk | None:
-        """The schedule's way to this boundary; None where no level lies before it, or a walk there was not measured.
+        """The schedule's way to this boundary; None where no level lies before it, or a walk there was not measured or
+        has no exits.
 
         How many are judged on average tells how many have exited: of a walk with one level more, all those that have
         not are judged once more.
@@ -64,7 +65,9 @@ class ExitStatistics:
         judged = [1.0, *(walk.n_evaluated for walk in walks)]
         exited = [0.0, *(1 - (after - before) for before, after in pairwise(judged)), walks[-1].exit_rate]
         shares = [max(0.0, after - before) for before, after in pairwise(exited)]
-        scale = walks[-1].exit_rate / (sum(shares) or 1.0)
+        if not sum(shares):  # figures that contradict each other, or no exits
+            return None
+        scale = walks[-1].exit_rate / sum(shares)
         return LevelWalk(walks[-1], places, tuple(scale * share for share in shares))
 
     def rates_at(self, boundary: int) -> ExitRates:

@@ -123,9 +123,9 @@ class PlannedExecutor(Executor):
     ) -> _Flow:
         """The first of the unfinished chunks through what is left of its way."""
         found = self._through(rows, flow, stretches)
-        unfinished.remove(rows)
         if observe is not None:
             observe(rows, self.final_norm(found.hidden))
+        unfinished.remove(rows)
         return found
 
     @contextmanager

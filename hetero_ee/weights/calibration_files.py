@@ -17,14 +17,23 @@ def calibration_folder(store: Path) -> Path:
     return store.with_name(store.name + FOLDER_SUFFIX)
 
 
-def is_calibrated(store: Path) -> bool:
+def has_calibration(store: Path) -> bool:
     """Whether a calibration lies beside the store, whatever is in it."""
-    return (calibration_folder(store) / JSON_FILE).is_file()
+    try:
+        return (calibration_folder(store) / JSON_FILE).is_file()
+    except OSError:  # nobody may look into it
+        return False
+
+
+def is_calibrations(path: Path) -> bool:
+    """Whether a folder's name is that of a calibration, and not of a store."""
+    return path.name.endswith(tuple(FOLDER_SUFFIX + end for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)))
 
 
 def remove_calibration(store: Path, files: FileSystem) -> None:
     """Removes the store's calibration, and what was left of broken off ones, where anything is there.
 
+    Its lock file stays, as a store's does: another process may wait at it.
     Raises StoreError, and removes nothing, where a folder holds more than that or one is being written.
     """
     folder = calibration_folder(store)

@@ -12,7 +12,7 @@ from hetero_ee.config.toml_file import expanded
 from hetero_ee.errors import DamagedStoreError, StoreError, UsageError, shown
 from hetero_ee.models.model_files import require_tokenizer
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.calibration_files import is_calibrated, remove_calibration
+from hetero_ee.weights.calibration_files import has_calibration, is_calibrations, remove_calibration
 from hetero_ee.weights.conversion import WAITING, cached_store, convert, provenance
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.manifest import (
@@ -48,7 +48,7 @@ class StoreState(Enum):
 @dataclass(frozen=True, slots=True)
 class StoredModel:
     """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day.
-    is_calibrated: whether a calibration lies beside it."""
+    has_calibration: whether a calibration lies beside it."""
 
     name: str
     path: Path
@@ -58,7 +58,7 @@ class StoredModel:
     quantizer: str | None
     n_bytes: int
     last_used_s: float
-    is_calibrated: bool
+    has_calibration: bool
 
 
 def open_cached(
@@ -195,7 +195,7 @@ def _remove(folder: Path, files: FileSystem) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return is_store(path) or holds_only_store_files(path)
+        return not is_calibrations(path) and (is_store(path) or holds_only_store_files(path))
     except OSError:
         return False
 
@@ -211,7 +211,7 @@ def _described(path: Path) -> StoredModel:
         last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
     quantizer = manifest.quantizer if manifest else None
     described = state, model, architecture, quantizer, n_bytes, last_used_s
-    return StoredModel(path.name, path, *described, is_calibrated(path))
+    return StoredModel(path.name, path, *described, has_calibration(path))
 
 
 def _state_of(path: Path) -> tuple[StoreState, Manifest | None]:

@@ -7,7 +7,7 @@ from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.team import Team
 from hetero_ee_profiles.probe_samples import Clock
 
-READ_BYTES = 2**27  # at least: more than a cache holds
+READ_BYTES = 2**28  # at least: more than a cache holds
 
 
 def probe_read_bytes_per_s(team: Team, buffers: Sequence[Any], repeats: int, clock: Clock) -> list[float]:

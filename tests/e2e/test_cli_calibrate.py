@@ -77,7 +77,7 @@ def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, 
     assert re.search(rf"\[ \d+ tokens \| \d+ s \| {re.escape(str(folder))} \]\n$", ended.err)
     assert (folder / JSON_FILE).is_file()
     listed = cli("models")
-    assert listed.code == 0 and "calibration" not in listed.out
+    assert listed.code == 0 and ".calibration" not in listed.out
 
 
 def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "override pattern": (["plan", *PAPER, "-o", "(=gpu"], "no regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
-    "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try --published-exits"),
+    "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try hetero-ee plan --published-exits"),
     "a pin of nothing": (["plan", *PAPER, "-o", "layer.3=gpu"], "matches no part"),
     "a streamed head": (["plan", *PAPER, "-o", "head=stream"], "can't be streamed"),
     "an embedding on the GPU": (["plan", *PAPER, "-o", ".*=gpu"], "embedding is looked up"),

@@ -15,7 +15,7 @@ from hetero_ee.decoding.draft_gate import FixedGate
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.exits.draft_head import ABSENT
+from hetero_ee.exits.candidates import ABSENT
 from hetero_ee.exits.draft_head_opening import open_draft_head
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.timeline import Timeline

@@ -1,15 +1,21 @@
 """Rows through any ranges of layers, in any order that keeps each layer's own, have the bits of one whole pass."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
 import torch
 
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.executor import Executor
 from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.timeline import Timeline
+from tests.device_support import SPEC, round_profile
 from tests.e2e.test_families import PROMPT
+from tests.emulation import hollow
 from tests.executor_support import Model, contents, executor_for, hidden_alone, model_of
 
 MODELS = [
@@ -140,3 +146,31 @@ def test_rows_that_wait_are_cut_with_the_rest(
         assert torch.equal(hidden, expected[0][kept:])
         assert len(list(contents(executor, sequence))) == 2 * N_LAYERS
         executor.cache.truncate(sequence, 0)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_prompts_chunk_that_was_not_observed_is_taken_back(fails_at: int) -> None:
+    """What drafts know then ends where the cache does, and the prompt can go on from there."""
+    profile = round_profile()
+    assert profile.gpu is not None
+    roomy = replace(
+        profile,
+        cpu=tuple(replace(times, free_bytes=2**33) for times in profile.cpu),
+        gpu=replace(profile.gpu, free_bytes=2**33),
+        machine=replace(profile.machine, ram_bytes=2**33, vram_bytes=2**33),
+    )
+    pins = (("layers.0.*", "gpu"), ("layers.*", "cpu"), ("head", "cpu"))
+    plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
+    executor = hollow(SPEC, plan, roomy, Timeline())
+    sequence = executor.cache.open_new()
+    chunks = [Rows.of_sequence(sequence, first, [0] * 4) for first in (0, 4, 8)]
+    observed: list[int] = []
+
+    def observe(rows: Rows, normed: torch.Tensor) -> None:
+        if len(observed) == fails_at:
+            raise KeyboardInterrupt
+        observed.append(rows.positions[-1])
+
+    with pytest.raises(KeyboardInterrupt):
+        executor.prompt(chunks, observe)
+    assert executor.cache.length(sequence) == 4 * fails_at

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.calibration_files import calibration_folder, is_calibrated
+from hetero_ee.weights.calibration_files import calibration_folder, has_calibration
 from hetero_ee.weights.filesystem import LocalFileSystem, store_lock
 from hetero_ee.weights.library import make_store, remove_stored, stored_models
 from tests.store_support import FaultyDisk, contents, one_layer_model
@@ -35,7 +35,7 @@ def test_a_calibration_and_its_remains_go_with_the_store(model_folder: Path, tmp
     calibrated(model_folder, tmp_path)
     (tmp_path / "stores" / "other.calibration").mkdir()
     (model,) = (model for model in stored_models(tmp_path) if model.name != "other.calibration")
-    assert model.is_calibrated
+    assert model.has_calibration
     remove_stored(model, tmp_path)
     assert [each.name for each in (tmp_path / "stores").iterdir() if each.suffix != ".lock"] == ["other.calibration"]
 
@@ -43,7 +43,7 @@ def test_a_calibration_and_its_remains_go_with_the_store(model_folder: Path, tmp
 def test_a_broken_off_calibration_is_none_and_goes_too(model_folder: Path, tmp_path: Path) -> None:
     calibrated(model_folder, tmp_path, ".new")
     (model,) = stored_models(tmp_path)
-    assert not model.is_calibrated
+    assert not model.has_calibration
     remove_stored(model, tmp_path)
     assert contents(tmp_path / "stores") == {}
 
@@ -101,7 +101,7 @@ def test_a_removal_that_fails_leaves_a_whole_calibration_or_none(
             remove_stored(model, cache, disk)  # type: ignore[arg-type]
         except StoreError as error:
             assert "can't be written" in str(error)
-        assert not is_calibrated(store) or (calibration_folder(store) / "calibration.safetensors").exists()
+        assert not has_calibration(store) or (calibration_folder(store) / "calibration.safetensors").exists()
         assert store.exists() or not calibration_folder(store).exists()
         for left in stored_models(cache):
             remove_stored(left, cache)
@@ -125,6 +125,6 @@ def test_a_calibration_that_is_half_removed_counts_as_none(
         patch.setattr(LocalFileSystem, "remove_tree", remove_tree)
         with pytest.raises(StoreError, match="can't be written"):
             remove_stored(model, tmp_path)
-    assert store.is_dir() and not is_calibrated(store)
+    assert store.is_dir() and not has_calibration(store)
     remove_stored(model, tmp_path)
     assert contents(tmp_path / "stores") == {}

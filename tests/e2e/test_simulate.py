@@ -48,7 +48,7 @@ def test_json_says_what_it_is(cli: Cli, plan_file: Path) -> None:
     assert document["simulated"] is True and document["schema"] == 1
     assert (document["hardware"], document["hardware_kind"]) == (LAPTOP, "derived")
     assert (document["gpu_layers"], document["mode"], document["boundary"]) == (3, "full", None)
-    assert document["n_generated_tokens"] == 12 and len(document["plan_sha256"]) == 64
+    assert document["n_generated_tokens"] == 12 and len(document["plan_hash"]) == 64
     for name in ("prompt_s", "generation_s", "predicted_prompt_s", "predicted_generation_s"):
         assert document[name] > 0
     assert document["generated_tokens_per_s"] == pytest.approx(11 / document["generation_s"])

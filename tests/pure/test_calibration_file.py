@@ -112,6 +112,7 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
         {"format": "another"},
         {"version": True},
         {"n_layers": 6},
+        {"n_layers": 10**12},
         {"hidden_size": "48"},
         {"boundaries": []},
         {"depths": {}},

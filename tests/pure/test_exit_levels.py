@@ -14,11 +14,12 @@ from hetero_ee.decoding.draft_gate import FixedGate
 from hetero_ee.decoding.draft_statistics import DraftCounts
 from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.decoding.exact import generate_exact, generate_exact_from
-from hetero_ee.decoding.exit_levels import ActiveLevels, spread_out
+from hetero_ee.decoding.exit_levels import ActiveLevels
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
+from hetero_ee.exits.candidates import spread_out
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 

@@ -1,7 +1,11 @@
 """N-gram drafts against a search of the whole text, through every order of observing, asking, undoing and closing."""
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -187,8 +191,6 @@ def test_closing_frees_everything() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     source = NgramSource()
     source.observe(0, 0, [1, 2, 3], NO_STATES)
-    with pytest.raises(ValueError, match="holds 3 tokens, 5 can't follow"):
-        source.observe(0, 5, [1], NO_STATES)
     with pytest.raises(ValueError, match="of which 3 are verified"):
         source.candidates(0, [1, 2], 4)
     for limits in ({"min_draft_order": 6}, {"max_matches": 0}, {"max_history_tokens": -1}):
@@ -231,3 +233,51 @@ def test_chances_start_with_the_length_and_follow_what_came_out() -> None:
     for _ in range(1000):
         precision.add(2, True)
     assert precision.chance(2) > 0.8  # what was long ago counts less
+
+
+def test_no_ngram_spans_tokens_that_were_never_observed() -> None:
+    source = NgramSource()
+    source.observe(0, 0, [1, 2, 3], NO_STATES)
+    source.observe(0, 5, [2, 3, 4, 2, 3], NO_STATES)  # positions 3 and 4 are unknown
+    text = [1, 2, 3, 8, 9, 2, 3, 4, 2, 3]
+    assert source.propose(0, text, 3, never) == [4, 2, 3]
+    source.truncate(0, 4)
+    source.observe(0, 4, [9, 2], NO_STATES)
+    assert source.propose(0, text[:6], 3, never) == []
+
+
+@pytest.mark.parametrize("breaks_in", ["append", "truncate"])
+def test_a_change_broken_off_anywhere_is_mended_by_the_next(breaks_in: str) -> None:
+    """As Ctrl-C breaks it off, in front of each line in turn."""
+    tokens = [1, 2, 3, 1, 2, 3, 1, 2]
+    for n_lines in range(1, 40):
+        index = NgramIndex(3)
+        index.extend(tokens)
+        n_left = n_lines
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal n_left
+            if frame.f_code.co_name != breaks_in:
+                return None
+            if event == "line":
+                n_left -= 1
+                if n_left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        change = partial(index.append, 3) if breaks_in == "append" else partial(index.truncate, 5)
+        sys.settrace(trace)
+        try:
+            with suppress(KeyboardInterrupt):
+                change()
+        finally:
+            sys.settrace(None)
+        index.truncate(4)
+        index.extend([2, 7])
+        fresh = NgramIndex(3)
+        fresh.extend([*tokens[:4], 2, 7])
+        assert index.token_ids == fresh.token_ids and index.keys == fresh.keys
+        for order, key in enumerate(fresh.keys, 1):
+            assert list(index.places(order, key, 9)) == list(fresh.places(order, key, 9))
+        for order in (1, 2, 3):
+            assert list(index.places(order, 1, 9)) == list(fresh.places(order, 1, 9))

@@ -28,6 +28,15 @@ def test_it_is_computed_once_and_forgotten_with_the_token(monkeypatch: pytest.Mo
     assert computed == [*places, places[0]]
 
 
+def test_nothing_is_kept_of_a_sequence_that_has_ended() -> None:
+    noise = RememberedNoise()
+    kept = noise.of_draft(16, 1, 3, 4)
+    noise.of_draft(16, 1, 2, 4)
+    noise.close(2)
+    assert list(noise._kept) == [(16, 1, 3, 4)]
+    assert noise.of_draft(16, 1, 3, 4) is kept
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_number_that_is_none_is_seen(bad: float) -> None:
     logits = torch.zeros(2000)

@@ -158,6 +158,8 @@ def test_how_many_are_judged_tells_where_they_exit() -> None:
     noisy = replace(at_7, n_evaluated=1.2)  # more are said to exit at 4 than do at all
     skewed = replace(known, boundaries=(entries[0], BoundaryRates(7, ALONE, noisy))).level_walk(7)
     assert skewed is not None and skewed.exit_shares == pytest.approx((0.7, 0.0))
+    twice = replace(at_7, n_evaluated=2.0, exit_rate=0.0)
+    assert replace(known, boundaries=(entries[0], BoundaryRates(7, ALONE, twice))).level_walk(7) is None
 
 
 @pytest.mark.parametrize(
