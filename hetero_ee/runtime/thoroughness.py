@@ -39,7 +39,7 @@ QUICK = Thoroughness(
     warm_up_s=0.1,
     gpu_sample_s=0.02,
     pass_sample_s=0.2,
-    cpu_budget_s=2.5,
+    cpu_budget_s=2.0,
 )
 FULL = Thoroughness(
     rows=(1, 2, 4, 8, 16, 128, 512),

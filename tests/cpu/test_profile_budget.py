@@ -65,7 +65,8 @@ def is_least(found: DeviceTimes) -> bool:
 def test_a_quick_profile_keeps_to_its_seconds(monkeypatch: pytest.MonkeyPatch, shape: str, slowness: int) -> None:
     found, seconds = measured(monkeypatch, shape, slowness, QUICK)
     assert seconds <= QUICK.cpu_budget_s or is_least(found)
-    assert is_least(found) == ((shape, slowness) in (("1b", 10), ("70b", 10)))  # 3.9 and 4.4 seconds
+    beyond = (("1b", 10), ("13b", 10), ("70b", 10))  # at most 4.4 seconds: nothing is left to give up
+    assert is_least(found) == ((shape, slowness) in beyond)
     assert all(each.time.p20 <= each.time.value <= each.time.p80 for each in found.attentions)
 
 
