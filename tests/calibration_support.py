@@ -10,11 +10,12 @@ from hetero_ee.exits.activations import activation_names
 from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
 from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.exit_schedule import ExitSchedule
-from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures, WalkFigures
+from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures
 from hetero_ee.exits.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
 from hetero_ee.exits.predictor_quality import NO_EXIT
 from hetero_ee.exits.predictors import Predictor, ThresholdPredictor
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.rounds import WalkRates
 from hetero_ee.weights.filesystem import LocalFileSystem
 from tests.families import config_of
 
@@ -45,7 +46,7 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
         )
         sliced = _predictor(boundary + 1, seed) if boundary > 1 else None
         rate = float(random.random())
-        walk = WalkFigures(rate, 0.9, 0.3, mean_exit_depth=boundary * 0.75, n_evaluated=1.0)
+        walk = WalkRates(rate, 0.9, 0.3, mean_exit_depth=boundary * 0.75, n_evaluated=1.0)
         fits = (exit_map, _predictor(boundary, seed), 0.6, sliced, 0.7 if sliced else NO_EXIT)
         boundaries.append(BoundaryCalibration(boundary, *fits, figures, walk))
     histogram = tuple(range(1, spec.n_layers + 1))

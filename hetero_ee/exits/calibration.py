@@ -1,7 +1,7 @@
 """Calibration: what was measured of a model's early exits, and what was fitted to it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from hetero_ee.exits.activations import FREQUENCY
 from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.exit_schedule import ExitSchedule
-from hetero_ee.exits.figures import BoundaryFigures, DepthFigures, WalkFigures
+from hetero_ee.exits.figures import BoundaryFigures, DepthFigures
 from hetero_ee.exits.predictors import Predictor
 from hetero_ee.planning.rounds import ExitRates, WalkRates
 from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics
@@ -46,7 +46,7 @@ class BoundaryCalibration(FittedBoundary):
     """The same with its figures. walk: of tokens judged at the schedule's boundaries before this one as well."""
 
     figures: BoundaryFigures
-    walk: WalkFigures
+    walk: WalkRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Calibration:
         return tuple(place for place in self.schedule.boundaries if place < boundary)
 
     def _rates(self, each: BoundaryCalibration) -> BoundaryRates:
-        alone, walk = each.figures, each.walk
+        alone = each.figures
         rates = ExitRates(alone.exit_rate, alone.precision, alone.refused_precision)
         if not self.levels(each.boundary):
             return BoundaryRates(each.boundary, rates)
-        return BoundaryRates(each.boundary, rates, WalkRates(**asdict(walk)))
+        return BoundaryRates(each.boundary, rates, each.walk)

@@ -21,12 +21,13 @@ from hetero_ee.exits.candidates import N_CANDIDATES
 from hetero_ee.exits.exit_map import ExitMap
 from hetero_ee.exits.exit_schedule import ExitSchedule
 from hetero_ee.exits.features import feature_names
-from hetero_ee.exits.figures import BoundaryFigures, DepthFigures, WalkFigures
+from hetero_ee.exits.figures import BoundaryFigures, DepthFigures
 from hetero_ee.exits.predictor_quality import NO_EXIT
 from hetero_ee.exits.predictors import Predictor, predictor_from_arrays
 from hetero_ee.models.json_text import parse_json
 from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.rounds import WalkRates
 from hetero_ee.weights.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
 from hetero_ee.weights.filesystem import FileSystem, LocalFileSystem, make_folders, store_errors
 from hetero_ee_profiles.records import from_json, to_json
@@ -54,7 +55,7 @@ class BoundaryRecord:
     sliced_predictor: str | None
     sliced_threshold: float
     figures: BoundaryFigures
-    walk: WalkFigures
+    walk: WalkRates
 
     def __post_init__(self) -> None:
         for threshold in (self.threshold, self.sliced_threshold):

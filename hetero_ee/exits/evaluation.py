@@ -12,13 +12,13 @@ from hetero_ee.exits.figures import (
     BoundaryFigures,
     DepthFigures,
     Flags,
-    WalkFigures,
     boundary_figures,
     depth_figures,
     share_of,
 )
 from hetero_ee.exits.traces import traces
 from hetero_ee.exits.walks import Walks, walks
+from hetero_ee.planning.rounds import WalkRates
 from hetero_ee.runtime.executor import Executor
 
 
@@ -28,7 +28,7 @@ class Evaluation:
     that count."""
 
     boundaries: tuple[BoundaryFigures, ...]
-    walks: tuple[WalkFigures, ...]
+    walks: tuple[WalkRates, ...]
     depths: DepthFigures
     n_tokens: int
 

@@ -3,7 +3,6 @@
 A depth counts layers that have run: a token that exits at boundary b has depth b, one that never exits n_layers.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,27 +48,6 @@ class BoundaryFigures:
     def drafted_agreement(self) -> float:
         """Agreement of the drafts as they are made: with the map where there is one."""
         return self.agreement if self.mapped_agreement is None else self.mapped_agreement
-
-
-@dataclass(frozen=True, slots=True)
-class WalkFigures:
-    """Held-out tokens judged at the schedule's boundaries in front of one, then at that one (see walks.py).
-
-    exit_rate: share of tokens that exit at any of them; precision: share of those whose draft is right;
-    refused_precision: of the others, the share whose likeliest token at the last boundary is. mean_exit_depth: of those
-    that exit, 0 where none does. n_evaluated: boundaries at which a token is judged, on average.
-    """
-
-    exit_rate: float
-    precision: float
-    refused_precision: float
-    mean_exit_depth: float
-    n_evaluated: float
-
-    def __post_init__(self) -> None:
-        _check_shares(self.exit_rate, self.precision, self.refused_precision)
-        if not (0 <= self.mean_exit_depth < math.inf and 0 <= self.n_evaluated < math.inf):
-            raise ValueError("mean_exit_depth and n_evaluated have to be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

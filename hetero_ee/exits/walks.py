@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.exits.calibration import FittedBoundary
-from hetero_ee.exits.figures import Flags, WalkFigures, share_of
+from hetero_ee.exits.figures import Flags, share_of
 from hetero_ee.exits.sliced_logits import SlicedLogits
+from hetero_ee.planning.rounds import WalkRates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +27,14 @@ class Walks:
     is_right: Flags
     n_evaluated: NDArray[np.int64]
 
-    def figures(self) -> tuple[WalkFigures, ...]:
+    def figures(self) -> tuple[WalkRates, ...]:
         """Of boundary 1, 2, ..."""
         return tuple(self._figures(place) for place in range(len(self.depth)))
 
-    def _figures(self, place: int) -> WalkFigures:
+    def _figures(self, place: int) -> WalkRates:
         is_exit, is_right = self.is_exit[place], self.is_right[place]
         n_exits = int(is_exit.sum())
-        return WalkFigures(
+        return WalkRates(
             exit_rate=share_of(n_exits, len(is_exit)),
             precision=share_of(int((is_right & is_exit).sum()), n_exits),
             refused_precision=share_of(int((is_right & ~is_exit).sum()), len(is_exit) - n_exits),

@@ -32,8 +32,8 @@ class ExitRates:
 class WalkRates:
     """The same of a row that is judged at several boundaries in turn, the last of them the one it waits at.
 
-    mean_exit_depth: layers that a row which exits has passed, on average. n_evaluated: boundaries at which a row is
-    judged, on average over all rows.
+    mean_exit_depth: layers that a row which exits has passed, on average, 0 where none does. n_evaluated: boundaries
+    at which a row is judged, on average over all rows.
     """
 
     exit_rate: float

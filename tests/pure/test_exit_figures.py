@@ -9,10 +9,10 @@ from hetero_ee.exits.figures import (
     MAX_DRAFTS,
     BoundaryFigures,
     DepthFigures,
-    WalkFigures,
     boundary_figures,
     depth_figures,
 )
+from hetero_ee.planning.rounds import WalkRates
 
 SHARES = (
     "agreement",
@@ -141,6 +141,6 @@ def test_depths_that_cannot_be_are_refused(change: dict[str, object]) -> None:
 )
 def test_walks_that_cannot_be_are_refused(change: dict[str, float]) -> None:
     whole = {"exit_rate": 0.5, "precision": 0.9, "refused_precision": 0.3, "mean_exit_depth": 2.0, "n_evaluated": 1.5}
-    WalkFigures(**whole)
+    WalkRates(**whole)
     with pytest.raises(ValueError):
-        WalkFigures(**(whole | change))
+        WalkRates(**(whole | change))
