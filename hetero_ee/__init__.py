@@ -7,9 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.chat_template import Message
     from hetero_ee.decoding.conversation import Conversation
-    from hetero_ee.decoding.draft_statistics import DraftStatistics
     from hetero_ee.decoding.reply import Reply
     from hetero_ee.decoding.result import GeneratedToken, GenerationResult
     from hetero_ee.decoding.sampling import SamplingParams
@@ -28,17 +26,19 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.speculation.statistics import DraftStatistics
+    from hetero_ee.text.chat_template import Message
     from hetero_ee_profiles.hardware import HardwareProfile
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "Conversation": "hetero_ee.decoding.conversation",
-    "DraftStatistics": "hetero_ee.decoding.draft_statistics",
+    "DraftStatistics": "hetero_ee.speculation.statistics",
     "HardwareProfile": "hetero_ee_profiles.hardware",
     "Limits": "hetero_ee.planning.limits",
     "Plan": "hetero_ee.planning.plan",
-    "Message": "hetero_ee.decoding.chat_template",
+    "Message": "hetero_ee.text.chat_template",
     "Reply": "hetero_ee.decoding.reply",
     "Engine": "hetero_ee.engine",
     "GeneratedToken": "hetero_ee.decoding.result",

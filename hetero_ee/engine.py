@@ -11,27 +11,23 @@ from typing import Any, Self, overload
 
 import torch
 
+from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
-from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.decoding.chat_template import ChatTemplate
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.decoding.draft_opening import OpenDrafting, found_knowledge, open_drafting
-from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
-from hetero_ee.decoding.drafting import Drafting
-from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.exits.calibration_place import CalibrationPlace
-from hetero_ee.models.hub import resolve_model
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.devices.timeline import Span
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import (
     FindProfile,
@@ -40,16 +36,21 @@ from hetero_ee.runtime.placement_request import (
     requested_folder,
     requested_plan,
 )
-from hetero_ee.runtime.timeline import Span
+from hetero_ee.speculation.draft_opening import OpenDrafting, found_knowledge, open_drafting
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
+from hetero_ee.text.chat_template import ChatTemplate
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.library import open_cached
-from hetero_ee.weights.manifest import Manifest
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
-from hetero_ee.weights.store import checked_manifest, is_store, open_store
+from hetero_ee.weights.store.library import open_cached
+from hetero_ee.weights.store.manifest import Manifest
+from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count
 
 
 class Engine:
@@ -121,7 +122,7 @@ class Engine:
         request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
         manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
-        spec = ModelSpec.from_hf(folder)
+        spec = read_spec(folder)
         tokenizer = Tokenizer.load(folder, spec.vocab_size)
         hf_generation = generation_config(folder)
         sampling = default_sampling(hf_generation, folder)

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 from hetero_ee import Engine
+from hetero_ee.calibration.file import write_calibration
+from hetero_ee.calibration.key import checkpoint_key
+from hetero_ee.calibration.location import SHIPPED_FOLDER
+from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.calibration_text import text_chunks
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.exits.calibration_file import write_calibration
-from hetero_ee.exits.calibration_key import checkpoint_key
-from hetero_ee.exits.calibration_place import SHIPPED_FOLDER
-from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.quantization import Quantization
 
 TEXTS = ("stories_a.txt", "stories_c.txt")

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError, shown
-from hetero_ee.exits.draft_head_file import read_draft_head
-from hetero_ee.models.model_files import CONFIG_FILE, SINGLE_FILE
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
+from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 
 PICKLE = "pytorch_model.bin"
 
@@ -47,7 +47,7 @@ def convert(head: Path, model: Path, output: Path) -> None:
     shutil.copyfile(head / CONFIG_FILE, written[0])
     save_file(tensors, written[1])
     try:
-        read_draft_head(output, ModelSpec.from_hf(model))
+        read_draft_head(output, read_spec(model))
     except HeteroError as error:
         for file in written:
             file.unlink()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hetero_ee import Engine, ModelSpec, SamplingParams
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "embedding.tokens", "head.tokens"
 

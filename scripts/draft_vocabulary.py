@@ -18,11 +18,11 @@ from typing import Any
 
 from draft_head_teacher import read_texts
 
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.exits.draft_head_facts import draft_head_facts
-from hetero_ee.exits.draft_head_file import DRAFT_TOKEN_IDS
-from hetero_ee.models.model_files import CONFIG_FILE
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.model_files import CONFIG_FILE
+from hetero_ee.speculation.sources.draft_head_facts import draft_head_facts
+from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.tiles import TILE_ROWS
 
 SEPARATOR = "<|endoftext|>"
@@ -51,7 +51,7 @@ def written(config: dict[str, Any]) -> str:
 
 def trim(model: Path, head: Path, texts: Sequence[Path], coverage: float) -> int:
     """Changes the head's config.json; the size of the vocabulary."""
-    spec = ModelSpec.from_hf(model)
+    spec = read_spec(model)
     tokenizer = Tokenizer.load(model, spec.vocab_size)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     token_lists = ([*tokenizer.encode(text), *end] for text in read_texts(texts, SEPARATOR))

@@ -8,16 +8,16 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.exits.calibration_stages import CHOOSE, TRAIN, is_in
-from hetero_ee.exits.candidates import HeadCandidates
-from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.features import candidate_mass, exit_features, rich_features
-from hetero_ee.exits.mlp_training import MlpTraining
-from hetero_ee.exits.predictor_fitting import fit_logistic, fit_mlp, fit_threshold
-from hetero_ee.exits.predictor_quality import PredictorQuality, calibrate_threshold, quality
-from hetero_ee.exits.predictors import Predictor
-from hetero_ee.exits.traces import traces
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.predictor_fitting import fit_logistic, fit_mlp, fit_threshold
+from hetero_ee.calibration.predictor_quality import PredictorQuality, calibrate_threshold, quality
+from hetero_ee.calibration.stages import CHOOSE, TRAIN, is_in
+from hetero_ee.calibration.traces import traces
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.features import candidate_mass, exit_features, rich_features
+from hetero_ee.speculation.exits.predictors import Predictor
+from hetero_ee.speculation.sources.candidates import HeadCandidates
 
 Floats = NDArray[np.float32]
 Chunks = Sequence[Sequence[int]]

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hetero_ee_profiles.gpu_cards import CARD_CLASSES
-from hetero_ee_profiles.gpu_compilation import Compiled, compilations, compile_for
+from hetero_ee_profiles.gpu.cards import CARD_CLASSES
+from hetero_ee_profiles.gpu.compilation import Compiled, compilations, compile_for
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
 HEADER = """# GPU kernels

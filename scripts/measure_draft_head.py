@@ -24,9 +24,9 @@ from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.exits.draft_head import DraftHeadSource
-from hetero_ee.exits.draft_head_opening import open_draft_head
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee_cpu_ops.thread_pool import Team
 
 SEPARATOR = "<|endoftext|>"
 

@@ -19,14 +19,14 @@ from exit_predictors import Compared, compare_predictors
 from recent_walks import RecentWalks, recent_walks
 
 from hetero_ee import Engine
-from hetero_ee.decoding.calibration_text import Chunk, text_chunks
-from hetero_ee.decoding.tokenizer import Tokenizer
+from hetero_ee.calibration.evaluation import Evaluation, evaluate
+from hetero_ee.calibration.predictor_quality import PredictorQuality
+from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.calibration.texts import Chunk, text_chunks
 from hetero_ee.errors import UsageError
-from hetero_ee.exits.calibration import Calibration
-from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
-from hetero_ee.exits.evaluation import Evaluation, evaluate
-from hetero_ee.exits.predictor_quality import PredictorQuality
-from hetero_ee.models.hub import resolve_model
+from hetero_ee.hub.resolve import resolve_model
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
 SIZES = (512, 1000, 2000, 5000, 10_000, 20_000)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
 from hetero_ee.weights.quantization import Quantization
@@ -52,7 +52,7 @@ class Quality:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    spec = ModelSpec.from_hf(arguments.model)
+    spec = read_spec(arguments.model)
     tokenizer = Tokenizer.load(arguments.model, spec.vocab_size)
     text = arguments.text.read_text(encoding="utf-8")
     windows = list(token_windows(tokenizer, text, arguments.window, arguments.tokens))
@@ -111,7 +111,7 @@ def measure(
 def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, float]:
     """The CPU kernels, whose activations are int8, against fp32 activations on the same default weights."""
     use_kernel_cache(cache_folder())
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     weights = quantized(checkpoint, Quantization())
     exact = Executor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())

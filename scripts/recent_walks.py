@@ -7,12 +7,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.exits.calibration import Calibration
-from hetero_ee.exits.draft_rows import draft_rows
-from hetero_ee.exits.exit_schedule import RecentExits
-from hetero_ee.exits.sliced_logits import SlicedLogits
-from hetero_ee.exits.traces import traces
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.calibration.draft_rows import draft_rows
+from hetero_ee.calibration.traces import traces
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.exits.schedule import RecentExits
+from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
 
 Flags = NDArray[np.bool_]
 Levels = Callable[[RecentExits, Sequence[int]], Sequence[int]]  # recent exits, the schedule -> levels

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.exits.draft_head_file import DRAFT_TOKEN_IDS, read_draft_head
+from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS, read_draft_head
 
 Batch = tuple[Tensor, Tensor, Tensor]  # token_ids (b, n), states (b, n, hidden), which of them are there (b, n)
 CONTINUED_TOGETHER = 64

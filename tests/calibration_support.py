@@ -6,17 +6,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetero_ee.exits.activations import activation_names
-from hetero_ee.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
-from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.exit_schedule import ExitSchedule
-from hetero_ee.exits.figures import MAX_DRAFTS, BoundaryFigures, DepthFigures
-from hetero_ee.exits.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
-from hetero_ee.exits.predictor_quality import NO_EXIT
-from hetero_ee.exits.predictors import Predictor, ThresholdPredictor
+from hetero_ee.calibration.activations import activation_names
+from hetero_ee.calibration.metrics import MAX_DRAFTS, BoundaryFigures, DepthFigures
+from hetero_ee.calibration.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
+from hetero_ee.calibration.predictor_quality import NO_EXIT
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.rounds import WalkRates
-from hetero_ee.weights.filesystem import LocalFileSystem
+from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.predictors import Predictor, ThresholdPredictor
+from hetero_ee.speculation.exits.schedule import ExitSchedule
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 from tests.families import config_of
 
 KEY = "ab" * 32
@@ -24,7 +25,7 @@ KEY = "ab" * 32
 
 def small_spec() -> ModelSpec:
     """Five layers, so that every kind of map and predictor has a boundary."""
-    return ModelSpec.from_hf(config_of("llama", num_hidden_layers=5))
+    return read_spec(config_of("llama", num_hidden_layers=5))
 
 
 def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:

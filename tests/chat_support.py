@@ -1,6 +1,6 @@
 """What the tests of conversations share: templates in the styles of well-known models, and one for tiny models."""
 
-from hetero_ee.decoding.chat_template import Message
+from hetero_ee.text.chat_template import Message
 
 LINES = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 

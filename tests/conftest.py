@@ -81,10 +81,10 @@ def stories260k() -> Path:
 @pytest.fixture(scope="session")
 def tiny(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with the demo model's tokenizer: nonsense in milliseconds. Its files are not to be changed."""
-    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.hub.config_file import read_spec
     from tests.families import random_model, save_checkpoint
 
-    model = random_model("llama", vocab_size=ModelSpec.from_hf(demo).vocab_size, max_position_embeddings=600)
+    model = random_model("llama", vocab_size=read_spec(demo).vocab_size, max_position_embeddings=600)
     return save_checkpoint(model, tmp_path_factory.mktemp("models") / "tiny", tokenizer_from=demo)
 
 

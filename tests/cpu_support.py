@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 
 GUARD_BYTES, GUARD = 64, 0xA5
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.allocation import Allocation
-from hetero_ee.runtime.device import CPU, GPU, Device, Event, Link
-from hetero_ee.runtime.emulated_device import EmulatedDevice, EmulatedLink
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.devices.allocation import Allocation
+from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
+from hetero_ee.runtime.devices.emulated import EmulatedDevice, EmulatedLink
+from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.work import Overhead, Work
 from hetero_ee_profiles.hardware import (
     MEASURED,
@@ -32,7 +33,7 @@ from hetero_ee_profiles.hardware import (
 from hetero_ee_profiles.measurement import Measurement, Origin, derived
 
 ORIGIN = Origin("by hand", "2026-01-01", "none")
-SPEC = ModelSpec.from_hf(
+SPEC = read_spec(
     {
         "model_type": "llama",
         "hidden_size": 32,

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hetero_ee.exits.draft_head import DraftHeadSource
-from hetero_ee.exits.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
 CONFIG: dict[str, Any] = {
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
-MODEL = ModelSpec.from_hf(CONFIG | {"num_hidden_layers": 3})
+MODEL = read_spec(CONFIG | {"num_hidden_layers": 3})
 
 
 def head_tensors(seed: int = 0) -> dict[str, Tensor]:

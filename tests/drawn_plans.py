@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import ON_GPU
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
 

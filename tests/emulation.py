@@ -6,15 +6,15 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan, planned_cache
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
-from hetero_ee.runtime.machine import Machine
+from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import open_on_cpu
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_profile

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized, load_dense
@@ -25,7 +26,7 @@ Model = tuple[ModelSpec, ModelWeights]
 def model_of(family: str, weights: str, folder: Path) -> Model:
     """weights: "fp32" or "int4"."""
     save_checkpoint(random_model(family), folder)
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     checkpoint = Checkpoint(folder, spec)
     if weights == "fp32":
         return spec, load_dense(checkpoint)
@@ -50,7 +51,7 @@ def reference(model: Model, kind: str = "fp32", ops: TorchOps | None = None) -> 
 
 def on_kernels(model: Model, kind: str = "fp32", threads: int = 1) -> Executor:
     use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     return CpuExecutor(*model, MAX_TOKENS, threads, cache=new_cache(model[0], kind))
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.filesystem import LocalFileSystem
-from hetero_ee.weights.store_writer import StoreWriter
+from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.weight import TileWeight
 
 CODEBOOK = (-127, -96, -71, -52, -38, -26, -15, -5, 4, 14, 25, 37, 51, 70, 95, 126)

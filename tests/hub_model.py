@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.models.hub import Surroundings, resolve_model
+from hetero_ee.hub.resolve import Surroundings, resolve_model
 
 ID = "some-org/Tiny-0.1B"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
 
 N_KV_HEADS, HEAD_DIM = 3, 4
 LAYERS = (0, 1, 3, 4)  # held of a model with six

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hetero_ee.weights.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 
 PAGE_BYTES = 512  # what a disk writes whole
 Call = tuple[Any, ...]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from hetero_ee_profiles.host import Answer, CoreCounts, Host, MemoryCounts
+from hetero_ee_profiles.host.host import Answer, CoreCounts, Host, MemoryCounts
 
 GIB = 2**30
 MEMINFO = """MemTotal:       32768000 kB

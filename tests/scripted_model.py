@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.planning.overlap import Overlap
-from hetero_ee.runtime.executor import Observe
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Observe
+from hetero_ee.runtime.kv.cache import KvCache
 
 N_LAYERS, VOCABULARY = 6, 32
 Next = Callable[[int, int], int]  # token, its position -> the token that follows

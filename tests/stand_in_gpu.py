@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee_profiles.gpu_platform import Work
+from hetero_ee_profiles.gpu.platform import Work
 
 GPU, PINNED, PAGEABLE = "gpu", "pinned", "pageable"
 RATES = {  # bytes per second, by source and target

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.cuda_machine import Gpu, cuda_machine, gpu_layers
-from hetero_ee.runtime.cuda_mover import CudaMover
-from hetero_ee.runtime.device import GPU
+from hetero_ee.runtime.devices.cuda_copier import CudaMover
+from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_layers
+from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.machine import EmulatedGpuTensor, Machine
 from hetero_ee.runtime.execution import open_plan, planned_cache
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.gpu_operations import NAMES, GpuOperations, gpu_operations
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.machine import EmulatedGpuTensor, Machine
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.registry import default_registry
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.gpu.operations import NAMES, GpuOperations, gpu_operations
+from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from tests.stand_in_cuda import StandInCuda

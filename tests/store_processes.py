@@ -15,8 +15,8 @@ from typing import Any
 import safetensors.torch  # noqa: F401 - imported before the fork, and not in each process anew
 import torch
 
-from hetero_ee.weights.conversion import WAITING
-from hetero_ee.weights.filesystem import LocalFileSystem
+from hetero_ee.weights.store.conversion import WAITING
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 from tests.store_support import contents, made_store
 
 RENAMED = "renamed"

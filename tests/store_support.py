@@ -5,10 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.conversion import convert
-from hetero_ee.weights.filesystem import LocalFileSystem
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 from tests.families import random_model, save_checkpoint
 
 FAST = Quantization(matrices="rtn")
@@ -23,7 +23,7 @@ def one_layer_model(folder: Path) -> Path:
 
 def made_store(model_folder: Path, target: Path, **options: Any) -> Path:
     """The model's store, by the fastest quantizer."""
-    return convert(model_folder, ModelSpec.from_hf(model_folder), target, FAST, **options)
+    return convert(model_folder, read_spec(model_folder), target, FAST, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -12,18 +12,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from hetero_ee_cli import config, models
-from hetero_ee_cli.bench import bench
-from hetero_ee_cli.calibrate import calibrate
-from hetero_ee_cli.chat import chat
-from hetero_ee_cli.convert import convert
-from hetero_ee_cli.doctor import doctor
-from hetero_ee_cli.generate import generate
-from hetero_ee_cli.output import complain
-from hetero_ee_cli.plan import plan
-from hetero_ee_cli.profile import profile
-from hetero_ee_cli.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
-from hetero_ee_cli.simulate import simulate
+from hetero_ee_cli.commands import config, models
+from hetero_ee_cli.commands.bench import bench
+from hetero_ee_cli.commands.calibrate import calibrate
+from hetero_ee_cli.commands.chat import chat
+from hetero_ee_cli.commands.convert import convert
+from hetero_ee_cli.commands.doctor import doctor
+from hetero_ee_cli.commands.generate import generate
+from hetero_ee_cli.commands.plan import plan
+from hetero_ee_cli.commands.profile import profile
+from hetero_ee_cli.commands.simulate import simulate
+from hetero_ee_cli.terminal.output import complain
+from hetero_ee_cli.terminal.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
 

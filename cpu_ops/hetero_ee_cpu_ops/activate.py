@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.atomics import call_chunk
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.simd import f32x16
-from hetero_ee_cpu_ops.simd_float import (
+from hetero_ee_cpu_ops.simd.bytes import f32x16
+from hetero_ee_cpu_ops.simd.floats import (
     Lanes,
     load16,
     load_lanes,
@@ -34,7 +34,7 @@ from hetero_ee_cpu_ops.simd_float import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 
 F32 = np.float32(0)  # says what a load finds
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4}

@@ -15,9 +15,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.simd import F32X16, I32, I32X16, I64, _vector_type, load, splat
-from hetero_ee_cpu_ops.simd_float import fold, integers, lane_mask, masked_load, read_integer, write_integer
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, I64, _vector_type, load, splat
+from hetero_ee_cpu_ops.simd.floats import fold, integers, lane_mask, masked_load, read_integer, write_integer
+from hetero_ee_cpu_ops.thread_pool import Team
 
 CHUNK = 16384  # logits a thread claims at a time: about 1 us
 SHARED_FROM = 4 * CHUNK  # fewer are searched by the caller: rousing the team costs about 1 us

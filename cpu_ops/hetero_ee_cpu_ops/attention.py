@@ -26,8 +26,8 @@ from numba import njit, types
 from hetero_ee_cpu_ops.atomics import call_chunk
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, DTYPES, KEYS, POSITION
-from hetero_ee_cpu_ops.simd import zeros
-from hetero_ee_cpu_ops.simd_float import (
+from hetero_ee_cpu_ops.simd.bytes import zeros
+from hetero_ee_cpu_ops.simd.floats import (
     add,
     element_bytes,
     exponential,
@@ -50,7 +50,7 @@ from hetero_ee_cpu_ops.simd_float import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.simd_tuples import (
+from hetero_ee_cpu_ops.simd.tuples import (
     add_products,
     add_products_lanes,
     add_weighted,
@@ -58,7 +58,7 @@ from hetero_ee_cpu_ops.simd_tuples import (
     store_sums,
     store_vectors,
 )
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 
 F32, HALF, BYTE, MINUS_INFINITY = np.float32(0), np.uint16(0), np.int8(0), np.float32(-np.inf)  # F32 .. BYTE: stored as
 BLOCK = 64  # positions between two rescalings: 4 registers of scores; a block's keys (fp32, d 128) fit an L1 cache

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, types
 
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.simd_float import first_lane, load_lanes
+from hetero_ee_cpu_ops.simd.floats import first_lane, load_lanes
 
 HALF = np.uint16(0)  # what a scale is stored as
 SCALES, IDS, OUT = array_in(types.uint16, 3), array_in(types.int64, 1), array_out(types.float32, 2)

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.argmax import _keys
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.simd import F32X16, I32, call, load
+from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, call, load
 
 BLOCK = 64  # logits whose maximum is taken at once
 MISFIT = -1.0  # no probability

@@ -26,7 +26,7 @@ from hetero_ee_cpu_ops.matmul import (
     TileMatrix,
 )
 from hetero_ee_cpu_ops.quantize import INPUT, whole_groups
-from hetero_ee_cpu_ops.simd import (
+from hetero_ee_cpu_ops.simd.bytes import (
     F32,
     F32X16,
     I8,
@@ -44,7 +44,7 @@ from hetero_ee_cpu_ops.simd import (
     word,
     zeros,
 )
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK
 
 U8X64 = ir.VectorType(I8, 64)

@@ -15,7 +15,7 @@ from numba import njit, types
 
 from hetero_ee_cpu_ops.lazy import array_in, entry
 from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION
-from hetero_ee_cpu_ops.simd_float import (
+from hetero_ee_cpu_ops.simd.floats import (
     element_bytes,
     lane_maximum,
     load_lanes,

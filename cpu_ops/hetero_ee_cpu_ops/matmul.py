@@ -28,8 +28,8 @@ from hetero_ee_cpu_ops.quantize import (
     quantize_row_block,
     whole_groups,
 )
-from hetero_ee_cpu_ops.simd import float_of_bits, prefetch, store_rows, word, zeros, zeros8
-from hetero_ee_cpu_ops.team import Team, lead
+from hetero_ee_cpu_ops.simd.bytes import float_of_bits, prefetch, store_rows, word, zeros, zeros8
+from hetero_ee_cpu_ops.thread_pool import Team, lead
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group, has_wide_registers
 
 PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)

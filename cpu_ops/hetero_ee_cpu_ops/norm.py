@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit, types
 
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.simd_float import (
+from hetero_ee_cpu_ops.simd.floats import (
     add,
     keep_lanes,
     lane_sum,

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.simd import F32, F32X16, I8, I32, I32X16, call, constant, load, splat, word
+from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I32, I32X16, call, constant, load, splat, word
 
 GROUP = 32
 ROW_BLOCK = 8  # the widest step of the matmul

@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.simd import I64, load, prefetch, word
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.simd.bytes import I64, load, prefetch, word
+from hetero_ee_cpu_ops.thread_pool import Team
 
 CHUNK_BYTES = 2**18
 PREFETCH_BYTES = 4096

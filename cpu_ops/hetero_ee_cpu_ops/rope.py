@@ -18,7 +18,7 @@ import numpy as np
 from numba import types
 
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.simd_float import add, load16, load_lanes, multiply, store16, store_lanes, subtract
+from hetero_ee_cpu_ops.simd.floats import add, load16, load_lanes, multiply, store16, store_lanes, subtract
 
 F32 = np.float32(0)  # says what a load finds
 FIRST_POSITIONS = 256  # rows of the table at first; it doubles

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.simd import (
+from hetero_ee_cpu_ops.simd.bytes import (
     F32,
     I8,
     I16,

@@ -1,1 +1,1 @@
-"""Turning logits into text: sampling, stopping, incremental text, and the loop around the executor."""
+"""From logits to tokens: sampling, stopping, and the full-depth loop."""

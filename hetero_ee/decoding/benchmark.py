@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
-from hetero_ee.decoding.drafting import Drafting
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 
 FIRST_TOKEN_ID = 1
 SHORT_CONTEXT_TOKENS = 16  # that the executor itself is timed behind
@@ -104,9 +104,9 @@ def bench_exact_run(
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
     """Seconds of a layer, one row behind a short context, outside of kernels. None unless the CPU's kernels run."""
     # The kernels look where to be cached when imported.
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
-    from hetero_ee.runtime.pass_probe import probe_pass
-    from hetero_ee.runtime.pass_sampling import PassSampling
+    from hetero_ee.profiling.pass_probe import probe_pass
+    from hetero_ee.profiling.pass_sampling import PassSampling
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     if not isinstance(executor, CpuExecutor):
         return None

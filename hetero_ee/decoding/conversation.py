@@ -12,15 +12,15 @@ from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
-from hetero_ee.decoding.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.decoding.full import generate_from
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
+from hetero_ee.text.tokenizer import Tokenizer
 
 N_SEEDS = 2**64
 GenerateFrom = Callable[..., Iterator[GeneratedToken]]  # the way to decode: takes and yields what generate_from does

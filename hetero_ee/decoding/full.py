@@ -6,10 +6,10 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.text import Decode
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.text.text_stream import Decode
 
 
 def generate(

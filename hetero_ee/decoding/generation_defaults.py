@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.tokenizer import Tokenizer
 from hetero_ee.errors import ModelError, UsageError
-from hetero_ee.models.hf_config import read_config_file
-from hetero_ee.models.regular_file import find_file
+from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.regular_file import find_file
+from hetero_ee.text.tokenizer import Tokenizer
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -7,16 +7,16 @@ from hetero_ee.decoding.result import GenerationResult
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.prediction import predicted_run_s
-from hetero_ee.planning.round_costs import predicted_text_s
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.planning.times.prediction import predicted_run_s
+from hetero_ee.planning.times.round_costs import predicted_text_s
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.placement_request import check_emulates
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import LANES, Span, Timeline
 from hetero_ee_profiles.hardware import HardwareProfile
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
-from hetero_ee.decoding.text import Decode, TextStream
-from hetero_ee.exits.candidates import DraftSource
-from hetero_ee.runtime.executor import Executor, Observe
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor, Observe
+from hetero_ee.speculation.sources.candidates import DraftSource
+from hetero_ee.text.text_stream import Decode, TextStream
 
 READING = "Reading the prompt"
 UNCACHED = -1  # no sequence of the KV cache has this number

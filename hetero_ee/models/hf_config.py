@@ -2,68 +2,30 @@
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from hetero_ee.errors import ModelError, shown
+from hetero_ee.errors import shown
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.hf_quantization import four_bit_type
-from hetero_ee.models.json_text import depth_exceeds, not_json, parse_json
-from hetero_ee.models.model_files import CONFIG_FILE
-from hetero_ee.models.regular_file import find_file, read_file
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 
-MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
-MAX_CONFIG_VALUES = 10**6
-MAX_CONFIG_DEPTH = 64  # real ones have four levels
 MAX_LAYERS = 1000
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones lie from 1 to 64
-ADAPTER_FILE = "adapter_config.json"
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The parsed config.json at `path` (the file or its folder). Raises ModelError."""
-    folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
-    file = find_file(folder, name)
-    if file is None:
-        raise ModelError(f"{folder / name} is missing; {_instead_of_config(folder)}")
-    data = read_file(file, MAX_CONFIG_BYTES, "a configuration")
-    try:
-        values = parse_json(data, MAX_CONFIG_VALUES)
-    except ValueError as error:
-        raise ModelError(f"{file} {not_json(data, error)}.") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
-    if depth_exceeds(values, MAX_CONFIG_DEPTH):
-        raise ModelError(f"{file} is nested too deeply, expected at most {MAX_CONFIG_DEPTH} levels.")
-    return values
+def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
+    """The numbers of a Hugging Face configuration; `where` names it in errors.
 
-
-def _instead_of_config(folder: Path) -> str:
-    if (folder / ADAPTER_FILE).exists():
-        return f"{ADAPTER_FILE} says that this is an adapter: merge it into its base model and give the result."
-    return "a model folder holds config.json, *.safetensors and tokenizer files."
-
-
-def spec_from_hf(config: Any) -> ModelSpec:
-    """See ModelSpec.from_hf."""
-    if isinstance(config, str | Path):
-        values: Mapping[str, Any] = read_config_file(Path(config))
-        where = str(config)
-    elif isinstance(config, Mapping):
-        values, where = config, CONFIG_FILE
-    elif hasattr(config, "to_dict"):
-        values, where = config.to_dict(), type(config).__name__
-    else:
-        raise ModelError(f"expected a configuration, a dict or a path, got {type(config).__name__}.")
-    fields = Fields(values, where)
+    Raises ModelError naming the field, or the architecture and what is supported.
+    """
+    fields = Fields(config, where)
     return _reader_for(fields)(fields)
 
 
-def four_bit_type_of(folder: Path) -> str | None:
-    """The 4 bits in which bitsandbytes saved the weights of a model folder; None for floats. Raises ModelError."""
-    return four_bit_type(Fields(read_config_file(folder), str(folder)))
+def four_bit_type_from_hf(config: Mapping[str, Any], where: str) -> str | None:
+    """The 4 bits in which bitsandbytes saved the weights; None for floats. Raises ModelError."""
+    return four_bit_type(Fields(config, where))
 
 
 def _reader_for(fields: Fields) -> Callable[[Fields], ModelSpec]:

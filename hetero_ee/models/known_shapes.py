@@ -3,6 +3,7 @@
 from typing import Any
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.hf_config import spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 
 # hidden, ffn, layers, heads, KV heads, vocabulary, context. Source: the models' published config.json files.
@@ -29,4 +30,4 @@ def known_spec(name: str) -> ModelSpec:
         "vocab_size": vocabulary,
         "max_position_embeddings": context,
     }
-    return ModelSpec.from_hf(config)
+    return spec_from_hf(config, name)

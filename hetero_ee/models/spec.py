@@ -1,9 +1,6 @@
-"""ModelSpec: the numbers that define a decoder. `ModelSpec.from_hf` is its only door from Hugging Face."""
+"""ModelSpec: the numbers that define a decoder. `read_spec` is its only door from Hugging Face."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from hetero_ee.models.rope import RopeSpec
 
@@ -45,16 +42,6 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
-
-    @classmethod
-    def from_hf(cls, config: "Mapping[str, Any] | Path | str | Any") -> "ModelSpec":
-        """Reads a Hugging Face configuration: a dict, a config object, or the path of config.json or its folder.
-
-        Raises ModelError naming the field, or the architecture and what is supported.
-        """
-        from hetero_ee.models.hf_config import spec_from_hf  # the reader needs this class
-
-        return spec_from_hf(config)
 
     @property
     def query_size(self) -> int:

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
-from hetero_ee.planning.memory import (
+from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.placement import Option, chain_bytes, place_chain
+from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
+from hetero_ee.planning.split_parts import split_times, with_splits
+from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
+from hetero_ee.planning.times.memory import (
     MemoryTerm,
     gpu_reserve_terms,
     part_gpu_bytes,
@@ -16,13 +22,7 @@ from hetero_ee.planning.memory import (
     stream_buffer_bytes,
     working_bytes,
 )
-from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
-from hetero_ee.planning.parts import Part
-from hetero_ee.planning.placement import Option, chain_bytes, place_chain
-from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.prompts import Ways, prompt_s
-from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
-from hetero_ee.planning.split_parts import split_times, with_splits
+from hetero_ee.planning.times.prompts import Ways, prompt_s
 
 REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # what is made fast where decoding and prompts compete
 PINNED = "pinned buffers"

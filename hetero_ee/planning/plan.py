@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_TOKENS, MAX_THREADS, MODES, is_whole
-from hetero_ee.planning.memory import MemoryTerm
 from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.planning.times.memory import MemoryTerm
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
 PLAN_VERSION = 3

@@ -12,10 +12,10 @@ from hetero_ee.planning.candidates import Candidate, best_candidate
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import EXIT, PLAN_VERSION, Plan
-from hetero_ee.planning.prediction import placed_parts, predict
 from hetero_ee.planning.problem import Problem, resolve
 from hetero_ee.planning.schedule import Schedule
 from hetero_ee.planning.statistics import AnyStatistics, Statistics
+from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile
 
 

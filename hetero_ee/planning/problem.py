@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import Costs
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.memory import part_gpu_bytes
 from hetero_ee.planning.parts import Part, layer_parts, model_parts
 from hetero_ee.planning.placement import Option
 from hetero_ee.planning.statistics import AnyStatistics, Statistics, gathered
+from hetero_ee.planning.times.costs import Costs
+from hetero_ee.planning.times.memory import part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
 

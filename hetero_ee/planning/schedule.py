@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.costs import ON_GPU, SPLIT, STREAMED
-from hetero_ee.planning.lanes import pass_time
 from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
-from hetero_ee.planning.overlap import Overlap, overlap
 from hetero_ee.planning.plan import CHAIN, EXIT
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.rounds import LevelWalk, Round, WalkCosts, chain_round, expected_rounds, walk_rounds
-from hetero_ee.planning.streamed_rounds import StreamedRounds
+from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
+from hetero_ee.planning.times.lanes import pass_time
+from hetero_ee.planning.times.overlap import Overlap, overlap
+from hetero_ee.planning.times.rounds import LevelWalk, Round, WalkCosts, chain_round, expected_rounds, walk_rounds
+from hetero_ee.planning.times.streamed_rounds import StreamedRounds
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
 BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.memory import rounded
 from hetero_ee.planning.neuron_split import SplitTimes
 from hetero_ee.planning.parts import Part, Split
 from hetero_ee.planning.placement import PartOptions
 from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.times.memory import rounded
 
 
 def split_times(problem: Problem, options: Sequence[PartOptions]) -> dict[int, SplitTimes]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.neuron_statistics import NeuronStatistics
-from hetero_ee.planning.rounds import ExitRates, LevelWalk, WalkRates
+from hetero_ee.planning.times.rounds import ExitRates, LevelWalk, WalkRates
 
 MAX_ACCEPTANCE_POSITIONS = 8
 

@@ -11,16 +11,16 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
-from hetero_ee.runtime.allocation import Allocation
-from hetero_ee.runtime.device import CPU, GPU, Device
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.machine import Machine
-from hetero_ee.runtime.planned_executor import PlannedExecutor
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.allocation import Allocation
+from hetero_ee.runtime.devices.device import CPU, GPU, Device
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.route import Route
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.streaming import WeightStream
-from hetero_ee.runtime.weight_streams import WeightStreams, streamed_blocks, visiting_bytes
+from hetero_ee.runtime.streaming.streaming import WeightStream
+from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_blocks, visiting_bytes
 from hetero_ee.weights.model_weights import ModelWeights
 
 # Makes what computes on a device, for the layers whose keys and values lie there.

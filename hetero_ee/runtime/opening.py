@@ -13,18 +13,18 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee.runtime.device import GPU
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.devices.timeline import Span
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.machine import Machine
-from hetero_ee.runtime.timeline import Span
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.hardware import HardwareProfile
 
 if TYPE_CHECKING:
-    from hetero_ee.runtime.cuda_machine import Gpu
+    from hetero_ee.runtime.devices.cuda_machine import Gpu
 
 FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cuda_machine.usable_gpu
 
@@ -78,7 +78,7 @@ def open_on_cpu(
     if not _are_tiles(weights):
         return Executor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
-    from hetero_ee.runtime.cpu_executor import CpuExecutor  # the kernels look where to be cached when imported
+    from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if executor.cache.n_layers == spec.n_layers:
@@ -141,12 +141,12 @@ def _traced_on_cpu(
     spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Callable[[], float], progress: Progress | None
 ) -> Opened:
     """The plan on this machine's CPU, as a device that records what it does."""
-    from hetero_ee.runtime.cpu_device import CpuDevice
+    from hetero_ee.runtime.devices.cpu import CpuDevice
+    from hetero_ee.runtime.devices.machine import CpuMover
     from hetero_ee.runtime.execution import open_plan
-    from hetero_ee.runtime.machine import CpuMover
     from hetero_ee.runtime.trace import SpanRecorder
-    from hetero_ee_profiles.host import this_host
-    from hetero_ee_profiles.memory import memory_info
+    from hetero_ee_profiles.host.host import this_host
+    from hetero_ee_profiles.host.memory import memory_info
 
     recorder = SpanRecorder()
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
@@ -165,7 +165,7 @@ def _found_gpu(
     find_gpu: FindGpu | None,
 ) -> "Gpu":
     """Raises UsageError where no GPU can run these weights."""
-    from hetero_ee.runtime.cuda_machine import usable_gpu
+    from hetero_ee.runtime.devices.cuda_machine import usable_gpu
 
     profile = placement.profile
     gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, notice)
@@ -193,12 +193,12 @@ def _on_gpu(
     traces: bool,
 ) -> Opened:
     """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
-    from hetero_ee.runtime.cuda_machine import cuda_machine, gpu_layers
+    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_layers
     from hetero_ee.runtime.execution import open_plan, planned_cache
-    from hetero_ee.runtime.planned_executor import PlannedExecutor
-    from hetero_ee.runtime.proof_pass import proven
-    from hetero_ee.runtime.replanning_executor import ReplanningExecutor
+    from hetero_ee.runtime.executors.planned import PlannedExecutor
+    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
+    from hetero_ee.runtime.warmup import proven
 
     recorder = SpanRecorder() if traces else None
 
@@ -235,11 +235,11 @@ def _emulated(
 
     No pass proves it, as on a GPU: a pass claims nothing more than opening has, and would move the time line.
     """
-    from hetero_ee.runtime.emulated_machine import emulated_machine
+    from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+    from hetero_ee.runtime.devices.timeline import Timeline
     from hetero_ee.runtime.execution import open_plan, planned_cache
-    from hetero_ee.runtime.planned_executor import PlannedExecutor
-    from hetero_ee.runtime.replanning_executor import ReplanningExecutor
-    from hetero_ee.runtime.timeline import Timeline
+    from hetero_ee.runtime.executors.planned import PlannedExecutor
+    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 
     timeline = Timeline()
 

@@ -9,7 +9,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits, is_whole
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.device import GPU
+from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Placement
 from hetero_ee_profiles.hardware import HardwareProfile
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.blocks import Block
-from hetero_ee.planning.costs import ON_GPU, STREAMED
-from hetero_ee.planning.overlap import overlap
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.times.costs import ON_GPU, STREAMED
+from hetero_ee.planning.times.overlap import overlap
 
 DECODE, PREFILL = "decode", "prefill"
 

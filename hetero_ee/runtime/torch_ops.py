@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on

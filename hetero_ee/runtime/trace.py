@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import DiskFullError, UsageError
-from hetero_ee.models.regular_file import reason_of
-from hetero_ee.runtime.device import CPU, GPU
-from hetero_ee.runtime.timeline import LANES, ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Span
-from hetero_ee.weights.filesystem import FULL
+from hetero_ee.hub.regular_file import reason_of
+from hetero_ee.runtime.devices.device import CPU, GPU
+from hetero_ee.runtime.devices.timeline import LANES, ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Span
+from hetero_ee.weights.store.filesystem import FULL
 from hetero_ee_profiles.records import write_whole
 
 PROCESS = 1

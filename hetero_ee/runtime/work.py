@@ -10,7 +10,7 @@ from enum import Enum
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
 from hetero_ee_profiles.hardware import DeviceTimes
 
 FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
+from hetero_ee.hub.config_file import read_four_bit_type
+from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE
+from hetero_ee.hub.regular_file import find_file
+from hetero_ee.hub.weight_index import indexed_files
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
-from hetero_ee.models.hf_config import four_bit_type_of
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
-from hetero_ee.models.model_files import INDEX_FILE, SINGLE_FILE
-from hetero_ee.models.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.models.weight_index import indexed_files
 from hetero_ee.weights.bitsandbytes_4bit import (
     FourBitMatrix,
     RawTensors,
@@ -99,7 +99,7 @@ class Checkpoint:
         parts = [part for parts in self._parts.values() for part in parts]
         found = {part.hf_name: four_bit_matrix(raw, part.hf_name, part.shape) for part in parts}
         matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
-        said = four_bit_type_of(self.folder)
+        said = read_four_bit_type(self.folder)
         for name, matrix in matrices.items():
             if matrix.quant_type != said:
                 raise CheckpointError(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from hetero_ee.hub.config_file import read_four_bit_type
 from hetero_ee.models.blocks import TensorRole
-from hetero_ee.models.hf_config import four_bit_type_of
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 
 
@@ -24,7 +24,7 @@ class Quantization:
     @classmethod
     def of_model(cls, folder: Path, quantizer: str | None) -> Self:
         """For the checkpoint in `folder`; None keeps its own 4 bits and is else the default. Raises ModelError."""
-        own = four_bit_type_of(folder)
+        own = read_four_bit_type(folder)
         if quantizer is None:
             return cls(own=own)
         return cls(matrices=quantizer, own=own if own == quantizer else None)

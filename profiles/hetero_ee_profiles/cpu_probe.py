@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 from hetero_ee_profiles.probe_samples import Clock
 
 READ_BYTES = 2**28  # at least: more than a cache holds

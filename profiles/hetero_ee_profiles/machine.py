@@ -1,11 +1,11 @@
 """This machine as a profile names it: what must stay the same for its figures to hold."""
 
-from hetero_ee_profiles.cpu import cpu_info
-from hetero_ee_profiles.gpu import gpu_inventory
+from hetero_ee_profiles.gpu.inventory import gpu_inventory
 from hetero_ee_profiles.hardware import Machine
-from hetero_ee_profiles.host import Host
-from hetero_ee_profiles.instruction_set import kernel_instruction_set
-from hetero_ee_profiles.memory import memory_info
+from hetero_ee_profiles.host.cpu import cpu_info
+from hetero_ee_profiles.host.host import Host
+from hetero_ee_profiles.host.instruction_set import kernel_instruction_set
+from hetero_ee_profiles.host.memory import memory_info
 
 
 def this_machine(host: Host, versions: str) -> Machine:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee_profiles.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count
 
 SHAPE = (11008, 4096)
 CYCLE_BYTES = 600_000_000
@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure(threads: int, passes: int) -> dict[str, Any]:
     from hetero_ee_cpu_ops.matmul import Matmul
-    from hetero_ee_cpu_ops.team import Team
+    from hetero_ee_cpu_ops.thread_pool import Team
 
     team = Team(threads)
     figures: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(team, passes)}
@@ -126,15 +126,15 @@ def overhead_us_per_layer() -> float:
     """Time of a decode step that is not reading weights: 64 layers of width 64, one row, context 16."""
     import torch
 
+    from hetero_ee.hub.config_file import read_spec
     from hetero_ee.models.blocks import all_tensors, decoder_blocks
-    from hetero_ee.models.spec import ModelSpec
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
-    from hetero_ee.runtime.rows import Rows
+    from hetero_ee.runtime.batch import Rows
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
     from hetero_ee.weights.model_weights import ModelWeights, is_quantized
     from hetero_ee.weights.quantizers import RoundToNearest
 
     n_layers = 64
-    spec = ModelSpec.from_hf(
+    spec = read_spec(
         {
             "model_type": "llama",
             "vocab_size": 64,

@@ -28,12 +28,12 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.opening import Placement, open_placed
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count
 
 GIB = 2**30
 PROMPT_TOKENS, CONTEXT_TOKENS, REPEATS = 512, 1024, 3

@@ -22,15 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import padded_shape
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_profiles.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count
 
 CONTEXT = 16
 PREFILL_TOKENS = 128
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def llama_spec(n_layers: int) -> ModelSpec:
-    return ModelSpec.from_hf(
+    return read_spec(
         {
             "model_type": "llama",
             "vocab_size": 32000,
@@ -79,7 +80,7 @@ def llama_spec(n_layers: int) -> ModelSpec:
 
 def compare(spec: ModelSpec, weights: ModelWeights, file: Path, threads: int, repeats: int) -> dict[str, Any]:
     """Median times of each step, the two engines alternating."""
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     executor = CpuExecutor(spec, weights, 512, threads)
     engines = {"ours": our_steps(executor), "theirs": their_steps(file, threads)}

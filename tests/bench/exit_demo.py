@@ -7,17 +7,17 @@ from exit_rows import EMULATED, Row, Timed, described_row, full_row, planned_cos
 
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.exits.calibration import Calibration
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.speculation.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
 OPENINGS = (

@@ -20,16 +20,16 @@ from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
 from hetero_ee.decoding import draft_judge, drafter, exact, sampling, texts
-from hetero_ee.decoding.draft_opening import open_drafting
-from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
-from hetero_ee.exits.candidates import DraftSource
-from hetero_ee.exits.combined_source import CombinedSource
-from hetero_ee.exits.draft_head import DraftHeadSource
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.speculation.draft_opening import open_drafting
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.sources.candidates import DraftSource
+from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
 PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "project", "project_on_cpu", "sliced")

@@ -12,33 +12,33 @@ import torch
 from exit_rows import REPLAYED, Row, Timed, described_row, full_row, planned_costs, row, timed
 from torch import Tensor
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Confidence, Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.exits.draft_head import DraftHeadSource
-from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.planning.round_costs import round_costs
-from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee.runtime.device import GPU
-from hetero_ee.runtime.emulated_machine import emulated_machine
+from hetero_ee.planning.times.round_costs import round_costs
+from hetero_ee.planning.times.rounds import ExitRates
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.hollow import HollowRunner, hollow_weights
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.work import block_work, work_s
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Confidence, Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_ee.decoding.draft_statistics import DraftStatistics
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import CHAIN, EXIT, Plan
 from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.rounds import ExitRates, chain_round, expected_rounds
 from hetero_ee.planning.schedule import chain_of
+from hetero_ee.planning.times.rounds import ExitRates, chain_round, expected_rounds
+from hetero_ee.speculation.statistics import DraftStatistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
 MEASURED, EMULATED, REPLAYED = "measured", "emulated", "timing replay, no quality claim"

@@ -10,15 +10,15 @@ from exit_rows import MEASURED, Row, StepCosts, Timed, described_row, full_row, 
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, data_folder
-from hetero_ee.decoding.draft_opening import open_drafting
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting
-from hetero_ee.exits.candidates import ChainJudge, Choose, DraftSource
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.speculation.draft_opening import open_drafting
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.sources.candidates import ChainJudge, Choose, DraftSource
+from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
 N_STEPS = 40  # whose median is a step's time

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite

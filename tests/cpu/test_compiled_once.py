@@ -10,7 +10,7 @@ import pytest
 from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 
 MAPPINGS = Path("/proc/self/maps")
 CODEBOOKS = {"bytes": None, "linear": tuple(range(-8, 8)), "codebook": tuple(range(-16, 16, 2))}

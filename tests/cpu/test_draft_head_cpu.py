@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.exits.draft_head import DraftHeadSource
-from hetero_ee.exits.draft_head_cpu import CpuDraftHeadLayer
-from hetero_ee.exits.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_cpu import CpuDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
 from hetero_ee.weights.quantizers import EightBit
 from hetero_ee.weights.weight import DenseWeight
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
 
 N_TOKENS, MAX_TOKENS = 20, 64

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.exits.confidence import ExitConfidence
-from hetero_ee.exits.predictors import LogisticPredictor, MlpPredictor, Predictor, ThresholdPredictor
+from hetero_ee.speculation.exits.confidence import ExitConfidence
+from hetero_ee.speculation.exits.predictors import LogisticPredictor, MlpPredictor, Predictor, ThresholdPredictor
 from hetero_ee_cpu_ops.exit_confidence import BLOCK, exit_confidence
 
 SIZES = [4, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 4096, 32_000]

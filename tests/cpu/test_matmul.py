@@ -15,7 +15,7 @@ from hetero_ee.weights.quantizers import quantizer_named
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee_cpu_ops.thread_pool import Team
 
 KINDS = ("rtn", "codebook", "int8")
 QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND, EXACT_BOUND = 1e-9, 1e-4, 2e-4, 1e-9

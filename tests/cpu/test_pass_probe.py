@@ -7,18 +7,19 @@ from statistics import median
 import pytest
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import Costs
-from hetero_ee.planning.lanes import pass_time
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.times.costs import Costs
+from hetero_ee.planning.times.lanes import pass_time
+from hetero_ee.profiling.cpu import measured_cpu, probed_model, speed_since
+from hetero_ee.profiling.measure import product_shapes
+from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
+from hetero_ee.profiling.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
+from hetero_ee.profiling.preset import QUICK
 from hetero_ee.runtime import cpu_profiling
-from hetero_ee.runtime.cpu_executor import CpuExecutor
-from hetero_ee.runtime.cpu_profiling import measured_cpu, probed_model, speed_since
-from hetero_ee.runtime.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
-from hetero_ee.runtime.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
-from hetero_ee.runtime.profiling import product_shapes
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.thoroughness import QUICK
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
@@ -34,7 +35,7 @@ POINTS = [(1, 16), (1, 300), (4, 16), (20, 20), (20, 90)]
 
 
 def spec_of(family: str, n_layers: int = N_LAYERS) -> ModelSpec:
-    spec = ModelSpec.from_hf(config_of(family))
+    spec = read_spec(config_of(family))
     return replace(spec, n_layers=n_layers, sliding_windows=(None,) * n_layers)
 
 

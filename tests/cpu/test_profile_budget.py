@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.profiling.cpu import measured_cpu, probed_model
+from hetero_ee.profiling.measure import attention_points, product_shapes
+from hetero_ee.profiling.pass_sampling import LEAST_PASSES, LEAST_ROWS, USUAL_PASSES
+from hetero_ee.profiling.preset import FULL, QUICK, Thoroughness
 from hetero_ee.runtime import cpu_profiling
-from hetero_ee.runtime.cpu_profiling import measured_cpu, probed_model
-from hetero_ee.runtime.pass_sampling import LEAST_PASSES, LEAST_ROWS, USUAL_PASSES
-from hetero_ee.runtime.profiling import attention_points, product_shapes
-from hetero_ee.runtime.thoroughness import FULL, QUICK, Thoroughness
 from hetero_ee_profiles.hardware import DeviceTimes
 from tests.cpu.test_pass_probe import ORIGIN, spec_of
 from tests.stand_in_cpu import WorkClock

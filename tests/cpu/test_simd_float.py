@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from hetero_ee_cpu_ops.simd_float import (
+from hetero_ee_cpu_ops.simd.floats import (
     exponential,
     lane_maximum,
     lane_sum,

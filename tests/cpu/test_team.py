@@ -10,8 +10,8 @@ import pytest
 from numba import cfunc, types
 
 from hetero_ee_cpu_ops.atomics import add
-from hetero_ee_cpu_ops.simd import word
-from hetero_ee_cpu_ops.team import SPINS, Team
+from hetero_ee_cpu_ops.simd.bytes import word
+from hetero_ee_cpu_ops.thread_pool import SPINS, Team
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.runtime.opening import open_on_cpu
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.device_support import no_memory
 from tests.e2e import test_runtime_faults as faults
 from tests.e2e.test_placements import of_family

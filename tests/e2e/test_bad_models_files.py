@@ -10,7 +10,7 @@ import pytest
 
 from hetero_ee import Engine, HeteroError, StoreError
 from hetero_ee.errors import CheckpointError, ModelError
-from hetero_ee.weights.library import StoreState, stored_models
+from hetero_ee.weights.store.library import StoreState, stored_models
 from tests.bad_models import CONFIG, GENERATION, INDEX, SINGLE, TOKENIZER, TOKENIZER_CONFIG, check_refusal, sparse
 from tests.e2e.test_bad_models_tensors import SECOND, sharded
 

@@ -233,7 +233,7 @@ def test_an_odd_tokenizer_counts_its_tokens(own_tiny: Path, name: str) -> None:
 
 def test_what_the_library_gives_up_on_is_a_typed_error(own_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its panics are no Exceptions. The expression is one that the check would refuse."""
-    monkeypatch.setattr("hetero_ee.decoding.tokenizer_file.why_slow", lambda expression: None)
+    monkeypatch.setattr("hetero_ee.text.tokenizer_file.why_slow", lambda expression: None)
     split(r"(a+)+$")(own_tiny)
     with (
         Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine,

@@ -11,8 +11,8 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatistics, Statistics
+from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.reference import reference_profile
 
 FOLDER = Path(__file__).parents[1] / "bench"

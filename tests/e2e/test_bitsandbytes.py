@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hetero_ee import Engine
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import TensorRole
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.cpu_executor import CpuExecutor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import cached_store, convert
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store import open_store
+from hetero_ee.weights.store.conversion import cached_store, convert
+from hetero_ee.weights.store.reader import open_store
 
 VARIANTS = {
     "nf4": ("nf4", False),
@@ -66,7 +67,7 @@ def kind(four_bit: Path) -> str:
 
 @pytest.fixture(scope="session")
 def spec(four_bit: Path) -> ModelSpec:
-    return ModelSpec.from_hf(four_bit)
+    return read_spec(four_bit)
 
 
 @pytest.fixture(scope="session")

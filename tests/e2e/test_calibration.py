@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.decoding.calibration_job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.decoding.calibration_text import MIN_TOKENS, text_chunks
+from hetero_ee.calibration.activations import activation_names
+from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
+from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
+from hetero_ee.calibration.texts import MIN_TOKENS, text_chunks
+from hetero_ee.calibration.traces import traces
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
-from hetero_ee.exits.activations import activation_names
-from hetero_ee.exits.calibration_run import CalibrationRun, CalibrationSettings
-from hetero_ee.exits.mlp_training import MlpTraining
-from hetero_ee.exits.traces import traces
-from hetero_ee.weights.calibration_files import JSON_FILE, TENSORS_FILE
-from hetero_ee.weights.filesystem import FileSystem
+from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE
+from hetero_ee.weights.store.filesystem import FileSystem
 from tests.calibration_support import FailingDisk, same
 from tests.families import random_model, save_checkpoint
 

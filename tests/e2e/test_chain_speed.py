@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.decoding.chain_rule import ChainRule
 from hetero_ee.planning.limits import Limits
+from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP
 
@@ -28,9 +28,9 @@ def engines(demo: Path) -> Iterator[dict[str, Engine]]:
     opened = {"full": _opened("full")}
     with pytest.MonkeyPatch.context() as patched:
         opened[ALL] = _opened("exact")
-        patched.setattr("hetero_ee.decoding.chain_opening.CombinedSource", lambda ngrams, head: head)
+        patched.setattr("hetero_ee.speculation.chain_opening.CombinedSource", lambda ngrams, head: head)
         opened[NO_NGRAMS] = _opened("exact")
-        patched.setattr("hetero_ee.decoding.chain_opening.ChainRule", OneLength)
+        patched.setattr("hetero_ee.speculation.chain_opening.ChainRule", OneLength)
         opened[PLAIN_CHAINS] = _opened("exact")
         yield opened
     for engine in opened.values():

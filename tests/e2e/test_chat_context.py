@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine, UsageError
-from hetero_ee.decoding.chat_template import Message
 from hetero_ee.decoding.result import FinishReason
+from hetero_ee.text.chat_template import Message
 from tests.chat_support import LINES, text_of
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hetero_ee import Engine, GenerationResult
-from hetero_ee.decoding.chat_template import ChatTemplate, Message
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.runtime import kv_cache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.text.chat_template import ChatTemplate, Message
 from tests.chat_support import LINES, text_of
 
 N_TOKENS = 5

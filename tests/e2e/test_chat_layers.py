@@ -9,8 +9,8 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from tests.chat_support import LINES
 from tests.e2e.test_chat_faults import N_LAYERS, N_TOKENS, OPENING, QUESTION, assert_goes_on
 

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_ee.decoding.chat_template import RENDERER, ChatTemplate, Message, RenderingLimits
 from hetero_ee.errors import ModelError
+from hetero_ee.text.chat_template import RENDERER, ChatTemplate, Message, RenderingLimits
 from tests.chat_support import LINES, MISTRAL, STYLES
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

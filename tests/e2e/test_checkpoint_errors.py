@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.models.weight_index import MAX_INDEX_BYTES
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.weight_index import MAX_INDEX_BYTES
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import edit_config, random_model, save_checkpoint
@@ -43,7 +43,7 @@ def folder(llama: tuple[Any, Path], tmp_path: Path) -> Path:
 
 def load(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint by this engine's names."""
-    weights = load_dense(Checkpoint(folder, ModelSpec.from_hf(folder)))
+    weights = load_dense(Checkpoint(folder, read_spec(folder)))
     return {name: weight.dequantize() for name, weight in weights.matrices.items()} | weights.vectors
 
 
@@ -89,7 +89,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ModelSpec.from_hf(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:

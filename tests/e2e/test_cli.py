@@ -79,7 +79,7 @@ def test_what_takes_long_says_so_once(
 def test_a_terminal_gets_a_bar_for_each_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hetero_ee_cli.progress import stage_progress
+    from hetero_ee_cli.terminal.progress import stage_progress
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with stage_progress() as progress:

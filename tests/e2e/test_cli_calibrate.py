@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.weights.calibration_files import JSON_FILE
+from hetero_ee.weights.store.calibration_files import JSON_FILE
 from tests.command_line import Cli, Ended
 from tests.e2e.test_calibration import text_of
 

@@ -7,8 +7,8 @@ import pytest
 
 from hetero_ee import Engine
 from hetero_ee_cli import profile
-from hetero_ee_cli.chat import Talk
-from hetero_ee_cli.chat_input import Command, ReadLine, read_entry
+from hetero_ee_cli.commands.chat import Talk
+from hetero_ee_cli.terminal.chat_input import Command, ReadLine, read_entry
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_profile
 from tests.chat_support import LINES

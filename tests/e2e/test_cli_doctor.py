@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.config.settings import SETTINGS
-from hetero_ee_cli.doctor import lines
+from hetero_ee_cli.commands.doctor import lines
 from tests.command_line import Cli, refused
 from tests.recorded_hosts import recorded
 
@@ -95,7 +95,7 @@ def test_a_failing_row_is_exit_code_1(
 
 def test_a_machine_of_which_nothing_is_known_gets_all_rows() -> None:
     from hetero_ee_cli.checks.finding import examine
-    from hetero_ee_cli.doctor import checks
+    from hetero_ee_cli.commands.doctor import checks
 
     rows = examine(checks(recorded(system="plan9", libc=""), {}))
     assert [row.name for row in rows] == ROWS
@@ -111,7 +111,7 @@ def test_colour_is_for_terminals(cli: Cli, no_torch: None, monkeypatch: pytest.M
     assert [re.sub(r"\x1b\[\d+m", "", line) for line in coloured] == lines(rows, in_colour=False)
     assert coloured[1].startswith("\x1b[31mfail\x1b[0m")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr("hetero_ee_cli.doctor.is_terminal", lambda: True)
+    monkeypatch.setattr("hetero_ee_cli.commands.doctor.is_terminal", lambda: True)
     assert "\x1b[32m" in cli("doctor").out and "\x1b" not in cli("doctor", "--json").out
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in cli("doctor").out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import published_statistics
@@ -72,7 +72,7 @@ def test_bad_wishes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: list[st
 
 def test_a_plan_too_small_for_the_tests_is_refused(cli: Cli, demo: Path, tmp_path: Path) -> None:
     profile = reference_profile("rtx-4060-laptop-8gb")
-    plan(ModelSpec.from_hf(demo), profile, Limits(context_tokens=8, gpu_layers=0)).save(tmp_path / "plan.json")
+    plan(read_spec(demo), profile, Limits(context_tokens=8, gpu_layers=0)).save(tmp_path / "plan.json")
     ended = cli(*TINY_BENCH, "-d", "9", "--plan", tmp_path / "plan.json")
     assert ended.code == 2 and "the plan holds 8 tokens and the tests take 15" in ended.err
 

@@ -15,15 +15,15 @@ import pytest
 
 from hetero_ee import Engine
 from hetero_ee.decoding.result import FinishReason, GenerationResult
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import published_statistics
-from hetero_ee.runtime.machine_profile import known_profile, versions
-from hetero_ee.runtime.profile_store import keep_profile
-from hetero_ee_cli.expectation import slowness
+from hetero_ee.profiling.machine_profile import known_profile, versions
+from hetero_ee.profiling.profile_store import keep_profile
+from hetero_ee_cli.reports.expectation import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
-from hetero_ee_profiles.host import this_host
+from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import CLOSING_LINE, PROMPT, Cli, refused
@@ -63,7 +63,7 @@ def converted(demo: Path, tmp_path_factory: pytest.TempPathFactory, kernels: Pat
 def kept(data: Path, cache: Path, converted: Path, demo: Path, figures: HardwareProfile) -> Path:
     """The file where such a profile is kept for the demo model, which lies converted in the cache."""
     (cache / "stores").symlink_to(converted / "stores")
-    return keep_profile(data, figures, ModelSpec.from_hf(demo), quick=True)
+    return keep_profile(data, figures, read_spec(demo), quick=True)
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +93,7 @@ def test_full_mode_says_so_and_why(
 ) -> None:
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
-    spec = ModelSpec.from_hf(demo)
+    spec = read_spec(demo)
     plan(spec, figures, Limits(mode="full", threads=1), published_statistics(spec.n_layers)).save(
         tmp_path / "plan.json"
     )
@@ -156,7 +156,7 @@ def test_a_trace_shows_what_ran(cli: Cli, kept: Path, tmp_path: Path, story: str
 
 
 def test_a_plan_can_be_run_from_its_file(cli: Cli, kept: Path, demo: Path, tmp_path: Path, story: str) -> None:
-    profile = known_profile(ModelSpec.from_hf(demo), 1, data_folder=kept.parent.parent, cache_folder=tmp_path / "cache")
+    profile = known_profile(read_spec(demo), 1, data_folder=kept.parent.parent, cache_folder=tmp_path / "cache")
     assert profile is not None
     limits = Limits(mode="exact", draft_tokens=4)
     with Engine.from_pretrained(demo, threads=1, profile=profile, limits=limits) as engine:
@@ -189,7 +189,7 @@ def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path)
 def test_a_kept_profile_that_does_not_fit_changes_nothing(
     cli: Cli, kept: Path, demo: Path, figures: HardwareProfile, story: str, damage: str
 ) -> None:
-    spec = ModelSpec.from_hf(demo)
+    spec = read_spec(demo)
     if damage == "garbage":
         kept.write_text("{")
     elif damage == "of another machine":
@@ -210,9 +210,9 @@ def test_a_plan_that_nobody_asked_for_never_fails(
     cli: Cli, data: Path, demo: Path, figures: HardwareProfile, story: str
 ) -> None:
     cpu = (replace(figures.cpu[0], free_bytes=1),)
-    keep_profile(data, replace(figures, cpu=cpu), ModelSpec.from_hf(demo), quick=True)
+    keep_profile(data, replace(figures, cpu=cpu), read_spec(demo), quick=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetero_ee.runtime.machine_profile._with_free_ram", lambda profile, free_bytes: profile)
+        patch.setattr("hetero_ee.profiling.machine_profile._with_free_ram", lambda profile, free_bytes: profile)
         ended = cli("generate", *ARGUMENTS)
     assert (ended.code, ended.out) == (0, story)
     assert "No plan could be made or opened, so the CPU runs everything: " in ended.err
@@ -225,7 +225,7 @@ def test_finding_a_kept_profile_takes_no_time(kept: Path, demo: Path, tmp_path: 
         assert profile is not None and profile.cpu[0].free_bytes > 0
         return time.perf_counter() - start_s
 
-    spec = ModelSpec.from_hf(demo)
+    spec = read_spec(demo)
     assert min(found() for _ in range(5)) < 0.1
 
 
@@ -286,7 +286,7 @@ def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: lis
 def test_a_model_whose_drafts_nobody_measured_can_not_be_exact(
     cli: Cli, data: Path, tiny: Path, figures: HardwareProfile
 ) -> None:
-    keep_profile(data, figures, ModelSpec.from_hf(tiny), quick=True)
+    keep_profile(data, figures, read_spec(tiny), quick=True)
     ended = cli("generate", *ARGUMENTS, "-m", tiny, "--mode", "exact")
     assert ended.code == 2 and "hetero-ee calibrate" in ended.err.splitlines()[-1]
     assert " | full | peak" in cli("generate", *ARGUMENTS, "-m", tiny).err

@@ -164,7 +164,7 @@ def test_a_signal_in_the_compilation_keeps_the_store(
 def test_a_signal_during_imports_ends_the_process_at_once(sent: str, code: int) -> None:
     program = f"""
 import os, signal
-from hetero_ee_cli.signals import ending_at_once
+from hetero_ee_cli.terminal.signals import ending_at_once
 before = signal.getsignal(signal.{sent})
 with ending_at_once():
     pass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.exits.draft_head_file import read_draft_head
+from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from tests.draft_heads import CONFIG, MODEL, head_tensors, head_weights
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_draft_head.py"

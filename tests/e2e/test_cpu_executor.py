@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.rows import Rows
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
@@ -24,7 +25,7 @@ INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, ModelWeights]:
     """A random model of each family in int4, matrices and vocabulary by every kind of tile in turn."""
     folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][sorted(FAMILIES).index(request.param) % 3]
     return spec, tiled(spec, Checkpoint(folder, spec), *kinds)
 
@@ -45,7 +46,7 @@ def cpu_executor(family: tuple[ModelSpec, ModelWeights], threads: int = 1) -> An
     import os
 
     use_kernel_cache(Path(os.environ["HETERO_EE_CACHE_DIR"]))
-    from hetero_ee.runtime.cpu_executor import CpuExecutor
+    from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     return CpuExecutor(*family, 160, threads)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
+from hetero_ee.calibration.evaluation import evaluate
+from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.calibration_text import text_chunks
 from hetero_ee.errors import StoreError
-from hetero_ee.exits.calibration_place import CalibrationPlace
-from hetero_ee.exits.evaluation import evaluate
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantization import Quantization
 
 MAX_BYTES = 1_500_000
@@ -26,9 +26,7 @@ STORY = (
 
 
 def place(checkpoint: Path, store: Path, quantizer: str | None = None) -> CalibrationPlace:
-    return CalibrationPlace(
-        ModelSpec.from_hf(checkpoint), store, checkpoint, Quantization.of_model(checkpoint, quantizer)
-    )
+    return CalibrationPlace(read_spec(checkpoint), store, checkpoint, Quantization.of_model(checkpoint, quantizer))
 
 
 @pytest.fixture

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.exits.candidates import ABSENT
-from hetero_ee.exits.draft_head_opening import open_draft_head
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.timeline import Timeline
-from hetero_ee_cpu_ops.team import Team
+from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.sources.candidates import ABSENT
+from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee_cpu_ops.thread_pool import Team
 from tests.e2e.test_placements import split_at
 from tests.e2e.test_trained_models import OPENINGS
 from tests.emulation import emulated, planned

@@ -8,16 +8,16 @@ import pytest
 
 from hetero_ee import Engine
 from hetero_ee.decoding import exact
-from hetero_ee.decoding.draft_ahead import DraftAhead
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.speculation.draft_ahead import DraftAhead
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.device_support import SPEC, round_profile
 from tests.e2e.test_placements import split_at
 from tests.emulation import emulated, hollow, planned

@@ -6,11 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts, DraftStatistics
-from hetero_ee.decoding.drafter import Drafter
-from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.models.known_shapes import known_spec
@@ -18,10 +13,15 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve
-from hetero_ee.planning.rounds import ExitRates, LevelWalk, WalkRates, expected_rounds
 from hetero_ee.planning.schedule import Chain, chain_of
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.planning.times.rounds import ExitRates, LevelWalk, WalkRates, expected_rounds
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafter import Drafter
+from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee_profiles.reference import reference_profile
 from tests.drawn_plans import Drawn, drawn, roomy
 from tests.emulation import hollow

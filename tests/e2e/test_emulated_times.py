@@ -9,9 +9,9 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.prediction import predicted_run_s
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.planning.times.prediction import predicted_run_s
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from tests.drawn_plans import drawn

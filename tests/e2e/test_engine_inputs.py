@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, UsageError
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import CHAIN, Plan
 from hetero_ee_profiles.reference import reference_profile
@@ -22,7 +22,7 @@ NO_GPU = replace(PROFILE, gpu=None, link=None)
 @pytest.fixture(scope="module")
 def on_gpu(demo: Path) -> Plan:
     """Of the demo model, three layers of it on the GPU."""
-    return planned(ModelSpec.from_hf(demo), mode="full", gpu_layers=3, context_tokens=256)
+    return planned(read_spec(demo), mode="full", gpu_layers=3, context_tokens=256)
 
 
 @pytest.fixture

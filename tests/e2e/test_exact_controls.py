@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hetero_ee import Engine
 from hetero_ee.decoding import draft_judge, texts
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_round import DraftRound
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_round import DraftRound
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.exact_cases import Case, Run, check_identity, levels_of
 
 BOUNDARY = 5

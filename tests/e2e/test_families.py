@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
@@ -20,7 +20,7 @@ PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]  # longer than the w
 
 
 def executor_of(folder: Path, ops: TorchOps | None = None) -> Executor:
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     return Executor(spec, load_dense(Checkpoint(folder, spec)), spec.max_context_tokens, ops)
 
 

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import convert
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store import open_store
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import TileWeight
 from tests.bitsandbytes_files import FILE, NF4, edit, four_bits, to_four_bits
 from tests.families import random_model, save_checkpoint
@@ -38,11 +38,11 @@ def written(folder: Path, family: str, *, sizes: dict[str, Any], **how: Any) -> 
 
 
 def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, ModelSpec.from_hf(folder))
+    return Checkpoint(folder, read_spec(folder))
 
 
 def converted(folder: Path, quantizer: str | None = None) -> ModelWeights:
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     return open_store(convert(folder, spec, folder / "store", Quantization.of_model(folder, quantizer)), spec)
 
 

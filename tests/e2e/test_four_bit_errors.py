@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import convert
 from hetero_ee.weights.model_weights import load_dense
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
 from tests.bitsandbytes_files import edit, edit_state, quantization_config, state_tensor, to_four_bits
 from tests.families import edit_config, random_model, save_checkpoint
 
@@ -59,7 +60,7 @@ def refusal(folder: Path) -> str:
     sentences = []
     for use in (lambda spec: load_dense(Checkpoint(folder, spec)), lambda spec: kept(folder, spec)):
         with pytest.raises(CheckpointError) as caught:
-            use(ModelSpec.from_hf(folder))
+            use(read_spec(folder))
         sentences.append(str(caught.value))
     assert sentences[0] == sentences[1]
     assert sentences[0].isprintable() and sentences[0].endswith(".") and str(folder) in sentences[0]
@@ -244,7 +245,7 @@ def test_a_configuration_that_promises_4_bits_of_floats_is_refused(tmp_path: Pat
 def test_weights_quantized_otherwise_are_refused_by_name(folder: Path, config: Any, words: str) -> None:
     edit_config(folder, quantization_config=config)
     with pytest.raises(ModelError) as caught:
-        ModelSpec.from_hf(folder)
+        read_spec(folder)
     sentence = str(caught.value)
     assert words in sentence and "quantization_config" in sentence and sentence.isprintable()
 

@@ -16,14 +16,14 @@ from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime import cuda_machine
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.gpu_operations import GpuOperations
-from hetero_ee.runtime.gpu_segment import GpuSegment
-from hetero_ee.runtime.machine import Machine
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.replanning import ReplanningExecutor
+from hetero_ee.runtime.gpu.operations import GpuOperations
+from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.replanning_executor import ReplanningExecutor
-from hetero_ee.runtime.rows import Rows
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, FaultyDevice, no_memory
 from tests.emulation import LAPTOP, planned, prompt_of

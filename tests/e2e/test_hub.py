@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
-from hetero_ee.models.model_id import model_name
+from hetero_ee.hub.model_id import model_name
 from tests.command_line import N_TOKENS, PROMPT
 from tests.hub_model import ID, INDEX, SINGLE, Calls, files_of, in_shards, resolve
 from tests.hub_server import Fault, Hub

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import CheckpointError, ModelError, UsageError
-from hetero_ee.models.hub import Surroundings, resolve_configuration
+from hetero_ee.hub.resolve import Surroundings, resolve_configuration
 from tests.command_line import Cli
 from tests.hub_model import ID, SINGLE, Calls, files_of, resolve
 from tests.hub_server import Fault, Hub

@@ -10,9 +10,9 @@ import torch
 
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.executors.reference import Executor
 from tests.device_support import SPEC, round_profile
 from tests.e2e.test_families import PROMPT
 from tests.emulation import hollow

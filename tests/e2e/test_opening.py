@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, HeteroError, ModelError, SamplingParams, StoreError, UsageError
-from hetero_ee.weights.conversion import CONVERTING
+from hetero_ee.weights.store.conversion import CONVERTING
 from tests.command_line import stores
 from tests.families import edit_config, random_model, save_checkpoint
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hetero_ee import Engine
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import open_on_cpu
-from hetero_ee.runtime.rows import Rows
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
 from hetero_ee_profiles.reference import reference_profile
@@ -73,7 +74,7 @@ def texts(executor: Executor, n_tokens: int = N_FEW_TOKENS) -> tuple[list[list[i
 
 def of_family(name: str, folder: Path, kind: str) -> Model:
     save_checkpoint(random_model(name), folder)
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     checkpoint = Checkpoint(folder, spec)
     return spec, load_dense(checkpoint) if kind == "fp32" else tiled(spec, checkpoint, "codebook", "int8")
 
@@ -175,7 +176,7 @@ def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str,
 @pytest.mark.parametrize("name", ["demo", "stories260k"])
 def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
     folder = request.getfixturevalue(name)
-    n_layers = ModelSpec.from_hf(folder).n_layers
+    n_layers = read_spec(folder).n_layers
     everywhere = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, n_layers))]
     assert_trained(folder, quantizer, everywhere, N_TOKENS)
 

@@ -12,12 +12,12 @@ import torch
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime import cuda_machine
-from hetero_ee.runtime.gpu_operations import GpuOperations
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS
+from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.proof_pass import proven
-from hetero_ee.runtime.replanning_executor import N_SMALLER, ReplanningExecutor
-from hetero_ee.runtime.segment_room import MAX_ROWS
+from hetero_ee.runtime.warmup import proven
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory
 from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.calibration_files import calibration_folder, has_calibration
-from hetero_ee.weights.filesystem import LocalFileSystem, store_lock
-from hetero_ee.weights.library import make_store, remove_stored, stored_models
+from hetero_ee.weights.store.calibration_files import calibration_folder, has_calibration
+from hetero_ee.weights.store.filesystem import LocalFileSystem, store_lock
+from hetero_ee.weights.store.library import make_store, remove_stored, stored_models
 from tests.store_support import FaultyDisk, contents, one_layer_model
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from tests.executor_support import contents, executor_for, hidden_alone, model_of
 
 WINDOWS = {"mistral": (7, 7, 7), "qwen2-window": (None, 9, 9), "phi3-partial": (11, 11, 11)}

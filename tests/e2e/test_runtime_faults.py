@@ -15,10 +15,10 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.machine import Machine
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.opening import open_on_cpu
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.replanning_executor import ReplanningExecutor
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import FaultyDevice, FaultyLink, no_memory

@@ -11,9 +11,9 @@ import pytest
 
 from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.hollow import HollowRunner
+from hetero_ee.runtime.executors.dummy import HollowRunner
 from hetero_ee.runtime.trace import TITLES
 from hetero_ee_profiles.records import write_record
 from hetero_ee_profiles.reference import reference_profile
@@ -29,7 +29,7 @@ MIXED = ["-o", r"layers\.[0-7]\..*=gpu", "-o", r"layers\.(8|9)\..*=stream", "-o"
 def plan_file(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of the demo model with three layers on the GPU."""
     file = tmp_path_factory.mktemp("plans") / "plan.json"
-    planned(ModelSpec.from_hf(demo), mode="full", gpu_layers=3, context_tokens=64).save(file)
+    planned(read_spec(demo), mode="full", gpu_layers=3, context_tokens=64).save(file)
     return file
 
 
@@ -138,7 +138,7 @@ def test_flags_that_a_plan_contradicts(cli: Cli, plan_file: Path, arguments: lis
 
 @pytest.mark.parametrize("shapes", [False, True])
 def test_a_plan_of_other_hardware(cli: Cli, tmp_path: Path, demo: Path, shapes: bool) -> None:
-    spec = known_spec("tinyllama-1.1b") if shapes else ModelSpec.from_hf(demo)
+    spec = known_spec("tinyllama-1.1b") if shapes else read_spec(demo)
     planned(spec, mode="full", context_tokens=128, gpu_layers=3).save(tmp_path / "plan.json")
     profile = reference_profile(LAPTOP)
     write_record(replace(profile, name="no card", gpu=None, link=None), tmp_path / "hardware.json")

@@ -18,16 +18,17 @@ import pytest
 import torch
 
 from hetero_ee.errors import StoreError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.conversion import CONVERTING, cached_store, convert, planned_bytes
-from hetero_ee.weights.filesystem import LocalFileSystem
-from hetero_ee.weights.manifest import Entry, Manifest, aligned, read_manifest
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store import open_store
-from hetero_ee.weights.store_writer import StoreWriter
+from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
+from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_manifest
+from hetero_ee.weights.store.reader import open_store
+from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 from tests.families import random_model, save_checkpoint
 from tests.store_support import FAST, contents, made_store, one_layer_model
@@ -49,7 +50,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_bytes_again_and_for_any_number_of_threads(model_folder: Path, tmp_path: Path) -> None:
-    spec = ModelSpec.from_hf(model_folder)
+    spec = read_spec(model_folder)
     stores = [
         contents(convert(model_folder, spec, tmp_path / f"{i}", Quantization(), threads=threads))
         for i, threads in enumerate([1, 1, 3])
@@ -60,7 +61,7 @@ def test_the_same_bytes_again_and_for_any_number_of_threads(model_folder: Path, 
 
 
 def test_progress_counts_every_weight_once(model_folder: Path, tmp_path: Path) -> None:
-    spec, calls = ModelSpec.from_hf(model_folder), []
+    spec, calls = read_spec(model_folder), []
     tensors = all_tensors(decoder_blocks(spec))
     convert(model_folder, spec, tmp_path / "store", FAST, progress=lambda *call: calls.append(call))
     total = sum(tensor.n_elements for tensor in tensors)
@@ -73,11 +74,9 @@ def test_progress_counts_every_weight_once(model_folder: Path, tmp_path: Path) -
 def test_a_store_holds_the_checkpoint(tmp_path: Path, family: str) -> None:
     """Untied and tied heads, biases, stacked parts, position tables: matrices near, everything else to the bit."""
     folder = save_checkpoint(random_model(family, num_hidden_layers=1), tmp_path / family)
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     checkpoint = Checkpoint(folder, spec)
-    weights = open_store(
-        convert(folder, spec, tmp_path / "store", Quantization()), ModelSpec.from_hf(tmp_path / "store")
-    )
+    weights = open_store(convert(folder, spec, tmp_path / "store", Quantization()), read_spec(tmp_path / "store"))
     assert ("head.tokens" in weights.matrices) != spec.tied_head
     for tensor in checkpoint.tensors():
         original = checkpoint.tensor(tensor.name)
@@ -96,14 +95,14 @@ def store(model_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("error")
 def test_opening_gives_no_warning_and_outlives_the_folder(store: Path) -> None:
-    weights = open_store(store, ModelSpec.from_hf(store))
+    weights = open_store(store, read_spec(store))
     before = weights.matrices["layers.0.ffn.down"].dequantize()
     LocalFileSystem().remove_tree(store)
     assert torch.equal(weights.matrices["layers.0.ffn.down"].dequantize(), before)
 
 
 def test_a_store_of_another_model_is_refused(store: Path) -> None:
-    spec = ModelSpec.from_hf(store)
+    spec = read_spec(store)
     for changes in ({"ffn_size": 77}, {"tied_head": True}, {"n_layers": 2, "sliding_windows": (None, None)}):
         with pytest.raises(StoreError, match="convert again"):
             open_store(store, replace(spec, **changes))
@@ -111,7 +110,7 @@ def test_a_store_of_another_model_is_refused(store: Path) -> None:
 
 @pytest.mark.parametrize("name", ["layers.0.ffn.down", "head.tokens", "final_norm.norm"])
 def test_missing_and_mistaken_tensors_are_refused(store: Path, tmp_path: Path, name: str) -> None:
-    spec, whole = ModelSpec.from_hf(store), read_manifest(store).entries
+    spec, whole = read_spec(store), read_manifest(store).entries
     place = next(i for i, entry in enumerate(whole) if entry.name == name)
     entry = whole[place]
     as_numbers = Entry(name, "fp32", (4,) * len(entry.shape), 0, 0, 0, None, "", "")
@@ -129,7 +128,7 @@ def test_a_surplus_tensor_is_refused(store: Path, tmp_path: Path) -> None:
     surplus = Entry("more\x1b[2J", "fp32", (5,), 0, 0, 0, None, "", "")
     folder = hollow_store(tmp_path / "hollow", (*read_manifest(store).entries, surplus))
     with pytest.raises(StoreError, match=r"holds 'more\\x1b\[2J', which LlamaForCausalLM does not have"):
-        open_store(folder, ModelSpec.from_hf(store))
+        open_store(folder, read_spec(store))
 
 
 @pytest.mark.parametrize("change", [-1, 1, -4096])
@@ -137,13 +136,13 @@ def test_truncated_and_extended_weights_are_refused(store: Path, change: int) ->
     with (store / "weights.bin").open("r+b") as file:
         file.truncate((store / "weights.bin").stat().st_size + change)
     with pytest.raises(StoreError, match="its manifest says"):
-        open_store(store, ModelSpec.from_hf(store))
+        open_store(store, read_spec(store))
 
 
 def test_missing_weights_are_refused(store: Path) -> None:
     (store / "weights.bin").unlink()
     with pytest.raises(StoreError, match="is missing"):
-        open_store(store, ModelSpec.from_hf(store))
+        open_store(store, read_spec(store))
 
 
 def test_an_empty_store_is_refused(store: Path) -> None:
@@ -151,7 +150,7 @@ def test_an_empty_store_is_refused(store: Path) -> None:
     (store / "manifest.json").write_bytes(manifest.to_json())
     (store / "weights.bin").write_bytes(b"")
     with pytest.raises(StoreError, match=r"weights\.bin"):
-        open_store(store, ModelSpec.from_hf(store))
+        open_store(store, read_spec(store))
 
 
 def test_conversion_holds_one_tensor_at_a_time(
@@ -173,7 +172,7 @@ def test_conversion_holds_one_tensor_at_a_time(
 
     monkeypatch.setattr(Checkpoint, "tensor", watched_read)
     monkeypatch.setattr(StoreWriter, "add_tiles", watched_write)
-    convert(model_folder, ModelSpec.from_hf(model_folder), tmp_path / "store", Quantization())
+    convert(model_folder, read_spec(model_folder), tmp_path / "store", Quantization())
     assert len(alive) == 3 + 2 * 6  # norms, and matrices with their tiles
 
 
@@ -222,7 +221,7 @@ def hollow_store(folder: Path, entries: Iterable[Entry]) -> Path:
 
 
 def test_a_store_of_7b_opens_at_once(tmp_path: Path) -> None:
-    spec = ModelSpec.from_hf(LLAMA_7B)
+    spec = read_spec(LLAMA_7B)
     folder = hollow_store(tmp_path / "7b", planned_entries(spec))
     began = time.process_time()
     weights = open_store(folder, spec)
@@ -240,11 +239,11 @@ def hashed_bytes(spec: ModelSpec) -> int:
 
 
 def test_opening_hashes_as_much_as_the_format_page_says(demo: Path) -> None:
-    spec = ModelSpec.from_hf(LLAMA_7B)
+    spec = read_spec(LLAMA_7B)
     total_bytes = planned_bytes(all_tensors(decoder_blocks(spec)), Quantization())
     page = " ".join((Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text().split())
     assert f"leaves {hashed_bytes(spec) / 1e9:.2f} GB" in page and f"a store of {total_bytes / 1e9:.2f} GB" in page
-    assert f"for the demo model, {hashed_bytes(ModelSpec.from_hf(demo)) / 1e6:.2f} MB" in page
+    assert f"for the demo model, {hashed_bytes(read_spec(demo)) / 1e6:.2f} MB" in page
 
 
 @pytest.mark.slow
@@ -253,8 +252,8 @@ def test_a_store_larger_than_memory_opens(tmp_path: Path) -> None:
     memory_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
     if memory_bytes > 64 * 2**30:
         pytest.skip("opening reads a tenth of a store, which takes long for one larger than this memory")
-    one_layer = ModelSpec.from_hf(LLAMA_7B | {"num_hidden_layers": 1})
+    one_layer = read_spec(LLAMA_7B | {"num_hidden_layers": 1})
     n_layers = int(1.1 * memory_bytes / sum(each.data_bytes for each in planned_entries(one_layer)[1:7]))
-    spec = ModelSpec.from_hf(LLAMA_7B | {"num_hidden_layers": n_layers})
+    spec = read_spec(LLAMA_7B | {"num_hidden_layers": n_layers})
     folder = hollow_store(tmp_path / "huge", planned_entries(spec))
     assert open_store(folder, spec).n_bytes > memory_bytes

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hetero_ee.errors import CheckpointError, HeteroError, StoreError
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.manifest import read_manifest
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantizers import RoundToNearest
-from hetero_ee.weights.store import open_store
-from hetero_ee.weights.verification import Finding, verify
+from hetero_ee.weights.store.manifest import read_manifest
+from hetero_ee.weights.store.reader import open_store
+from hetero_ee.weights.store.verification import Finding, verify
 from hetero_ee.weights.weight import TileWeight
 from tests.format_store import write_store
 from tests.store_support import contents, made_store, one_layer_model
@@ -59,7 +59,7 @@ def flip(file: Path, bit: int) -> None:
 def opens(store: Path) -> bool:
     """What an engine does with a store, as far as weights and small files go."""
     try:
-        open_store(store, ModelSpec.from_hf(store))
+        open_store(store, read_spec(store))
     except HeteroError:
         return False
     return True
@@ -143,7 +143,7 @@ def test_cut_missing_and_surplus_files_are_found_and_refused(store: Path, name: 
     assert found and {finding.file for finding in found} == {file}
     assert all(str(finding).isprintable() and file in str(finding) for finding in found)
     with pytest.raises(HeteroError) as caught:
-        open_store(store, ModelSpec.from_hf(store) if file != "config.json" else None)  # type: ignore[arg-type]
+        open_store(store, read_spec(store) if file != "config.json" else None)  # type: ignore[arg-type]
     assert isinstance(caught.value, StoreError) and re.search(r"convert|expected a regular file", str(caught.value))
 
 
@@ -219,4 +219,4 @@ def test_a_manifest_of_other_small_files_is_refused(store: Path) -> None:
     manifest = read_manifest(store)
     (store / "manifest.json").write_bytes(replace(manifest, files=manifest.files[1:]).to_json())
     with pytest.raises(StoreError, match=r"config\.json is not in the store's manifest; put the original back"):
-        open_store(store, ModelSpec.from_hf(store))
+        open_store(store, read_spec(store))

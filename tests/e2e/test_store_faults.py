@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from hetero_ee.errors import CheckpointError, DiskFullError, StoreError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.conversion import convert, planned_bytes
-from hetero_ee.weights.filesystem import LocalFileSystem
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store import is_store, open_store
-from hetero_ee.weights.verification import verify
+from hetero_ee.weights.store.conversion import convert, planned_bytes
+from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.reader import is_store, open_store
+from hetero_ee.weights.store.verification import verify
 from tests.store_support import FaultyDisk, contents, interrupted, made_store, one_layer_model
 
 KINDS_OF_CALL = {
@@ -184,7 +184,7 @@ def test_a_disk_without_locks_is_said_so(
 def test_too_little_space_is_refused_before_anything_is_written(
     model_folder: Path, tmp_path: Path, matrices: str
 ) -> None:
-    spec, quantization = ModelSpec.from_hf(model_folder), Quantization(matrices=matrices)
+    spec, quantization = read_spec(model_folder), Quantization(matrices=matrices)
     target = tmp_path / "stores" / "store"
 
     class SmallDisk(LocalFileSystem):
@@ -325,4 +325,4 @@ def test_a_store_that_appears_meanwhile_stays(model_folder: Path, tmp_path: Path
 
     assert made_store(model_folder, target, files=Slow()) == target
     assert contents(target) == before
-    open_store(target, ModelSpec.from_hf(target))
+    open_store(target, read_spec(target))

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from hetero_ee.errors import DamagedStoreError, ModelError, StoreError, UsageError
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.conversion import convert
-from hetero_ee.weights.filesystem import LocalFileSystem, allocated_bytes, store_lock
-from hetero_ee.weights.library import (
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.filesystem import LocalFileSystem, allocated_bytes, store_lock
+from hetero_ee.weights.store.library import (
     StoreState,
     make_store,
     open_cached,
@@ -24,7 +25,6 @@ from hetero_ee.weights.library import (
     stored_model,
     stored_models,
 )
-from hetero_ee.weights.quantization import Quantization
 from tests.store_support import FAST, FaultyDisk, contents, interrupted, one_layer_model
 
 
@@ -178,7 +178,7 @@ def test_a_removal_that_fails_leaves_the_store_or_none(model_folder: Path, tmp_p
 
 def test_a_damaged_store_that_another_process_has_mended_stays(model_folder: Path, cache: Path) -> None:
     """Two find it damaged at once: the second must not remove what the first has made meanwhile."""
-    store, spec = only_store(cache), ModelSpec.from_hf(model_folder)
+    store, spec = only_store(cache), read_spec(model_folder)
     whole = contents(store)
     os.truncate(store / "weights.bin", 9)
     n_removed: list[Path] = []
@@ -223,7 +223,7 @@ def refuse_to_open(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "weights.bin", "mmap"])
 def test_a_store_that_can_not_be_read_just_now_stays(model_folder: Path, cache: Path, name: str, number: int) -> None:
-    spec, before = ModelSpec.from_hf(model_folder), (only_store(cache) / "weights.bin").stat()
+    spec, before = read_spec(model_folder), (only_store(cache) / "weights.bin").stat()
     with pytest.MonkeyPatch.context() as patch:
         refuse_to_open(patch, name, number)
         with pytest.raises(StoreError) as caught:
@@ -236,7 +236,7 @@ def test_a_store_that_can_not_be_read_just_now_stays(model_folder: Path, cache: 
 def test_a_store_that_looked_damaged_and_can_not_be_read_now_stays(
     model_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, store = ModelSpec.from_hf(model_folder), only_store(cache)
+    spec, store = read_spec(model_folder), only_store(cache)
     os.truncate(store / "weights.bin", 9)
     before = contents(cache)
 
@@ -256,7 +256,7 @@ def test_room_on_a_disk_that_does_not_count_blocks_is_the_size() -> None:
 
 
 def test_a_store_that_is_there_is_opened_before_it_is_taken(model_folder: Path, tmp_path: Path) -> None:
-    store = convert(model_folder, ModelSpec.from_hf(model_folder), tmp_path / "store", FAST)
+    store = convert(model_folder, read_spec(model_folder), tmp_path / "store", FAST)
     (store / "tokenizer.json").write_text("[]")
     with pytest.raises(DamagedStoreError, match=r"tokenizer\.json does not match its checksum"):
         make_store(model_folder, cache=tmp_path, output=store, quantizer="rtn")
@@ -265,7 +265,7 @@ def test_a_store_that_is_there_is_opened_before_it_is_taken(model_folder: Path, 
 def test_a_store_whose_floats_have_another_quantizer_is_another(model_folder: Path, tmp_path: Path) -> None:
     """Both would be named by the codes that were kept."""
     mixed = Quantization(matrices="search", own="rtn")
-    store = convert(model_folder, ModelSpec.from_hf(model_folder), tmp_path / "store", mixed)
+    store = convert(model_folder, read_spec(model_folder), tmp_path / "store", mixed)
     with pytest.raises(UsageError, match="not the store of this model"):
         make_store(model_folder, cache=tmp_path, output=store, quantizer="rtn")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.weights.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 from tests.power_loss import Disk, RecordingDisk
 from tests.store_support import contents, interrupted, made_store, one_layer_model
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.store import open_store
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.weights.store.reader import open_store
 from tests.store_processes import RENAMED, convert_slowly, fork_server
 from tests.store_support import contents, made_store, one_layer_model
 
@@ -127,4 +127,4 @@ def test_threads_of_one_process_take_turns(model_folder: Path, tmp_path: Path, w
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(lambda _: made_store(model_folder, tmp_path / "store"), range(3)))
     assert len(set(made)) == 1 and contents(made[0]) == whole
-    assert open_store(made[0], ModelSpec.from_hf(made[0])).n_weights > 0
+    assert open_store(made[0], read_spec(made[0])).n_weights > 0

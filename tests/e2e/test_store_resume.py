@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.manifest import read_manifest
+from hetero_ee.weights.store.manifest import read_manifest
 from tests.store_support import contents, interrupted, made_store, one_layer_model
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.e2e.test_cpu_executor import INT8_ACTIVATIONS
@@ -95,7 +95,7 @@ def test_logits_differ_by_the_rounding_alone(case: tuple[Model, str, str]) -> No
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
 def test_the_demo_model_hardly_notices(demo: Path, kind: str) -> None:
-    spec = ModelSpec.from_hf(demo)
+    spec = read_spec(demo)
     weights, ids = load_dense(Checkpoint(demo, spec)), Tokenizer.load(demo, spec.vocab_size).encode(TEXT)
     log_p, log_q = (
         torch.log_softmax(logits_of(Executor(spec, weights, 200, BatchedTorchOps(), cache=cache), ids).double(), -1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from hetero_ee import Engine
-from hetero_ee.exits.draft_head_file import read_draft_head
-from hetero_ee.exits.draft_head_opening import open_draft_head
+from hetero_ee.speculation.sources.draft_head_file import read_draft_head
+from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORY = "Once upon a time there was a {0}. The {0} saw a dog. They had a lot of fun.\n<|endoftext|>\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.manifest import CHECKSUM_FIELD, MANIFEST_FILE, parsed_manifest
+from hetero_ee.weights.store.manifest import CHECKSUM_FIELD, MANIFEST_FILE, parsed_manifest
 from tests.fuzz.mutation import change_text, mutated
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "manifest.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hetero_ee_profiles.gpu_cards import CARD_CLASSES, CardClass
-from hetero_ee_profiles.gpu_compilation import Compiled, compilations, compile_for
+from hetero_ee_profiles.gpu.cards import CARD_CLASSES, CardClass
+from hetero_ee_profiles.gpu.compilation import Compiled, compilations, compile_for
 from tests.gpu_support import IS_INTERPRETED
 
 pytest.importorskip("triton")

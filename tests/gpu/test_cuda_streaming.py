@@ -9,14 +9,14 @@ import torch
 
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.models.blocks import decoder_blocks
-from hetero_ee.runtime.block_source import PinnedBlocks, block_weights
-from hetero_ee.runtime.cpu_device import CpuDevice
-from hetero_ee.runtime.cuda_device import CudaDevice, CudaLink
-from hetero_ee.runtime.cuda_driver import CudaDriver, TorchCuda
-from hetero_ee.runtime.cuda_queue import CudaClock
-from hetero_ee.runtime.device import CPU, GPU
-from hetero_ee.runtime.streaming import WeightStream
-from hetero_ee.runtime.timeline import TO_GPU
+from hetero_ee.runtime.devices.cpu import CpuDevice
+from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
+from hetero_ee.runtime.devices.cuda_driver import CudaDriver, TorchCuda
+from hetero_ee.runtime.devices.cuda_stream import CudaClock
+from hetero_ee.runtime.devices.device import CPU, GPU
+from hetero_ee.runtime.devices.timeline import TO_GPU
+from hetero_ee.runtime.streaming.block_source import PinnedBlocks, block_weights
+from hetero_ee.runtime.streaming.streaming import WeightStream
 from hetero_ee.runtime.trace import SpanRecorder
 from hetero_ee.weights.random_weights import random_weights
 from tests.device_support import SPEC, work

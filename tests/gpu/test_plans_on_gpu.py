@@ -13,22 +13,23 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.decoding.benchmark import bench_run
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.emulation import prompt_of
 from tests.executor_support import Model, model_of
@@ -52,7 +53,7 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def demo_profile(demo: Path) -> HardwareProfile:
-    return profile_for(ModelSpec.from_hf(demo))
+    return profile_for(read_spec(demo))
 
 
 def profile_for(spec: ModelSpec) -> HardwareProfile:
@@ -199,7 +200,7 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_text_as_it_is(
     model: Model, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth pass over the GPU's layers finds no memory: planned again, and the same tokens."""
-    from hetero_ee.runtime.gpu_layers import GpuLayers
+    from hetero_ee.runtime.executors.gpu import GpuLayers
 
     limits, told = Limits(overrides=PLACEMENTS["split"], context_tokens=CONTEXT_TOKENS), []
     found = open_placed(*model, Placement(profile, limits), 1, time.perf_counter, told.append)
@@ -248,7 +249,7 @@ def test_predicted_beside_achieved(
     demo: Path, demo_profile: HardwareProfile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No bound: a small model's passes are overheads alone. Printed, to be looked at."""
-    n_layers = ModelSpec.from_hf(demo).n_layers
+    n_layers = read_spec(demo).n_layers
     for gpu_layers in (n_layers, n_layers // 2, 1):
         limits = Limits(gpu_layers=gpu_layers, kv_type="fp16")
         with Engine.from_pretrained(demo, profile=demo_profile, limits=limits, threads=1, context_tokens=256) as engine:

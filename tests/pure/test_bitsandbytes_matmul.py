@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.bitsandbytes_matmul import BLOCK, bitsandbytes_matrix, matmul
+from hetero_ee.runtime.gpu.bitsandbytes_matmul import BLOCK, bitsandbytes_matrix, matmul
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import quantizer_named
 from hetero_ee.weights.weight import TileWeight

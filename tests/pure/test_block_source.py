@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.models.blocks import decoder_blocks
-from hetero_ee.runtime.block_source import N_PINNED, MappedBlocks, PinnedBlocks, block_weights
-from hetero_ee.runtime.device import Event
-from hetero_ee.runtime.streaming import AtOnce, WeightStream
+from hetero_ee.runtime.devices.device import Event
+from hetero_ee.runtime.streaming.block_source import N_PINNED, MappedBlocks, PinnedBlocks, block_weights
+from hetero_ee.runtime.streaming.streaming import AtOnce, WeightStream
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee.weights.weight import DenseWeight, TileWeight

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hetero_ee.calibration.file import read_calibration, write_calibration
 from hetero_ee.errors import DiskFullError, StoreError
-from hetero_ee.exits.calibration_file import read_calibration, write_calibration
-from hetero_ee.weights.calibration_files import JSON_FILE, TENSORS_FILE, calibration_folder
+from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE, calibration_folder
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
 
 SPEC = small_spec()

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee.exits.calibration import Calibration, CalibrationText
-from hetero_ee.exits.calibration_fitting import fit_calibration
-from hetero_ee.exits.exit_schedule import NO_SCHEDULE
-from hetero_ee.exits.features import exit_features
-from hetero_ee.exits.mlp_training import MlpTraining
-from hetero_ee.exits.predictor_quality import NO_EXIT
-from hetero_ee.exits.row_stage import RowStage
+from hetero_ee.calibration.fitting import fit_calibration
+from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.predictor_quality import NO_EXIT
+from hetero_ee.calibration.row_stage import RowStage
 from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
+from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.exits.schedule import NO_SCHEDULE
 from tests.calibration_support import small_spec
 from tests.pure.test_sliced_logits import some_logits
 

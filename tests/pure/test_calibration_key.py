@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hetero_ee.calibration.key import checkpoint_key, store_key
 from hetero_ee.errors import CheckpointError
-from hetero_ee.exits.calibration_key import checkpoint_key, store_key
-from hetero_ee.weights.manifest import CopiedFile, Entry, Manifest
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.manifest import CopiedFile, Entry, Manifest
 
 ENTRY = Entry("layers.0.ffn.up", "int4", (16, 32), 0, 4096, -3, tuple(range(-8, 8)), "a" * 64, "b" * 64)
 MANIFEST = Manifest("codebook", "int8", {"model": "x"}, (CopiedFile("config.json", 5, "c" * 64),), 4128, (ENTRY,))

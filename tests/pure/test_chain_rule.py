@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hetero_ee.decoding.chain_rule import ChainRule
-from hetero_ee.decoding.draft_chain import DraftChain
-from hetero_ee.decoding.draft_gate import AdaptiveGate
 from hetero_ee.planning.plan import CHAIN, NGRAM
+from hetero_ee.speculation.chain_rule import ChainRule
+from hetero_ee.speculation.draft_chain import DraftChain
+from hetero_ee.speculation.draft_gate import AdaptiveGate
 
 ROW_S, DRAFT_S = 0.05, 0.2
 END, LOGITS = 9, torch.tensor([0.0, 5.0, 0.0, 0.0])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.exits.candidates import ChainJudge, Choose, DraftSource
-from hetero_ee.exits.combined_source import CombinedSource
-from hetero_ee.exits.ngram import NgramSource
+from hetero_ee.speculation.sources.candidates import ChainJudge, Choose, DraftSource
+from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.sources.ngram import NgramSource
 
 TEXT = [1, 2, 3, 4, 1, 2]  # goes on with 3, 4, 1 by its n-grams
 STATES = torch.empty(len(TEXT) - 1, 8)

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee_profiles.cgroup import CgroupLimits, cgroup_limits
-from hetero_ee_profiles.cpu import CpuInfo, cpu_info, cpu_set
-from hetero_ee_profiles.host import Answer, CoreCounts, Host, MemoryCounts
-from hetero_ee_profiles.instruction_set import system_instruction_set
-from hetero_ee_profiles.memory import MemoryInfo, memory_info
-from hetero_ee_profiles.system import SystemInfo, system_info
+from hetero_ee_profiles.host.cgroup import CgroupLimits, cgroup_limits
+from hetero_ee_profiles.host.cpu import CpuInfo, cpu_info, cpu_set
+from hetero_ee_profiles.host.host import Answer, CoreCounts, Host, MemoryCounts
+from hetero_ee_profiles.host.instruction_set import system_instruction_set
+from hetero_ee_profiles.host.memory import MemoryInfo, memory_info
+from hetero_ee_profiles.host.system import SystemInfo, system_info
 from tests.recorded_hosts import GIB, arm_board, in_cgroup_1, in_cgroup_2, intel_hybrid, recorded, ryzen
 
 MAC = """machdep.cpu.brand_string: Apple M2

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
-from hetero_ee.runtime.cpu_device import CpuDevice
-from hetero_ee.runtime.cuda_device import CudaDevice, CudaLink
-from hetero_ee.runtime.cuda_queue import CudaClock
-from hetero_ee.runtime.device import CPU, GPU
-from hetero_ee.runtime.timeline import ROWS_TO_CPU, TO_GPU, Span
+from hetero_ee.runtime.devices.cpu import CpuDevice
+from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
+from hetero_ee.runtime.devices.cuda_stream import CudaClock
+from hetero_ee.runtime.devices.device import CPU, GPU
+from hetero_ee.runtime.devices.timeline import ROWS_TO_CPU, TO_GPU, Span
 from hetero_ee.runtime.trace import SpanRecorder
 from tests.device_support import work
 from tests.stand_in_cuda import ILLEGAL, StandInCuda

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hetero_ee.errors import DeviceMemoryError
-from hetero_ee.runtime.cuda_device import CudaLink
-from hetero_ee.runtime.cuda_mover import N_TURNS, CudaMover
-from hetero_ee.runtime.machine import EmulatedGpuTensor
+from hetero_ee.runtime.devices.cuda import CudaLink
+from hetero_ee.runtime.devices.cuda_copier import N_TURNS, CudaMover
+from hetero_ee.runtime.devices.machine import EmulatedGpuTensor
 from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import StandInMover
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
-from hetero_ee.runtime.cpu_device import CpuDevice
-from hetero_ee.runtime.cuda_device import CudaDevice
-from hetero_ee.runtime.device import Device
-from hetero_ee.runtime.timeline import Span
+from hetero_ee.runtime.devices.cpu import CpuDevice
+from hetero_ee.runtime.devices.cuda import CudaDevice
+from hetero_ee.runtime.devices.device import Device
+from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder
 from tests.device_support import EmulatedMachine, Fault, FaultyDevice, no_memory, work
 from tests.stand_in_cuda import StandInCuda

@@ -13,12 +13,12 @@ import pytest
 from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
-from hetero_ee.weights.manifest import MANIFEST_FILE
+from hetero_ee.weights.store.manifest import MANIFEST_FILE
 from hetero_ee_cli.checks import configuration, finding, machine, software, storage
 from hetero_ee_cli.checks.finding import Finding, Row, Status, examine, ok, once, presentable
-from hetero_ee_profiles.disk import DiskInfo
-from hetero_ee_profiles.host import Answer, MemoryCounts, this_host
-from hetero_ee_profiles.torch_build import TorchBuild, TorchGpu
+from hetero_ee_profiles.host.disk import DiskInfo
+from hetero_ee_profiles.host.host import Answer, MemoryCounts, this_host
+from hetero_ee_profiles.host.torch_build import TorchBuild, TorchGpu
 from tests.pure.test_gpu_inventory import AMD_FILES, FULL, PCI_FILES
 from tests.recorded_hosts import GIB, arm_board, in_cgroup_2, intel_hybrid, recorded, ryzen
 

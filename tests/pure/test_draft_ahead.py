@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_pace import Pace
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError, UsageError
-from hetero_ee.planning.overlap import Overlap, overlap
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.planning.times.overlap import Overlap, overlap
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_pace import Pace
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.scripted_model import N_LAYERS, Next, ScriptedModel, successor, wrong_at
 
 BOUNDARY, AHEAD, BEHIND = 2, 2, 4

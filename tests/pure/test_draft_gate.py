@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hetero_ee.decoding.draft_gate import AdaptiveGate, FixedGate
+from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate
 
 DRAFT_S = 0.2
 

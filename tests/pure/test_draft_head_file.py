@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, HeteroError, ModelError
-from hetero_ee.exits.draft_head_facts import draft_head_facts
-from hetero_ee.exits.draft_head_file import read_draft_head
+from hetero_ee.speculation.sources.draft_head_facts import draft_head_facts
+from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, VOCAB, head_tensors, head_weights, save_head
 
 Change = Callable[[dict[str, Tensor]], Any]

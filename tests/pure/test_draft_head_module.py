@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_ee.exits.draft_head_file import read_draft_head
-from hetero_ee.exits.draft_head_layer import TorchDraftHeadLayer
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.speculation.sources.draft_head_file import read_draft_head
+from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
 from tests.draft_heads import CONFIG, MODEL, BareTarget, random_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -28,7 +28,7 @@ def test_guesses_in_training_are_those_of_a_chain(
     config = CONFIG | ({} if rope is None else {"rope_parameters": rope})
     torch.manual_seed(4)
     embedding, (tokens, states) = BareTarget().embedding, random_text(N_TOKENS)
-    head = TrainingHead(ModelSpec.from_hf(config), embedding)
+    head = TrainingHead(read_spec(config), embedding)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(head.tensors(torch.float32), tmp_path / "model.safetensors")
     layer = TorchDraftHeadLayer(read_draft_head(tmp_path, MODEL), max_tokens=64)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.exits.draft_head import DraftHeadSource
-from hetero_ee.exits.draft_head_layer import TorchDraftHeadLayer
-from hetero_ee.exits.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
-from hetero_ee.runtime.machine import EmulatedMover, Machine
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.machine import EmulatedMover, Machine
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
 from tests.device_support import EmulatedMachine
 from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, BareTarget, head_weights, random_text
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_ee.decoding.draft_pace import Pace
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
+from hetero_ee.speculation.draft_pace import Pace
+from hetero_ee.speculation.exact import generate_exact
 from tests.pure.test_exact_faults import PROMPTS, arguments, drafting
 from tests.scripted_model import ScriptedModel, successor, wrong_at
 

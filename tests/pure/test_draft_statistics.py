@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetero_ee.decoding.draft_statistics import DraftCounts, OriginCounts
 from hetero_ee.planning.plan import CHAIN, EXIT
+from hetero_ee.speculation.statistics import DraftCounts, OriginCounts
 
 
 def test_rounds_add_up() -> None:
@@ -25,7 +25,7 @@ def test_rounds_add_up() -> None:
 
 
 def test_rows_drafted_ahead_are_told_where_there_were_any() -> None:
-    from hetero_ee_cli.run_report import draft_lines, drafts_document
+    from hetero_ee_cli.reports.run_report import draft_lines, drafts_document
 
     counts = DraftCounts(n_passes=1, n_ahead=8, n_ahead_kept=6)
     counts.add_round([EXIT], [4], 1, 2)

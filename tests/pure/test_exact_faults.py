@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import HeteroError
-from hetero_ee.planning.overlap import Overlap
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact, generate_exact_from
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 

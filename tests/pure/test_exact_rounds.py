@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts, OriginCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact, generate_exact_from
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.plan import CHAIN, EXIT
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.statistics import DraftCounts, OriginCounts
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.exits.features import (
+from hetero_ee.speculation.exits.features import (
     RICH_NAMES,
     candidate_mass,
     exit_features,

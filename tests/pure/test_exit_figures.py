@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.exits.figures import (
+from hetero_ee.calibration.metrics import (
     MAX_DRAFTS,
     BoundaryFigures,
     DepthFigures,
     boundary_figures,
     depth_figures,
 )
-from hetero_ee.planning.rounds import WalkRates
+from hetero_ee.planning.times.rounds import WalkRates
 
 SHARES = (
     "agreement",

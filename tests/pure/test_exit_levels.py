@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
-from hetero_ee.decoding.exact import generate_exact, generate_exact_from
-from hetero_ee.decoding.exit_levels import ActiveLevels
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
-from hetero_ee.exits.candidates import spread_out
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
+from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.exit_levels import ActiveLevels
+from hetero_ee.speculation.sources.candidates import spread_out
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
 

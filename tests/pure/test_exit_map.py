@@ -4,11 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hetero_ee.exits import map_fit
 from torch import Tensor
 
-from hetero_ee.exits import map_fit
-from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.map_fit import NormalEquations, SelectionRows, fit_exit_map, head_metric, leading_vectors, ranks
+from hetero_ee.calibration.map_fitting import (
+    NormalEquations,
+    SelectionRows,
+    fit_exit_map,
+    head_metric,
+    leading_vectors,
+    ranks,
+)
+from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.weight import DenseWeight
 
 HIDDEN, VOCAB = 32, 96

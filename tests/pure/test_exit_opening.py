@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.draft_gate import AdaptiveGate, FixedGate
-from hetero_ee.decoding.exit_opening import exit_drafting, exit_levels
 from hetero_ee.errors import UsageError
-from hetero_ee.exits.features import exit_features
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate
+from hetero_ee.speculation.exit_opening import exit_drafting, exit_levels
+from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.calibration_support import some_calibration
 from tests.device_support import SPEC as TWO_LAYERS

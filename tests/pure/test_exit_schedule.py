@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.exits.exit_schedule import ExitCosts, ExitSchedule, RecentExits, choose_boundaries, exit_histogram
+from hetero_ee.speculation.exits.schedule import ExitCosts, ExitSchedule, RecentExits, choose_boundaries, exit_histogram
 
 SHARES = st.integers(2, 7).flatmap(
     lambda n: st.tuples(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.model_files import SMALL_FILES
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
-from hetero_ee.models.model_files import SMALL_FILES
-from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.conversion import SPACE_RESERVE
-from hetero_ee.weights.journal import JOURNAL_FILE, journal_line
-from hetero_ee.weights.manifest import (
+from hetero_ee.weights.store.conversion import SPACE_RESERVE
+from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line
+from hetero_ee.weights.store.manifest import (
     ALIGNMENT_BYTES,
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -25,7 +25,7 @@ from hetero_ee.weights.manifest import (
     Manifest,
     read_manifest,
 )
-from hetero_ee.weights.store_writer import partial_folder
+from hetero_ee.weights.store.writer import partial_folder
 from hetero_ee.weights.weight import MAX_EXPONENT, MIN_EXPONENT
 from tests.format_store import CODEBOOK, MATRIX, write_store
 
@@ -103,9 +103,7 @@ def test_a_journal_is_what_the_page_says(store: Path) -> None:
 
 def test_the_page_names_every_tensor() -> None:
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    spec = ModelSpec.from_hf(
-        config | {"intermediate_size": 16, "vocab_size": 9, "attention_bias": True, "mlp_bias": True}
-    )
+    spec = read_spec(config | {"intermediate_size": 16, "vocab_size": 9, "attention_bias": True, "mlp_bias": True})
     spec = replace(spec, norm="layer", qk_norm=True, learned_position_offset=2)
     models = [replace(spec, gated=gated) for gated in (False, True)]
     names = {tensor.name.replace(".0.", ".*.") for model in models for tensor in all_tensors(decoder_blocks(model))}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee_profiles.gpu import GpuInfo, GpuInventory, gpu_inventory
-from hetero_ee_profiles.host import Answer, this_host
-from hetero_ee_profiles.torch_build import TorchBuild, TorchGpu, torch_build
+from hetero_ee_profiles.gpu.inventory import GpuInfo, GpuInventory, gpu_inventory
+from hetero_ee_profiles.host.host import Answer, this_host
+from hetero_ee_profiles.host.torch_build import TorchBuild, TorchGpu, torch_build
 from tests.recorded_hosts import GIB, recorded
 
 UUID = "GPU-5c1d9ba4-0000-0000-0000-000000000000"

@@ -5,8 +5,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference.kv_write import kv_write
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.segment_room import MAX_ROWS
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee_profiles.gpu_link_probe import SHORT_REPEATS, probe_crossing_s, probe_link
-from hetero_ee_profiles.gpu_platform import cuda_platform
-from hetero_ee_profiles.gpu_probe import (
+from hetero_ee_profiles.gpu.link_probe import SHORT_REPEATS, probe_crossing_s, probe_link
+from hetero_ee_profiles.gpu.platform import cuda_platform
+from hetero_ee_profiles.gpu.probe import (
     PIECE_BYTES,
     ProductKernel,
     Sampling,

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.gpu_profiling import GpuFigures, measured_gpu, with_free_memory
-from hetero_ee.runtime.profiling import attention_points, product_shapes
-from hetero_ee.runtime.registry import default_registry
-from hetero_ee.runtime.thoroughness import Thoroughness
+from hetero_ee.profiling.gpu import GpuFigures, measured_gpu, with_free_memory
+from hetero_ee.profiling.measure import attention_points, product_shapes
+from hetero_ee.profiling.preset import Thoroughness
+from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_kernels.reference import matmul as reference
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -26,7 +27,7 @@ PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
 
 
 def spec_of(family: str = "llama") -> ModelSpec:
-    return ModelSpec.from_hf(config_of(family, num_hidden_layers=2))
+    return read_spec(config_of(family, num_hidden_layers=2))
 
 
 def figures(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = ("torch",)) -> GpuFigures:

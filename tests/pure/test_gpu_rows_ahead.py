@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_statistics import DraftCounts
-from hetero_ee.decoding.drafting import Drafting, ExitHead
-from hetero_ee.decoding.exact import generate_exact
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.planning.overlap import Overlap
-from hetero_ee.runtime.planned_executor import PlannedExecutor
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.emulation import planned
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.decoding.draft_gate import FixedGate
-from hetero_ee.decoding.draft_round import DraftRound
-from hetero_ee.decoding.drafter import Drafter
-from hetero_ee.decoding.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.text import Decode
 from hetero_ee.decoding.texts import Ending, Text, prefill
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_round import DraftRound
+from hetero_ee.speculation.drafter import Drafter
+from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
+from hetero_ee.text.text_stream import Decode
 from tests.scripted_model import ScriptedModel, successor
 
 BOUNDARY, PROMPT = 4, [3, 4, 5]

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from hetero_ee.errors import ModelError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from tests.families import FAMILIES, config_of
@@ -36,7 +37,7 @@ def required(prefix: str) -> dict[str, Any]:
 def refusal(config: Any) -> str:
     """The one-line ModelError that reading `config` must end in."""
     with pytest.raises(ModelError) as caught:
-        ModelSpec.from_hf(config)
+        read_spec(config)
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400
     return message
@@ -50,7 +51,7 @@ def test_a_llama_is_read_field_by_field() -> None:
         "rope_theta": 5e5,
         "tie_word_embeddings": True,
     }
-    assert ModelSpec.from_hf(config) == ModelSpec(
+    assert read_spec(config) == ModelSpec(
         architecture="LlamaForCausalLM",
         family="llama",
         n_layers=30,
@@ -83,17 +84,17 @@ def test_a_llama_is_read_field_by_field() -> None:
 def test_object_dict_file_and_folder_give_the_same_spec(name: str, tmp_path: Path) -> None:
     config = config_of(name)
     config.save_pretrained(tmp_path)
-    expected = ModelSpec.from_hf(config)
-    assert ModelSpec.from_hf(config.to_dict()) == expected
-    assert ModelSpec.from_hf(tmp_path / "config.json") == expected
-    assert ModelSpec.from_hf(str(tmp_path)) == expected
+    expected = read_spec(config)
+    assert read_spec(config.to_dict()) == expected
+    assert read_spec(tmp_path / "config.json") == expected
+    assert read_spec(str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_spelling_of_transformers_4_gives_the_same_spec(name: str) -> None:
     config = config_of(name).to_dict()
     rope = dict(config.pop("rope_parameters", None) or {})
-    expected = ModelSpec.from_hf(config_of(name))
+    expected = read_spec(config_of(name))
     for field in ("rope_theta", "partial_rotary_factor"):
         if field in rope:
             config[field] = rope.pop(field)
@@ -101,19 +102,19 @@ def test_the_spelling_of_transformers_4_gives_the_same_spec(name: str) -> None:
         kind = rope.get("rope_type", "default")
         rest = {key: value for key, value in rope.items() if key != "rope_type"}
         scaling = None if kind == "default" else {type_field: kind} | rest
-        assert ModelSpec.from_hf(config | {"rope_scaling": scaling}) == expected
+        assert read_spec(config | {"rope_scaling": scaling}) == expected
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_missing_fields_mean_what_they_mean_to_transformers(prefix: str) -> None:
     needed = required(prefix)
     theirs = getattr(transformers, f"{prefix}Config")(**needed)
-    assert ModelSpec.from_hf(needed) == ModelSpec.from_hf(theirs)
+    assert read_spec(needed) == read_spec(theirs)
     if prefix.startswith("Qwen"):
         windowed = needed | {"use_sliding_window": True}
         theirs = getattr(transformers, f"{prefix}Config")(**windowed)
-        assert ModelSpec.from_hf(windowed) == ModelSpec.from_hf(theirs)
-        assert ModelSpec.from_hf(windowed).sliding_windows == (None,) * 28 + (4096,) * 2
+        assert read_spec(windowed) == read_spec(theirs)
+        assert read_spec(windowed).sliding_windows == (None,) * 28 + (4096,) * 2
 
 
 @pytest.mark.parametrize("prefix", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"])
@@ -126,16 +127,16 @@ def test_null_fields_mean_what_they_mean_to_transformers(prefix: str) -> None:
     elif prefix != "Phi3":
         nulls["head_dim"] = None
     config = required(prefix) | nulls
-    assert ModelSpec.from_hf(config) == ModelSpec.from_hf(getattr(transformers, f"{prefix}Config")(**config))
+    assert read_spec(config) == read_spec(getattr(transformers, f"{prefix}Config")(**config))
 
 
 def test_model_type_stands_in_for_missing_architectures() -> None:
     for prefix in PREFIXES:
         config = required(prefix)
-        expected = ModelSpec.from_hf(config)
+        expected = read_spec(config)
         for architectures in ({}, {"architectures": None}, {"architectures": []}):
             named = {key: value for key, value in config.items() if key != "architectures"} | architectures
-            assert ModelSpec.from_hf(named | {"model_type": prefix.lower()}) == expected
+            assert read_spec(named | {"model_type": prefix.lower()}) == expected
 
 
 def test_prosparse_is_llama_with_fatrelu() -> None:
@@ -146,22 +147,22 @@ def test_prosparse_is_llama_with_fatrelu() -> None:
         "hidden_act_param": 0.01,
         "auto_map": {"AutoModelForCausalLM": "modeling_sparsellama.SparseLlamaForCausalLM"},
     }
-    spec = ModelSpec.from_hf(config)
+    spec = read_spec(config)
     assert (spec.activation, spec.activation_threshold, spec.gated) == ("fatrelu", 0.01, True)
-    expected = ModelSpec.from_hf(LLAMA | {"hidden_act": "fatrelu", "hidden_act_param": 0.01})
+    expected = read_spec(LLAMA | {"hidden_act": "fatrelu", "hidden_act_param": 0.01})
     assert spec == replace(expected, architecture="SparseLlamaForCausalLM")
-    assert ModelSpec.from_hf(LLAMA | {"hidden_act": "relu", "hidden_act_param": 0.01}).activation_threshold == 0
+    assert read_spec(LLAMA | {"hidden_act": "relu", "hidden_act_param": 0.01}).activation_threshold == 0
 
 
 def test_auto_map_is_ignored_wherever_it_stands() -> None:
     mapped = {"auto_map": {"AutoConfig": "evil--code"}, "trust_remote_code": True}
-    assert ModelSpec.from_hf(LLAMA | mapped | {"vision_config": mapped}) == ModelSpec.from_hf(LLAMA)
+    assert read_spec(LLAMA | mapped | {"vision_config": mapped}) == read_spec(LLAMA)
 
 
 def test_layer_types_place_the_windows() -> None:
     kinds = ["full_attention", "sliding_attention"] * 15
     config = required("Qwen2") | {"use_sliding_window": True, "sliding_window": 9, "layer_types": kinds}
-    assert ModelSpec.from_hf(config).sliding_windows == (None, 9) * 15
+    assert read_spec(config).sliding_windows == (None, 9) * 15
 
 
 def test_unknown_architectures_are_answered_with_the_list() -> None:
@@ -252,9 +253,7 @@ def test_malformed_rope_fields_are_refused_by_name(field: str, values: list[Any]
 
 def test_longrope_needs_a_factor_for_every_pair() -> None:
     good = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-    spec = ModelSpec.from_hf(
-        LLAMA | {"rope_parameters": good | {"original_max_position_embeddings": 20}, "head_dim": 32}
-    )
+    spec = read_spec(LLAMA | {"rope_parameters": good | {"original_max_position_embeddings": 20}, "head_dim": 32})
     assert spec.max_context_tokens == 20 and spec.context_is_fixed
     for wrong in ([1.0] * 15, [1.0] * 15 + [0], [1.0] * 15 + [float("nan")], [1.0] * 15 + ["1"], 3, None):
         assert "short_factor" in refusal(LLAMA | {"rope_parameters": good | {"short_factor": wrong}, "head_dim": 32})
@@ -333,7 +332,7 @@ def test_linear_and_llama3_scaling_are_read() -> None:
         "high_freq_factor": 3.0,
         "original_max_position_embeddings": 512,
     }
-    spec = ModelSpec.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": llama3})
+    spec = read_spec(LLAMA | {"rope_theta": 5e5, "rope_scaling": llama3})
     assert spec.rope == RopeSpec(5e5, 2, RopeScaling("llama3", 8.0, 1.5, 3.0, 512))
-    spec = ModelSpec.from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
+    spec = read_spec(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
     assert spec.rope is not None and (spec.rope.scaling.kind, spec.rope.scaling.factor) == ("linear", 2.0)

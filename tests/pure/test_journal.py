@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.weights.journal import Journal, journal_line, read_journal
-from hetero_ee.weights.manifest import Entry, read_manifest
+from hetero_ee.weights.store.journal import Journal, journal_line, read_journal
+from hetero_ee.weights.store.manifest import Entry, read_manifest
 from tests.format_store import write_store
 
 IDENTITY = {"source_key": "0123456789abcdef", "tensors": [["a", 1]]}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetero_ee.runtime import gpu_kv_cache, kv_cache
-from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
-from hetero_ee.runtime.kv_cache import KvCache
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE, all_marks, rounded
 
 N_SEQUENCES, MAX_TOKENS, PAGE_TOKENS = 3, 100, 8

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.planning.lanes import Lanes, pass_time
 from hetero_ee.planning.parts import Part, model_parts
-from hetero_ee.planning.prompts import Ways, prompt_s
+from hetero_ee.planning.times.lanes import Lanes, pass_time
+from hetero_ee.planning.times.prompts import Ways, prompt_s
 
 CROSSING_S, COPY_S = 1.0, 10.0
 SECONDS = {"cpu": 8.0, "gpu": 2.0, "stream": 2.0, "visit": 2.0}

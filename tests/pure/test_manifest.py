@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.manifest import (
+from hetero_ee.weights.store.manifest import (
     MAX_MANIFEST_BYTES,
     CopiedFile,
     Entry,

@@ -2,8 +2,9 @@
 
 import pytest
 
-from hetero_ee.planning.costs import FEW_ROWS
-from hetero_ee.runtime.pass_sampling import (
+from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.profiling.measure import attention_points
+from hetero_ee.profiling.pass_sampling import (
     CHUNKS_SHARE,
     LEAST_PASSES,
     LEAST_ROWS,
@@ -12,8 +13,7 @@ from hetero_ee.runtime.pass_sampling import (
     PassSampling,
     affordable_points,
 )
-from hetero_ee.runtime.profiling import attention_points
-from hetero_ee.runtime.thoroughness import FULL, QUICK
+from hetero_ee.profiling.preset import FULL, QUICK
 
 ROW_S, POSITION_S = 1e-3, 1e-6  # of a chunk's pass
 

@@ -11,9 +11,9 @@ from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatistics, Statistics
+from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 

@@ -10,14 +10,14 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import explained, flags
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.memory import rounded
 from hetero_ee.planning.neuron_statistics import NeuronStatistics
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.prediction import predicted_run_s
-from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, Statistics, published_statistics
+from hetero_ee.planning.times.memory import rounded
+from hetero_ee.planning.times.prediction import predicted_run_s
+from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 

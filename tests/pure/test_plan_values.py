@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import CHAIN, EXIT, Plan
 from hetero_ee.planning.planner import check_fits
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.timeline import Timeline
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.records import to_json
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP, hollow, planned
 
-SPEC = ModelSpec.from_hf(
+SPEC = read_spec(
     {
         "model_type": "llama",
         "hidden_size": 64,

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import Costs
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.rounds import ExitRates
 from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, published_statistics
+from hetero_ee.planning.times.costs import Costs
+from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, DataSheet, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
@@ -28,7 +29,7 @@ ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of 
 
 
 def spec_of(n_layers: int = 32, hidden: int = 4096, ffn: int = 11008, tied: bool = False) -> ModelSpec:
-    return ModelSpec.from_hf(
+    return read_spec(
         {
             "model_type": "llama",
             "hidden_size": hidden,
@@ -257,7 +258,7 @@ def test_fewer_key_heads_and_smaller_types_take_less_time_on_paper() -> None:
     config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8}
     config |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
     rates = [
-        plan(ModelSpec.from_hf(config | {"num_key_value_heads": heads}), profile, Limits(kv_type=kind, gpu_layers=0))
+        plan(read_spec(config | {"num_key_value_heads": heads}), profile, Limits(kv_type=kind, gpu_layers=0))
         for heads, kind in ((32, "fp32"), (32, "fp16"), (8, "fp16"))
     ]
     times = [1 / found.prediction.generated_tokens_per_s for found in rates]
@@ -297,7 +298,7 @@ def test_eighty_layers_are_planned_in_less_than_a_tenth_of_a_second(is_known: bo
     """The time of the process, the best of several: other programs may be running."""
     config = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
-    spec = ModelSpec.from_hf(config | {"max_position_embeddings": 4096})
+    spec = read_spec(config | {"max_position_embeddings": 4096})
     profile, statistics = derived_profile(DATA_SHEETS[3], "2026-11-21"), published_statistics(80) if is_known else None
     assert profile.name == "rtx-4090-24gb"
     times = []

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
+from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.predictor_fitting import fit_logistic, fit_mlp, fit_threshold
+from hetero_ee.calibration.predictor_quality import NO_EXIT, calibrate_threshold, quality
 from hetero_ee.errors import UsageError
-from hetero_ee.exits.features import exit_features, rich_features
-from hetero_ee.exits.mlp_training import MlpTraining
-from hetero_ee.exits.predictor_fitting import fit_logistic, fit_mlp, fit_threshold
-from hetero_ee.exits.predictor_quality import NO_EXIT, calibrate_threshold, quality
-from hetero_ee.exits.predictors import Predictor
+from hetero_ee.speculation.exits.features import exit_features, rich_features
+from hetero_ee.speculation.exits.predictors import Predictor
 
 FITS: dict[str, Callable[..., Predictor]] = {"mlp": fit_mlp, "logistic": fit_logistic, "threshold": fit_threshold}
 LEARNED = ["mlp", "logistic"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hetero_ee.errors import ModelError
-from hetero_ee.exits.features import exit_features
-from hetero_ee.exits.predictors import (
+from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.exits.predictors import (
     LogisticPredictor,
     MlpPredictor,
     Predictor,

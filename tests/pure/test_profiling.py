@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.profiling.gpu import GpuFigures
+from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.preset import FULL, QUICK
+from hetero_ee.profiling.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee.runtime import profiling
-from hetero_ee.runtime.gpu_profiling import GpuFigures
-from hetero_ee.runtime.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.profile_store import keep_profile, kept_profile, profile_file
-from hetero_ee.runtime.thoroughness import FULL, QUICK
 from hetero_ee_profiles import machine as machine_module
 from hetero_ee_profiles import memory as memory_module
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
+from hetero_ee_profiles.host.memory import MemoryInfo
 from hetero_ee_profiles.measurement import Origin, measured
-from hetero_ee_profiles.memory import MemoryInfo
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
 
@@ -92,7 +93,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def spec() -> ModelSpec:
-    return ModelSpec.from_hf(config_of("llama"))
+    return read_spec(config_of("llama"))
 
 
 class Asking:
@@ -223,7 +224,7 @@ def test_another_machine_or_model_has_a_profile_of_its_own(ask: Asking, probes: 
     ask()
     on(WITH_GPU)
     ask()
-    ask.spec = ModelSpec.from_hf(config_of("qwen3"))
+    ask.spec = read_spec(config_of("qwen3"))
     ask()
     assert len(probes.teams) == len(list((ask.folder / "profiles").iterdir())) == 3
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.registry import (
+from hetero_ee.runtime.gpu.registry import (
     IMPLEMENTATIONS,
     Implementation,
     Registry,
@@ -103,7 +103,7 @@ def test_everything_registered_loads() -> None:
 
 def test_choosing_imports_nothing() -> None:
     code = (
-        "import sys; from hetero_ee.runtime.registry import default_registry; r = default_registry(); "
+        "import sys; from hetero_ee.runtime.gpu.registry import default_registry; r = default_registry(); "
         "[r.explain(o, k) for k in ('cpu', 'cuda', 'rocm') for o in r.operations(k)]; "
         "print([m for m in ('torch', 'triton', 'bitsandbytes', 'numba') if m in sys.modules])"
     )
@@ -115,8 +115,8 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-import hetero_ee.runtime.gpu_segment
-from hetero_ee.runtime.registry import IMPLEMENTATIONS, default_registry
+import hetero_ee.runtime.gpu.segment
+from hetero_ee.runtime.gpu.registry import IMPLEMENTATIONS, default_registry
 from hetero_ee.weights.quantizers import quantizer_named
 
 registry, device = default_registry(), torch.device("cpu")

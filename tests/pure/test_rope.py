@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.rope import RopeScaling, RopeSpec
-from hetero_ee.models.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -52,7 +52,7 @@ def their_frequencies(config: Any) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [64, 12, 2])
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters=rope)
-    spec = ModelSpec.from_hf(config)
+    spec = read_spec(config)
     assert spec.rope is not None
     ours = torch.tensor(spec.rope.inverse_frequencies(), dtype=torch.float64)
     assert torch.allclose(ours, their_frequencies(config), rtol=1e-5, atol=0)
@@ -61,7 +61,7 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: i
 def test_only_a_part_of_the_features_turns() -> None:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
     config = transformers.Phi3Config(**SIZES, rope_parameters=rope, pad_token_id=0)
-    spec = ModelSpec.from_hf(config)
+    spec = read_spec(config)
     assert spec.rope == RopeSpec(10000.0, 48)
     embedding = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding
     theirs = torch.as_tensor(embedding.compute_default_rope_parameters(config)[0]).double()

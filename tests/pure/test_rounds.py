@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.planning.rounds import ExitRates, Round, chain_round, expected_rounds
 from hetero_ee.planning.statistics import DraftRates
+from hetero_ee.planning.times.rounds import ExitRates, Round, chain_round, expected_rounds
 
 N_ROUNDS = 400_000
 DRAFT_S, VERIFY_S = 0.3, (1.0, 1.1, 1.3, 1.4, 1.8, 2.0, 2.5, 3.1)

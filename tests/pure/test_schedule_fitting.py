@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero_ee.exits.calibration import FittedBoundary
-from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.exit_schedule import NO_SCHEDULE
-from hetero_ee.exits.predictor_quality import NO_EXIT
-from hetero_ee.exits.predictors import ThresholdPredictor
-from hetero_ee.exits.schedule_fitting import ReadBytes, fit_schedule
-from hetero_ee.exits.sliced_logits import SlicedLogits, n_pairs
+from hetero_ee.calibration.predictor_quality import NO_EXIT
+from hetero_ee.calibration.schedule_fitting import ReadBytes, fit_schedule
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import decoder_blocks
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.speculation.exits.calibration import FittedBoundary
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.predictors import ThresholdPredictor
+from hetero_ee.speculation.exits.schedule import NO_SCHEDULE
+from hetero_ee.speculation.exits.sliced_logits import SlicedLogits, n_pairs
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import random_model, save_checkpoint
@@ -100,7 +100,7 @@ def test_at_most_a_quarter_of_the_layers() -> None:
 
 def test_bytes_are_those_of_the_weights(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     weights = load_dense(Checkpoint(folder, spec))
     read = ReadBytes.of(decoder_blocks(spec), weights)
     assert read.head == 4 * spec.vocab_size * spec.hidden_size and read.candidates == 16 * spec.hidden_size

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.exits.candidates import HeadCandidates
-from hetero_ee.exits.draft_rows import draft_rows
-from hetero_ee.exits.exit_map import ExitMap
-from hetero_ee.exits.features import exit_features
-from hetero_ee.exits.sliced_logits import SlicedLogits, n_pairs
-from hetero_ee.exits.traces import Trace, trace
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executor import Executor
+from hetero_ee.calibration.draft_rows import draft_rows
+from hetero_ee.calibration.traces import Trace, trace
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.exits.sliced_logits import SlicedLogits, n_pairs
+from hetero_ee.speculation.sources.candidates import HeadCandidates
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import random_model, save_checkpoint
@@ -29,7 +29,7 @@ def some_logits(n_boundaries: int, m: int, seed: int = 0) -> SlicedLogits:
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=5), tmp_path_factory.mktemp("model"))
-    spec = ModelSpec.from_hf(folder)
+    spec = read_spec(folder)
     return Executor(spec, load_dense(Checkpoint(folder, spec)), len(CHUNK))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_ee.decoding.split_pattern import MAX_LENGTH, why_slow
+from hetero_ee.text.split_pattern import MAX_LENGTH, why_slow
 
 PUBLISHED = {
     "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

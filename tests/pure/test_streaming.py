@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_ee.errors import DeviceLostError
-from hetero_ee.runtime.device import CPU, GPU, Event, Link
-from hetero_ee.runtime.streaming import AtOnce, WeightStream
-from hetero_ee.runtime.timeline import TO_GPU
+from hetero_ee.runtime.devices.device import CPU, GPU, Event, Link
+from hetero_ee.runtime.devices.timeline import TO_GPU
+from hetero_ee.runtime.streaming.streaming import AtOnce, WeightStream
 from tests.device_support import EmulatedMachine, Fault, FaultyLink
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.decoding.text import REPLACEMENT, TextStream
-from hetero_ee.decoding.tokenizer import Tokenizer
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.text.text_stream import REPLACEMENT, TextStream
+from hetero_ee.text.tokenizer import Tokenizer
 
 SNIPPETS = [
     "Once upon a time",
@@ -77,7 +77,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder, ModelSpec.from_hf(folder).vocab_size)
+    return Tokenizer.load(folder, read_spec(folder).vocab_size)
 
 
 def test_trained_tokenizers_stream_any_text(tokenizer: Tokenizer) -> None:
@@ -93,7 +93,7 @@ def test_trained_tokenizers_stream_any_text(tokenizer: Tokenizer) -> None:
 
 def test_trained_tokenizers_stream_random_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     has_byte_fallback = '"ByteFallback"' in (folder / "tokenizer.json").read_text(encoding="utf-8")
-    vocabulary = list(range(ModelSpec.from_hf(folder).vocab_size))
+    vocabulary = list(range(read_spec(folder).vocab_size))
     if has_byte_fallback:  # a byte that does not fit makes earlier bytes, characters already, invalid
         vocabulary = [t for t in vocabulary if not tokenizer._backend.convert_ids_to_tokens(t).startswith("<0x")]
     generator = random.Random(2)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetero_ee.runtime.device import CPU, GPU
-from hetero_ee.runtime.timeline import ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Timeline
+from hetero_ee.runtime.devices.device import CPU, GPU
+from hetero_ee.runtime.devices.timeline import ROWS_TO_CPU, ROWS_TO_GPU, TO_CPU, TO_GPU, Timeline
 from tests.device_support import EmulatedMachine, work
 
 

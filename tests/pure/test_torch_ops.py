@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.weight import DenseWeight
 from tests.families import config_of
@@ -26,7 +26,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_activations_of_a_row_do_not_depend_on_its_batch(
     threads: int, activation: str, gated: bool, ffn_size: int
 ) -> None:
-    spec = replace(ModelSpec.from_hf(config_of("llama")), activation=activation, gated=gated, activation_threshold=0.1)
+    spec = replace(read_spec(config_of("llama")), activation=activation, gated=gated, activation_threshold=0.1)
     x = torch.randn(5, ffn_size * (1 + gated), generator=torch.Generator().manual_seed(threads))
     together = TorchOps().activate(x, spec)
     for row in range(5):

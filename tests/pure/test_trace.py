@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee.errors import DiskFullError, UsageError
-from hetero_ee.runtime.timeline import TO_GPU, Span
+from hetero_ee.runtime.devices.timeline import TO_GPU, Span
 from hetero_ee.runtime.trace import SpanRecorder, write_trace
 from tests.device_support import EmulatedMachine
 

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import any_of, explained
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.overlap import Overlap
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.round_costs import predicted_round, round_costs
-from hetero_ee.planning.rounds import (
+from hetero_ee.planning.schedule import WORTH_IT, Chain
+from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, Statistics
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.planning.times.round_costs import predicted_round, round_costs
+from hetero_ee.planning.times.rounds import (
     ExitRates,
     LevelWalk,
     Round,
@@ -26,8 +28,6 @@ from hetero_ee.planning.rounds import (
     guess_chance,
     walk_rounds,
 )
-from hetero_ee.planning.schedule import WORTH_IT, Chain
-from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, Statistics
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.exits.calibration import FittedBoundary
-from hetero_ee.exits.features import exit_features
-from hetero_ee.exits.predictor_quality import NO_EXIT
-from hetero_ee.exits.predictors import LogisticPredictor, ThresholdPredictor
-from hetero_ee.exits.sliced_logits import SlicedLogits
-from hetero_ee.exits.walks import Walks, walks
+from hetero_ee.calibration.predictor_quality import NO_EXIT
+from hetero_ee.calibration.walks import Walks, walks
+from hetero_ee.speculation.exits.calibration import FittedBoundary
+from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.exits.predictors import LogisticPredictor, ThresholdPredictor
+from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
 from tests.pure.test_sliced_logits import some_logits
 
 

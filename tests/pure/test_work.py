@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.costs import Costs
 from hetero_ee.planning.parts import model_parts
-from hetero_ee.runtime.rows import Rows
+from hetero_ee.planning.times.costs import Costs
+from hetero_ee.runtime.batch import Rows
 from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -112,7 +113,7 @@ def test_the_planner_expects_the_same(
     window: int | None, kv_type: str, n_rows: int, first: int, place: str, sheet: Any
 ) -> None:
     """Two ways to the same figures: the planner's by parts, the emulated device's by works."""
-    spec = ModelSpec.from_hf(
+    spec = read_spec(
         {
             "model_type": "mistral",
             "hidden_size": 2048,

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
-from hetero_ee_profiles.cpu import CpuInfo, cpu_info
-from hetero_ee_profiles.gpu import GpuInfo, gpu_inventory
-from hetero_ee_profiles.host import Host
-from hetero_ee_profiles.instruction_set import GENERIC, kernel_instruction_set, rank, system_instruction_set
-from hetero_ee_profiles.memory import MemoryInfo, memory_info
-from hetero_ee_profiles.system import system_info
-from hetero_ee_profiles.torch_build import TorchBuild
+from hetero_ee_profiles.gpu.inventory import GpuInfo, gpu_inventory
+from hetero_ee_profiles.host.cpu import CpuInfo, cpu_info
+from hetero_ee_profiles.host.host import Host
+from hetero_ee_profiles.host.instruction_set import GENERIC, kernel_instruction_set, rank, system_instruction_set
+from hetero_ee_profiles.host.memory import MemoryInfo, memory_info
+from hetero_ee_profiles.host.system import system_info
+from hetero_ee_profiles.host.torch_build import TorchBuild
 
 LOW_MEMORY_BYTES = 2**30
 NUMBA_VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")

@@ -6,10 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.registry import IsInstalled, default_registry, is_installed
+from hetero_ee.runtime.gpu.registry import IsInstalled, default_registry, is_installed
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
-from hetero_ee_profiles.host import TIMEOUT_S, Host
-from hetero_ee_profiles.torch_build import TorchBuild
+from hetero_ee_profiles.host.host import TIMEOUT_S, Host
+from hetero_ee_profiles.host.torch_build import TorchBuild
 
 LOWEST_PYTHON = (3, 11)
 INSTALL = "Install hetero-ee anew: its dependencies are not complete."

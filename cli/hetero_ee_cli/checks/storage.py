@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hetero_ee.runtime.kernel_cache import KernelCache, kernel_cache_folder
 from hetero_ee_cli.checks.finding import Finding, fail, gib, ok, warn
-from hetero_ee_profiles.disk import disk_info, try_disk
-from hetero_ee_profiles.host import Host
+from hetero_ee_profiles.host.disk import disk_info, try_disk
+from hetero_ee_profiles.host.host import Host
 
 # As in hetero_ee.weights, whose import brings torch.
 MANIFEST_FILE = "manifest.json"

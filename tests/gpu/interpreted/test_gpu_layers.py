@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
-from hetero_ee.runtime.gpu_layers import GpuLayers
-from hetero_ee.runtime.gpu_operations import gpu_operations
-from hetero_ee.runtime.registry import default_registry
+from hetero_ee.runtime.executors.gpu import GpuLayers
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.gpu.operations import gpu_operations
+from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.executor_support import MAX_TOKENS, Model, model_of
 from tests.gpu_support import DEVICE, assert_same_bits, random
 

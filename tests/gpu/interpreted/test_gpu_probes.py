@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.models.spec import ModelSpec
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.profiling.gpu import measured_gpu
+from hetero_ee.profiling.measure import product_shapes
+from hetero_ee.profiling.preset import QUICK, Thoroughness
 from hetero_ee.runtime import gpu_overhead_probe
-from hetero_ee.runtime.gpu_profiling import measured_gpu
-from hetero_ee.runtime.profiling import product_shapes
-from hetero_ee.runtime.registry import default_registry
-from hetero_ee.runtime.thoroughness import QUICK, Thoroughness
-from hetero_ee_profiles.gpu_platform import cuda_platform
+from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin
 from tests.families import config_of
 from tests.gpu_support import IS_INTERPRETED
@@ -27,7 +27,7 @@ ORIGIN = Origin("a test", "2026-11-21", "versions")
 def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_overhead_probe, "MANY_LAYERS", 2)
     platform: Any = StandInGpu(l2_bytes=1) if IS_INTERPRETED else cuda_platform(None)
-    spec = ModelSpec.from_hf(config_of("qwen3", **SMALL))
+    spec = read_spec(config_of("qwen3", **SMALL))
     registry = default_registry(lambda name: name == "triton")
     shapes, points = product_shapes(spec), [(1, 16), (1, 70), (17, 17)]
     found = measured_gpu(spec, shapes, points, platform, registry, TINY, ORIGIN, _clock(platform))
@@ -44,7 +44,7 @@ def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -
 def test_figures_of_a_gpu_make_sense() -> None:
     platform = cuda_platform(None)
     assert platform is not None
-    spec = ModelSpec.from_hf(config_of("llama", hidden_size=2048, intermediate_size=5632, num_attention_heads=32))
+    spec = read_spec(config_of("llama", hidden_size=2048, intermediate_size=5632, num_attention_heads=32))
     thorough = replace(QUICK, repeats=5)
     points = [(1, 16), (1, 1024), (4, 16), (128, 128)]
     found = measured_gpu(

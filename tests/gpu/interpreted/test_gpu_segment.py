@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime import gpu_segment
-from hetero_ee.runtime.executor import Executor
-from hetero_ee.runtime.gpu_kv_cache import GpuKvCache
-from hetero_ee.runtime.gpu_operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu_segment import GpuSegment, recorder_for
-from hetero_ee.runtime.registry import default_registry
-from hetero_ee.runtime.rows import Rows
-from hetero_ee.runtime.segment_room import MAX_ROWS
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS
+from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
+from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
@@ -38,7 +39,7 @@ Model = tuple[ModelSpec, ModelWeights]
 def model_of(family: str, folder: Path, **changes: int) -> Model:
     """Two layers, matrices by the family's quantizer, on the CPU."""
     save_checkpoint(random_model(family, **({"num_hidden_layers": 2} | changes)), folder)
-    spec, weights = ModelSpec.from_hf(folder), ModelWeights({}, {})
+    spec, weights = read_spec(folder), ModelWeights({}, {})
     checkpoint = Checkpoint(folder, spec)
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)

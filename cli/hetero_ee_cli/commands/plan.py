@@ -1,0 +1,174 @@
+"""`hetero-ee plan`: where every part of a model would go, why, and how fast that is expected to be."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_ee_cli.options.planning import (
+    DraftTokens,
+    GpuLayers,
+    Hardware,
+    KvType,
+    Mode,
+    ModelArgument,
+    Override,
+    RamBudget,
+    RandomWeights,
+    VramBudget,
+    VramMargin,
+    hardware_from,
+    limits_from,
+    model_spec,
+)
+from hetero_ee_cli.options.settings import CtxSize, Offline, Threads
+from hetero_ee_cli.terminal.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee_profiles.hardware import HardwareProfile
+
+GIB = 2**30
+
+
+def plan(
+    model: ModelArgument = None,
+    random_weights: RandomWeights = None,
+    hardware: Hardware = None,
+    vram_budget: VramBudget = None,
+    vram_margin: VramMargin = None,
+    ram_budget: RamBudget = None,
+    gpu_layers: GpuLayers = None,
+    override: Override = None,
+    ctx_size: CtxSize = None,
+    kv_type: KvType = None,
+    mode: Mode = None,
+    draft_tokens: DraftTokens = None,
+    threads: Threads = None,
+    offline: Offline = None,
+    published_exits: Annotated[
+        bool, typer.Option(help="Use exit rates published for Llama-2-7B, as if this model had them.")
+    ] = False,
+    own_drafts: Annotated[
+        bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
+    ] = True,
+    curve: Annotated[bool, typer.Option(help="Draw expected tokens per second against the VRAM budget.")] = False,
+    curve_file: Annotated[
+        Path | None, typer.Option(help="Draw the curve into a PNG file instead; needs the extra [plot].")
+    ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Explain a plan that --json has printed instead of making one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON document.")] = False,
+) -> None:
+    """Plan where each part of a model goes, and say what to expect. Nothing is loaded or changed.
+
+    The last line of the output is a string of flags that pins the plan, for plan itself.
+    """
+    limits = limits_from(
+        vram_budget=vram_budget,
+        vram_margin=vram_margin,
+        ram_budget=ram_budget,
+        gpu_layers=gpu_layers,
+        override=override,
+        ctx_size=ctx_size,
+        kv_type=kv_type,
+        mode=mode,
+        draft_tokens=draft_tokens,
+        threads=threads,
+    )
+    with ending_at_once():
+        from hetero_ee.planning.explanation import explained
+        from hetero_ee.planning.plan import Plan
+        from hetero_ee.planning.planner import check_fits
+        from hetero_ee.planning.planner import plan as make_plan
+        from hetero_ee.planning.statistics import Statistics, published_statistics
+        from hetero_ee_cli.commands.profile import profile_for
+        from hetero_ee_profiles.records import to_json
+    from hetero_ee_cli.terminal.progress import stage_progress
+
+    with stage_progress() as progress:
+        spec, _, folder = model_spec(model, random_weights, offline, progress, configuration_only=True)
+        if plan_file is not None:
+            made = Plan.load(plan_file)
+            check_fits(made, spec)
+            print(to_json(made) if as_json else explained(made), end="" if as_json else "\n")
+            return
+        counts = (limits.threads,) if limits.threads else ()
+        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=counts)
+        statistics = Statistics()
+        if published_exits:
+            statistics = Statistics(published_statistics(spec.n_layers))
+        elif own_drafts and folder is not None:
+            statistics = _own_statistics(spec, folder, profile, limits, lambda text: progress(text, 0, 0))
+    made = make_plan(spec, profile, limits, statistics)
+    if as_json:
+        print(to_json(made), end="")
+    elif curve or curve_file:
+        _draw(spec, profile, limits, statistics, curve_file)
+    else:
+        _explain(made, spec, profile, limits, statistics)
+
+
+def _own_statistics(
+    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", notice: Callable[[str], None]
+) -> "Statistics":
+    """Of the calibration and the draft head that opening this model would find; a notice where they can't be read."""
+    from hetero_ee.calibration.location import CalibrationPlace
+    from hetero_ee.config import cache_folder
+    from hetero_ee.errors import HeteroError
+    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.speculation.draft_opening import found_knowledge
+    from hetero_ee.weights.quantization import Quantization
+    from hetero_ee.weights.store.conversion import cached_store
+    from hetero_ee.weights.store.reader import is_store
+
+    try:
+        if is_store(folder):
+            place = CalibrationPlace(spec, folder)
+        else:
+            quantization = Quantization.of_model(folder, None)
+            store = cached_store(folder, quantization, cache_folder())
+            place = CalibrationPlace(spec, store, folder, quantization)
+        knowledge = found_knowledge(place, None, folder, spec, notice)
+        return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
+    except HeteroError as error:
+        notice(f"Planned without drafts: {error}")
+        return Statistics()
+
+
+def _explain(
+    made: "Plan", spec: "ModelSpec", profile: "HardwareProfile", limits: "Limits", statistics: "Statistics"
+) -> None:
+    from hetero_ee.planning.explanation import explained, flags
+    from hetero_ee.planning.what_if import with_other_vram
+
+    print(explained(made))
+    changes = []
+    for label, extra_bytes in (("more", GIB), ("less", -GIB)):
+        other = with_other_vram(made, spec, profile, limits, statistics, extra_bytes)
+        if other is not None:
+            changes.append(f"with 1 GiB of VRAM {label} {other.prediction.generated_tokens_per_s:.2f}")
+    if changes:
+        print(f"{'':10} {', '.join(changes)} tokens/s")
+    print(f"\n{flags(made)}")
+
+
+def _draw(
+    spec: "ModelSpec",
+    profile: "HardwareProfile",
+    limits: "Limits",
+    statistics: "Statistics",
+    file: Path | None,
+) -> None:
+    from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
+
+    points = vram_curve(spec, profile, limits, statistics)
+    if file is None:
+        print(curve_text(points, profile))
+    else:
+        curve_png(points, profile, file)

@@ -1,0 +1,156 @@
+"""`hetero-ee profile`: measures this machine at a model's shapes."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetero_ee_cli.options.planning import ModelArgument, RandomWeights, model_spec
+from hetero_ee_cli.options.settings import Offline
+from hetero_ee_cli.terminal.signals import ending_at_once
+
+if TYPE_CHECKING:
+    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
+
+JSON_SCHEMA = 1
+QUICK_S = 5  # what --quick takes at most, kernels compiled
+
+
+def profile(
+    model: ModelArgument = None,
+    random_weights: RandomWeights = None,
+    quick: Annotated[bool, typer.Option(help=f"Rough figures in {QUICK_S} seconds, all cores only.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure anew even where a profile is kept.")] = False,
+    offline: Offline = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole profile as a JSON document.")] = False,
+) -> None:
+    """Measure this machine at a model's shapes: memory, kernels, attention, overheads, disk. Kept for later plans.
+
+    Measure on a quiet machine: whatever else runs is measured too.
+    """
+    with ending_at_once():
+        from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
+    from hetero_ee_cli.terminal.progress import stage_progress
+
+    with stage_progress() as progress:
+        spec, name, folder = model_spec(model, random_weights, offline, progress)
+        found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
+    if as_json:
+        print(json.dumps({"schema": JSON_SCHEMA, "model_name": name} | dataclasses.asdict(found)))
+    else:
+        print(_shown(found, name))
+
+
+def profile_for(
+    spec: "ModelSpec",
+    folder: Path | None,
+    progress: Callable[[str, int, int], None],
+    *,
+    quick: bool = True,
+    refresh: bool = False,
+    threads: tuple[int, ...] = (),
+) -> "HardwareProfile":
+    """This machine's profile for the model, kept or measured now."""
+    import torch
+
+    from hetero_ee.config import cache_folder, data_folder
+    from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+
+    torch.set_num_threads(1)  # its threads would stand in the kernels' way
+    weights = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size, default=None) if folder else None
+    if folder is not None and (folder / "weights.bin").is_file():
+        weights = folder / "weights.bin"
+    command = " ".join(["hetero-ee", *sys.argv[1:2]])
+    return machine_profile(
+        spec,
+        Wanted(quick=quick, refresh=refresh, threads=threads, command=command),
+        data_folder=data_folder(),
+        cache_folder=cache_folder(),
+        disk_file=weights,
+        clock=time.perf_counter,
+        progress=progress,
+    )
+
+
+def kept_profile_for(spec: "ModelSpec", threads: int) -> "HardwareProfile | None":
+    """This machine's profile for the model and number of threads, 0 for all cores, where it is kept; never measures."""
+    from hetero_ee.config import cache_folder, data_folder
+    from hetero_ee.profiling.machine_profile import known_profile
+    from hetero_ee_profiles.host.process import physical_core_count
+
+    threads = threads or physical_core_count()
+    return known_profile(spec, threads, data_folder=data_folder(), cache_folder=cache_folder())
+
+
+def _shown(found: "HardwareProfile", name: str) -> str:
+    machine = found.machine
+    lines = [
+        f"{machine.cpu_model}, {machine.n_cores} cores, {machine.instruction_set}, "
+        f"{machine.ram_bytes / 2**30:.1f} GiB of memory; {machine.gpu_model or 'no GPU'}",
+        f"measured at the shapes of {name}, {found.disk_read_bytes_per_s.origin.date}, {machine.versions}",
+        f"disk {found.disk_read_bytes_per_s.value / 1e9:.2f} GB/s"
+        f"{'' if found.disk_read_bytes_per_s.count else ' (assumed: no file to read)'}",
+    ]
+    for times in found.cpu:
+        title = f"{times.threads} thread{'s' if times.threads > 1 else ''}: memory read"
+        lines += ["", *_times_shown(title, times)]
+    if found.gpu is not None and found.link is not None:
+        title = f"GPU: {found.gpu.free_bytes / 2**30:.1f} GiB free, memory copied"
+        lines += ["", *_times_shown(title, found.gpu), "", *_link_shown(found.link)]
+    return "\n".join([*lines, *found.warnings])
+
+
+def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
+    """A table: a line for each product, microseconds over the number of rows; attention and overheads below.
+
+    title: the device and what was done with its memory, at the rate that follows.
+    """
+    rows = sorted({row.m for row in times.matmuls})
+    read = times.read_bytes_per_s
+    lines = [
+        f"{title} {read.value / 1e9:.1f} GB/s ({read.p20 / 1e9:.1f} to {read.p80 / 1e9:.1f})",
+        f"{'microseconds at m =':28}" + "".join(f"{m:>10}" for m in rows),
+    ]
+    shapes = dict.fromkeys((row.layout, row.n_rows, row.n_columns) for row in times.matmuls)
+    for layout, n_rows, n_columns in shapes:
+        found = {
+            row.m: row.time.value
+            for row in times.matmuls
+            if (row.layout, row.n_rows, row.n_columns) == (layout, n_rows, n_columns)
+        }
+        lines.append(f"{f'{layout} {n_rows} x {n_columns}':28}" + "".join(f"{found[m] * 1e6:10.1f}" for m in rows))
+    overheads = {row.m: row for row in times.overheads}
+    for label, kind in (("rest of a layer", "layer"), ("rest of a pass", "whole_pass")):
+        values = [getattr(overheads[m], kind).value * 1e6 if m in overheads else float("nan") for m in rows]
+        lines.append(f"{label:28}" + "".join(f"{value:10.1f}" for value in values))
+    for row in times.attentions:
+        lines.append(f"{f'attention, {row.m} rows of {row.context_tokens}':28}{row.time.value * 1e6:10.1f}")
+    return lines
+
+
+def _link_shown(link: "LinkTimes") -> list[str]:
+    """Rates of copies, then what a small step between the devices takes."""
+    rates = (
+        ("copy to the GPU", link.to_gpu_bytes_per_s),
+        ("copy to the CPU", link.to_cpu_bytes_per_s),
+        ("both at once, together", link.both_ways_bytes_per_s),
+        ("pageable memory to the GPU", link.pageable_to_gpu_bytes_per_s),
+        ("pageable memory to the CPU", link.pageable_to_cpu_bytes_per_s),
+    )
+    times = (
+        ("small copy", link.latency),
+        ("launch", link.launch),
+        ("launch and wait", link.synchronize),
+        ("hidden state across", link.crossing),
+    )
+    return [
+        "link: GB/s, then microseconds, each with p20 and p80",
+        *(f"{name:28}{f.value / 1e9:10.2f}{f.p20 / 1e9:10.2f}{f.p80 / 1e9:10.2f}" for name, f in rates),
+        *(f"{name:28}{f.value * 1e6:10.1f}{f.p20 * 1e6:10.1f}{f.p80 * 1e6:10.1f}" for name, f in times),
+    ]

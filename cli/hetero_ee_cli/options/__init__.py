@@ -1,0 +1,1 @@
+"""Flags, stated once for every command that takes them."""

@@ -1,0 +1,1 @@
+"""What a run did, as text, table or JSON."""

@@ -1,0 +1,125 @@
+"""The rows of `hetero-ee bench`: llama-bench's keys and ours, as a table, CSV or JSON."""
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.benchmark import BenchRun
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.speculation.statistics import DraftStatistics
+    from hetero_ee.weights.model_weights import ModelWeights
+    from hetero_ee_profiles.hardware import HardwareProfile
+
+FORMATS = ("md", "csv", "json", "jsonl")
+NANOSECONDS = 1e9
+
+Row = dict[str, Any]
+
+
+def columns(
+    run: "BenchRun",
+    made: "Plan",
+    weights: "ModelWeights",
+    name: str,
+    profile: "HardwareProfile",
+    predicted_s: float | None,
+    found: "DraftStatistics | None",
+) -> Row:
+    """A row. predicted_s: None where nothing tells how good drafts are. found: None in full mode."""
+    import datetime
+    from statistics import fmean, stdev
+
+    from hetero_ee import __version__
+
+    samples_ns = [round(seconds * NANOSECONDS) for seconds in run.samples_s]
+    return {
+        "build_commit": __version__,
+        "cpu_info": profile.machine.cpu_model,
+        "gpu_info": profile.machine.gpu_model or "",
+        "model_filename": name,
+        "model_type": f"{made.model} {weights.quantizer}",
+        "model_size": weights.n_bytes,
+        "model_n_params": weights.n_weights,
+        "n_batch": made.prefill_chunk_tokens,
+        "n_threads": made.threads,
+        "n_gpu_layers": made.gpu_layers,
+        "n_prompt": run.n_prompt,
+        "n_gen": run.n_gen,
+        "n_depth": run.n_depth,
+        "test": run.name,
+        "test_time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "avg_ns": round(fmean(samples_ns)),
+        "stddev_ns": round(stdev(samples_ns)) if len(samples_ns) > 1 else 0,
+        "avg_ts": run.avg_ts,
+        "stddev_ts": run.stddev_ts,
+        "samples_ns": samples_ns,
+        "samples_ts": list(run.samples_ts),
+        "predicted_ts": None if predicted_s is None else (run.n_prompt or run.n_gen) / predicted_s,
+        "vram_budget": made.vram_budget_bytes,
+        "plan_hash": made.sha256,
+        "profile_date": profile_date(profile),
+        "mode": made.mode,
+        "boundary": made.boundary,
+        "draft_tokens": made.draft_tokens,
+        "acceptance": None if found is None else found.acceptance,
+        "tokens_per_pass": None if found is None else found.tokens_per_pass,
+    }
+
+
+def print_row(rows: list[Row], style: str) -> None:
+    """The last row, below the head of the table where it is the first."""
+    row = rows[-1]
+    if style == "jsonl":
+        print(json.dumps(row), flush=True)
+        return
+    if len(rows) == 1:
+        print("| model | size | params | threads | mode | test | t/s | predicted t/s |")
+        print("| --- | ---: | ---: | ---: | :--- | ---: | ---: | ---: |")
+    print(
+        f"| {row['model_filename']} {row['model_type'].split()[-1]} | {row['model_size'] / 2**20:.1f} MiB "
+        f"| {row['model_n_params'] / 1e6:.1f} M | {row['n_threads']} | {_mode(row)} | {row['test']} "
+        f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {_rate(row['predicted_ts'])} |",
+        flush=True,
+    )
+
+
+def _mode(row: Row) -> str:
+    """And what drafting brought."""
+    if row["acceptance"] is None:
+        return str(row["mode"])
+    return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f"{tokens_per_s:.2f}"
+
+
+def footer(rows: list[Row]) -> str:
+    """What holds for all rows: where the predictions come from, and what the executor itself takes."""
+    lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures anew"]
+    spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
+    known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
+    if known:
+        lines.append(f"microseconds a layer of the executor, kernels not counted: {', '.join(known)}")
+    return "\n".join(lines)
+
+
+def whole_document(rows: list[Row], style: str) -> str:
+    """All rows as JSON or CSV."""
+    if style == "json":
+        return json.dumps(rows, indent=1) + "\n"
+    text = io.StringIO()
+    flat = [
+        {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows
+    ]
+    writer = csv.DictWriter(text, list(flat[0]), quoting=csv.QUOTE_NONNUMERIC)
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def profile_date(profile: "HardwareProfile") -> str:
+    """When it was measured."""
+    return profile.cpu[0].read_bytes_per_s.origin.date

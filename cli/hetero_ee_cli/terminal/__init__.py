@@ -1,0 +1,1 @@
+"""Lines in and out of a terminal or a pipe."""

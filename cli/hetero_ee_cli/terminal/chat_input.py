@@ -1,0 +1,88 @@
+"""What a user of the chat types, or a pipe sends: lines become messages and commands.
+
+A line is a message. One that ends in a backslash goes on in the next; lines between two \"\"\" are one message. A line
+that begins with a slash is a command; a message that does begins with a space.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetero_ee.errors import UsageError
+
+ReadLine = Callable[[str], str | None]  # a prompt -> a line without its end, None where there is no more
+
+PROMPT, PROMPT_OF_MORE = "> ", ". "
+FENCE = '"""'
+MAX_LINE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """name: with its slash; argument: the rest of the line."""
+
+    name: str
+    argument: str
+
+
+def read_entry(read_line: ReadLine) -> str | Command | None:
+    """The next message or command; None at the end. Raises UsageError for text that is none."""
+    while (line := read_line(PROMPT)) is not None:
+        if line.lstrip().startswith(FENCE):
+            text = _fenced(line.lstrip(), read_line)
+        else:
+            text = _continued(line, read_line)
+            if text.startswith("/"):
+                name, _, argument = text.strip().partition(" ")
+                return Command(name, argument.strip())
+        if text.strip():
+            return text
+    return None
+
+
+def _fenced(line: str, read_line: ReadLine) -> str:
+    """The text between the fences; what stands beside a fence is part of it."""
+    text = line.removeprefix(FENCE)
+    while not text.rstrip().endswith(FENCE):
+        if (more := read_line(PROMPT_OF_MORE)) is None:
+            raise UsageError(f"a message that begins with {FENCE} has no such end.")
+        text = _joined(text, more)
+    return text.rstrip().removesuffix(FENCE).removeprefix("\n").removesuffix("\n")
+
+
+def _continued(line: str, read_line: ReadLine) -> str:
+    while line.endswith("\\"):
+        line = line[:-1]
+        if (more := read_line(PROMPT_OF_MORE)) is None:
+            break
+        line = _joined(line, more)
+    return line
+
+
+def _joined(text: str, line: str) -> str:
+    from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS
+
+    if len(text) + len(line) >= MAX_MESSAGE_CHARACTERS:
+        raise UsageError(f"the message has more than {MAX_MESSAGE_CHARACTERS} characters.")
+    return f"{text}\n{line}"
+
+
+def piped_lines() -> ReadLine:
+    """Reads standard input where it is not a terminal. The reader raises UsageError for what is not text."""
+    n_lines = 0
+
+    def read(_prompt: str) -> str | None:
+        nonlocal n_lines
+        n_lines += 1
+        data = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)
+        if len(data) > MAX_LINE_BYTES:
+            raise UsageError(f"line {n_lines} of standard input has more than {MAX_LINE_BYTES // 2**20} MiB.")
+        try:
+            line = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"line {n_lines} of standard input is not UTF-8 text at byte {error.start}.") from error
+        if "\0" in line:
+            raise UsageError(f"line {n_lines} of standard input holds a NUL character; text has none.")
+        return line.removesuffix("\n").removesuffix("\r") if data else None
+
+    return read

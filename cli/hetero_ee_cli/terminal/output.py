@@ -1,0 +1,62 @@
+"""What a command says: the text on standard output as it comes, everything else in lines on standard error."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.result import GeneratedToken, GenerationResult
+
+
+def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
+    """Prints the text as it comes; the tokens that came, and whether Ctrl-C ended them."""
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="")  # type: ignore[union-attr]
+    seen: list[GeneratedToken] = []
+    try:
+        for token in tokens:
+            seen.append(token)
+            if token.text and not quiet:
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return seen, True
+    return seen, False
+
+
+def closing_line(
+    prompt: str,
+    result: "GenerationResult",
+    seed: int | None,
+    expected_tokens_per_s: float | None = None,
+    mode: str | None = None,
+) -> str:
+    """Counts and rates of one text. prompt: what to say of the prompt's tokens; seed: None where it did not matter;
+    mode: how it was decoded, None where there was no choice."""
+    from hetero_ee_profiles.host.process import peak_memory_bytes
+
+    parts = [
+        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
+        f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
+        + ("" if expected_tokens_per_s is None else f" (expected {expected_tokens_per_s:.1f})"),
+        f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
+    ]
+    if mode is not None:
+        parts.insert(2, mode)
+    if seed is not None:
+        parts.append(f"seed {seed}")
+    return f"[ {' | '.join(parts)} ]"
+
+
+def say(line: str) -> None:
+    """A line on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def complain(message: str) -> None:
+    """A refusal, on standard error."""
+    say(f"hetero-ee: {printable(message)}")
+
+
+def printable(message: str) -> str:
+    """One line, control characters escaped: file and tensor names come from outside."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)

@@ -1,0 +1,82 @@
+"""Progress on standard error: a bar a stage on a terminal, a line elsewhere, nothing where nothing takes long."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+READING = "Reading the prompt"  # the engine's stage that is nothing special, and comes with every long prompt
+
+
+@contextmanager
+def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields what Engine.from_pretrained calls with (stage, done, in all); a bar appears at its stage's first call.
+
+    With 0 in all, the stage is a remark. of_each_time: what is shown is not of the kind that happens only once.
+    """
+    shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
+    try:
+        yield shown.update
+    finally:
+        shown.close()
+
+
+class _Lines:
+    """For logs and pipes: says once of each stage that it runs."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._said: set[str] = set()
+        self._quiet = quiet
+
+    def update(self, stage: str, n_done: int, n_all: int) -> None:
+        if stage not in self._said and not self._quiet and stage != READING:
+            self._said.add(stage)
+            print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bars:
+    """For terminals; rich is imported only when there is something to show."""
+
+    def __init__(self, note: str = ", once") -> None:
+        self._note = note
+        self._close: Callable[[], None] = lambda: None
+        self._advance: Callable[[str, int, int], None] | None = None
+
+    def update(self, stage: str, n_done: int, n_all: int) -> None:
+        if self._advance is None:
+            self._start()
+        assert self._advance is not None
+        self._advance(stage, n_done, n_all)
+
+    def close(self) -> None:
+        self._close()
+        self._close, self._advance = lambda: None, None
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.filesize import decimal
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from hetero_ee.hub.download import DOWNLOADING
+
+        texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, n_done: int, n_all: int) -> None:
+            if n_all == 0:
+                progress.console.print(f"{stage}.", markup=False, highlight=False)
+                return
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
+            size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
+            progress.update(tasks[stage], completed=n_done, size=size)
+            if progress.finished:  # what comes now may be text, which a bar would be drawn across
+                self.close()
+
+        progress.start()
+        self._close, self._advance = progress.stop, advance

@@ -1,0 +1,1 @@
+"""SIMD values inside Numba code."""

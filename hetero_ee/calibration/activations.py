@@ -1,0 +1,83 @@
+"""What goes through the matrices of a model: second moments of their inputs, and how often FFN neurons are active.
+
+The moments weight quantization errors (which column matters), the frequencies tell sparsity. Measured on the reference
+operations, as these see every matrix with its input.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hetero_ee.calibration.traces import FIRST_COUNTED
+from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
+
+ACTIVE_SHARE = 0.05  # of a token's largest activation in that layer: below, a neuron counts as inactive
+MOMENT, FREQUENCY = "second_moment", "active_share"
+
+Sums = dict[str, npt.NDArray[np.float64]]
+
+
+class ActivationRecorder(BatchedTorchOps):
+    """Operations that sum up, in float64, what passes the matrices of the layers. `sums` and `n_rows` grow with use.
+
+    To be used with one whole chunk a pass: the first row, position 0, is left out.
+
+    sums: by name, "<matrix>.second_moment" the sums of squares of its inputs' features, and
+    "layers.*.ffn.active_share" the tokens at which a neuron was active: above 0 for ReLU, else ACTIVE_SHARE.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self._spec = spec
+        self._names: dict[int, str] = {}
+        for block in decoder_blocks(spec):
+            if block.kind in (BlockKind.ATTENTION, BlockKind.FFN):
+                for tensor in block.tensors.values():
+                    if tensor.name in weights.matrices:
+                        self._names[id(weights.matrices[tensor.name])] = tensor.name
+        self.sums: Sums = {}
+        self.n_rows = 0
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        name = self._names.get(id(weight))
+        if name is not None:
+            counted = x[FIRST_COUNTED:]
+            self._add(f"{name}.{MOMENT}", counted.double().square().sum(0))
+            if name.endswith(".ffn.down"):
+                self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
+            if name == "layers.0.attention.qkv":
+                self.n_rows += len(counted)
+        return super().linear(x, weight, bias)
+
+    def _active(self, inner: Tensor) -> Tensor:
+        """Which inputs of the second FFN matrix count as active, (m, ffn)."""
+        if self._spec.activation in ("relu", "fatrelu"):
+            return inner != 0 if self._spec.gated else inner > 0
+        size = inner.abs()
+        return size > ACTIVE_SHARE * size.amax(dim=1, keepdim=True)
+
+    def _add(self, name: str, values: Tensor) -> None:
+        array = values.numpy()
+        self.sums[name] = self.sums[name] + array if name in self.sums else array
+
+
+def activation_names(spec: ModelSpec) -> dict[str, int]:
+    """Every name that an ActivationRecorder sums under, with its number of features."""
+    sizes: dict[str, int] = {}
+    for block in decoder_blocks(spec):
+        for short, tensor in block.tensors.items():
+            if block.kind in (BlockKind.ATTENTION, BlockKind.FFN) and len(tensor.shape) == 2:
+                sizes[f"{tensor.name}.{MOMENT}"] = tensor.shape[1]
+                if short == "down":
+                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = tensor.shape[1]
+    return sizes
+
+
+def averages(sums: Mapping[str, npt.NDArray[np.float64]], n_rows: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Means a token of what was summed, float32."""
+    return {name: (values / max(1, n_rows)).astype(np.float32) for name, values in sums.items()}

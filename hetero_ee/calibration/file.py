@@ -1,0 +1,290 @@
+"""A calibration on disk: a folder with calibration.json and calibration.safetensors, beside the store it belongs to.
+
+The folder appears whole or not at all. The JSON has every figure and the checksum of the tensors' file; what is read is
+believed in nothing: versions, key, fields, ranges, checksum, names, types and shapes are looked at first.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hetero_ee.calibration.activations import activation_names
+from hetero_ee.calibration.metrics import BoundaryFigures, DepthFigures
+from hetero_ee.calibration.predictor_quality import NO_EXIT
+from hetero_ee.calibration.tensors import parsed_safetensors, read_whole, safetensors_bytes, write_whole
+from hetero_ee.errors import ModelError, StoreError, shown
+from hetero_ee.hub.json_text import parse_json
+from hetero_ee.hub.regular_file import find_file, read_file
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.features import feature_names
+from hetero_ee.speculation.exits.predictors import Predictor, predictor_from_arrays
+from hetero_ee.speculation.exits.schedule import ExitSchedule
+from hetero_ee.speculation.sources.candidates import N_CANDIDATES
+from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
+from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, make_folders, store_errors
+from hetero_ee_profiles.records import from_json, to_json
+
+FORMAT_NAME = "hetero_ee calibration"
+FORMAT_VERSION = 2
+MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 10**6
+MAX_TENSORS_BYTES = 4 * 2**30
+TYPES: dict[str, Any] = {"F16": np.float16, "F32": np.float32}
+N_FEATURES = len(feature_names(N_CANDIDATES))
+WAY_OUT = "run hetero-ee calibrate"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryRecord:
+    """BoundaryCalibration without its tensors: kinds in the place of predictors. map_rank: None without a map,
+    hidden_size for a full matrix."""
+
+    boundary: int
+    map_rank: int | None
+    predictor: str
+    threshold: float
+    sliced_predictor: str | None
+    sliced_threshold: float
+    figures: BoundaryFigures
+    walk: WalkRates
+
+    def __post_init__(self) -> None:
+        for threshold in (self.threshold, self.sliced_threshold):
+            if not 0 <= threshold <= NO_EXIT:
+                raise ValueError(f"threshold is {threshold}, expected 0 to {NO_EXIT}")
+        if self.walk.mean_exit_depth > self.boundary or self.walk.n_evaluated > self.boundary:
+            raise ValueError(f"a walk to boundary {self.boundary} passes no more boundaries than that")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """What calibration.json holds."""
+
+    format: str
+    version: int
+    key: str
+    n_layers: int
+    hidden_size: int
+    text: CalibrationText
+    boundaries: tuple[BoundaryRecord, ...]
+    schedule: ExitSchedule
+    depths: DepthFigures
+    tensors_sha256: str
+
+    def __post_init__(self) -> None:
+        n_boundaries = len(self.boundaries)  # compared first: n_layers may be any number
+        if n_boundaries != self.n_layers - 1 or any(
+            each.boundary != place for place, each in enumerate(self.boundaries, 1)
+        ):
+            raise ValueError(f"boundaries have to be 1 to {self.n_layers - 1}")
+        if len(self.depths.histogram) != self.n_layers:
+            raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
+        if max(self.schedule.boundaries, default=1) >= self.n_layers:
+            raise ValueError(f"the schedule names boundary {max(self.schedule.boundaries)} of {self.n_layers} layers")
+        for boundary in self.schedule.boundaries[1:]:
+            if self.boundaries[boundary - 1].sliced_predictor is None:
+                raise ValueError(f"the schedule names boundary {boundary}, which has no sliced predictor")
+
+
+def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
+    """Writes `folder` whole or not at all, in the place of what was there. Raises StoreError, DiskFullError."""
+    files = files or LocalFileSystem()
+    data = safetensors_bytes(_tensors_of(calibration))
+    record = _record_of(calibration, key, hashlib.sha256(data).hexdigest())
+    unfinished, replaced = (folder.with_name(folder.name + end) for end in (UNFINISHED_SUFFIX, REPLACED_SUFFIX))
+    with store_errors(folder):
+        make_folders(folder.parent, files)
+        for left in (unfinished, replaced):
+            if left.is_dir():
+                files.remove_tree(left)
+        files.create_folder(unfinished)
+        try:
+            for name, content in ((TENSORS_FILE, data), (JSON_FILE, to_json(record).encode())):
+                write_whole(unfinished / name, content, files)
+            files.sync_folder(unfinished)
+            if folder.is_dir():
+                files.rename(folder, replaced)
+            files.rename(unfinished, folder)
+        except BaseException:
+            _take_back(folder, unfinished, replaced, files)
+            raise
+        files.sync_folder(folder.parent)
+        if replaced.is_dir():
+            files.remove_tree(replaced)
+
+
+def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | None:
+    """The calibration in `folder`, None where there is none.
+
+    Raises StoreError, in one sentence that says what to do, for one that is damaged, of another version or model.
+    """
+    try:
+        file = find_file(folder, JSON_FILE, StoreError)
+        if file is None:
+            return None
+        record = _parsed(read_file(file, MAX_JSON_BYTES, "a calibration", StoreError), file)
+        _check_belongs(record, file, spec, key)
+        tensors = _read_tensors(folder, record)
+        return _calibration(record, spec, tensors)
+    except (ValueError, ModelError) as error:
+        raise StoreError(f"the calibration in {folder} is damaged ({error}); {WAY_OUT} again.") from error
+
+
+def _take_back(folder: Path, unfinished: Path, replaced: Path, files: FileSystem) -> None:
+    """After a failure the former calibration is where it was; a disk that refuses this keeps the first error."""
+    try:
+        if replaced.is_dir() and not folder.exists():
+            files.rename(replaced, folder)
+        if unfinished.is_dir():
+            files.remove_tree(unfinished)
+    except OSError:
+        pass
+
+
+def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> CalibrationRecord:
+    boundaries = (
+        BoundaryRecord(
+            each.boundary,
+            each.exit_map.rank if each.exit_map else None,
+            each.predictor.kind,
+            each.threshold,
+            each.sliced_predictor.kind if each.sliced_predictor else None,
+            each.sliced_threshold,
+            each.figures,
+            each.walk,
+        )
+        for each in calibration.boundaries
+    )
+    return CalibrationRecord(
+        format=FORMAT_NAME,
+        version=FORMAT_VERSION,
+        key=key,
+        n_layers=calibration.n_layers,
+        hidden_size=calibration.hidden_size,
+        text=calibration.text,
+        boundaries=tuple(boundaries),
+        schedule=calibration.schedule,
+        depths=calibration.depths,
+        tensors_sha256=tensors_sha256,
+    )
+
+
+def _tensors_of(calibration: Calibration) -> Arrays:
+    arrays: Arrays = {}
+    for each in calibration.boundaries:
+        prefix = f"boundaries.{each.boundary}"
+        if each.exit_map is not None:
+            parts = {"up": each.exit_map.up, "bias": each.exit_map.bias}
+            if each.exit_map.down is not None:
+                parts["down"] = each.exit_map.down
+            arrays |= {f"{prefix}.map.{name}": part.numpy().astype(np.float16) for name, part in parts.items()}
+        arrays |= {f"{prefix}.predictor.{name}": array for name, array in each.predictor.arrays().items()}
+        if each.sliced_predictor is not None:
+            sliced = each.sliced_predictor.arrays()
+            arrays |= {f"{prefix}.sliced_predictor.{name}": array for name, array in sliced.items()}
+    return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
+
+
+def _parsed(data: bytes, file: Path) -> CalibrationRecord:
+    """Format and version come first: of another version nothing else can be said. Raises StoreError, ValueError."""
+    body = parse_json(data, MAX_JSON_VALUES)
+    if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+        raise ValueError(f"{JSON_FILE} is no calibration")
+    if type(body.get("version")) is not int or body["version"] != FORMAT_VERSION:
+        raise StoreError(
+            f"{file} has calibration format version {shown(body.get('version'))}, this engine reads version "
+            f"{FORMAT_VERSION}; {WAY_OUT} again."
+        )
+    return from_json(CalibrationRecord, data.decode())
+
+
+def _check_belongs(record: CalibrationRecord, file: Path, spec: ModelSpec, key: str) -> None:
+    shapes = (record.n_layers, record.hidden_size)
+    if record.key != key or shapes != (spec.n_layers, spec.hidden_size):
+        raise StoreError(
+            f"the calibration {file} is of another model or of other weights than these; {WAY_OUT} for this model."
+        )
+
+
+def _read_tensors(folder: Path, record: CalibrationRecord) -> Arrays:
+    file = find_file(folder, TENSORS_FILE, StoreError)
+    if file is None:
+        raise ValueError(f"{TENSORS_FILE} is missing")
+    data = read_whole(file, MAX_TENSORS_BYTES, "a calibration")
+    if hashlib.sha256(data).hexdigest() != record.tensors_sha256:
+        raise ValueError(f"{TENSORS_FILE} does not match its checksum")
+    return parsed_safetensors(data, TYPES)
+
+
+def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) -> Calibration:
+    rest = dict(tensors)
+    boundaries = tuple(_boundary(each, spec.hidden_size, rest) for each in record.boundaries)
+    activations = {}
+    for name, n_features in activation_names(spec).items():
+        activations[name] = _taken(rest, f"activations.{name}", (n_features,), np.float32)
+    for name in rest:
+        raise ValueError(f"tensor {shown(name)} is unknown")
+    return Calibration(
+        record.n_layers,
+        record.hidden_size,
+        record.text,
+        boundaries,
+        record.schedule,
+        record.depths,
+        activations,
+    )
+
+
+def _boundary(record: BoundaryRecord, hidden_size: int, rest: Arrays) -> BoundaryCalibration:
+    prefix = f"boundaries.{record.boundary}"
+    sliced = record.sliced_predictor
+    return BoundaryCalibration(
+        record.boundary,
+        _exit_map(record, f"{prefix}.map", hidden_size, rest),
+        _predictor(record.predictor, f"{prefix}.predictor.", rest),
+        record.threshold,
+        None if sliced is None else _predictor(sliced, f"{prefix}.sliced_predictor.", rest),
+        record.sliced_threshold,
+        record.figures,
+        record.walk,
+    )
+
+
+def _predictor(kind: str, prefix: str, rest: Arrays) -> Predictor:
+    """Of the arrays whose names begin so, taken out of `rest`. Raises ValueError, ModelError."""
+    own = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+    predictor = predictor_from_arrays(kind, own)
+    if predictor.n_features != N_FEATURES:
+        raise ValueError(f"{shown(prefix)} is of a predictor of {predictor.n_features} features, expected {N_FEATURES}")
+    return predictor
+
+
+def _exit_map(record: BoundaryRecord, prefix: str, hidden_size: int, rest: Arrays) -> ExitMap | None:
+    rank = record.map_rank
+    if rank is None:
+        return None
+    if not 1 <= rank <= hidden_size:
+        raise ValueError(f"map_rank of boundary {record.boundary} is {rank}, expected 1 to {hidden_size}")
+    shapes = {"up": (hidden_size, rank), "bias": (hidden_size,)}
+    if rank < hidden_size:
+        shapes["down"] = (rank, hidden_size)
+    parts = {name: _taken(rest, f"{prefix}.{name}", shape, np.float16) for name, shape in shapes.items()}
+    tensors = {name: torch.from_numpy(part.astype(np.float32)) for name, part in parts.items()}
+    return ExitMap(tensors.get("down"), tensors["up"], tensors["bias"])
+
+
+def _taken(rest: Arrays, name: str, shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
+    """The array, taken out of `rest`, of this shape and type, and finite. Raises ValueError."""
+    found = rest.pop(name, None)
+    if found is None or found.shape != shape or found.dtype != kind or not np.isfinite(found).all():
+        raise ValueError(f"tensor {shown(name)} is missing, not finite or not of shape {shape}")
+    return found

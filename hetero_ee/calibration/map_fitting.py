@@ -1,0 +1,190 @@
+"""Fits exit maps in closed form: ridge regression on streamed normal equations, its rank reduced in the head's metric.
+
+With rows z = (x, 1) and r = y - x, the least squares of |r - z B|^2 + ridge |B_x|^2 needs only S = sum z^T z and
+T = sum z^T r, which are summed in float64. What matters of an error e in y is what the head makes of it: e G e^T,
+G = sum over tokens of (w - mean w)^T (w - mean w), as a constant added to every logit changes nothing. With M = G^(1/2)
+the best W of rank k in that metric is B_x M V V^T M^-1, V the first k eigenvectors of M B_x^T (S_c + ridge I) B_x M,
+S_c centred. Source: reduced-rank regression (Izenman 1975), with ridge; derived for this metric.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.calibration.traces import chosen_tokens
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.weights.weight import Weight
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of a feature's mean square
+RANK_SHARES = (16, 8, 4)  # the ranks tried are hidden_size over these, and full rank
+MAX_FULL_RANK_FEATURES = 1024  # beyond, a full matrix takes longer to read than some layers, and to decompose
+WIDE_RANK_SHARES = (64, 32, 16)  # for such models, without full rank
+SUBSPACE_STEPS = 8  # of the iteration that finds their eigenvectors
+WORTH_A_RANK = 0.005  # agreement that a larger map has to bring
+SIGNIFICANT = 2.0  # standard deviations that a map has to be better by, as the best of several it flatters itself
+METRIC_BLOCK_TOKENS = 4096  # rows of the head expanded at once
+METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the head does not see stay invertible
+
+
+class NormalEquations:
+    """The sums of one boundary: products, S, and targets, T, are changed in place by add()."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.products = torch.zeros(hidden_size + 1, hidden_size + 1, dtype=torch.float64)
+        self.targets = torch.zeros(hidden_size + 1, hidden_size, dtype=torch.float64)
+
+    def add(self, normed: Tensor, final: Tensor) -> None:
+        """Normed states (m, hidden) at the boundary, and the same tokens' at the end."""
+        rows = torch.cat([normed.double(), torch.ones(len(normed), 1, dtype=torch.float64)], dim=1)
+        self.products.addmm_(rows.T, rows)
+        self.targets.addmm_(rows.T, (final - normed).double())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is anything to fit, and all of it finite."""
+        is_finite = bool(torch.isfinite(self.products).all() and torch.isfinite(self.targets).all())
+        return is_finite and float(torch.diagonal(self.products)[:-1].mean()) > 0
+
+    def solution(self, ridge: float) -> Tensor:
+        """B, (hidden + 1, hidden). ridge: relative to the mean square of a feature."""
+        return torch.cholesky_solve(self.targets, torch.linalg.cholesky(self.products + self._penalty(ridge)))
+
+    def energy(self, ridge: float) -> Tensor:
+        """Centred S of the features alone with the ridge added, (hidden, hidden)."""
+        sums, inner = self.products[-1, :-1], self.products[:-1, :-1]
+        return inner - torch.outer(sums, sums) / self.products[-1, -1] + self._penalty(ridge)[:-1, :-1]
+
+    def bias(self, slope: Tensor) -> Tensor:
+        """The bias that belongs to W = slope: mean residual less what W makes of the mean."""
+        n_rows = self.products[-1, -1]
+        return self.targets[-1] / n_rows - (self.products[-1, :-1] / n_rows) @ slope
+
+    def _penalty(self, ridge: float) -> Tensor:
+        """A diagonal; the bias is free, but for what keeps the factorization defined."""
+        diagonal = torch.diagonal(self.products)[:-1]
+        scale = float(diagonal.mean())
+        penalty = torch.full((len(self.products),), ridge * scale, dtype=torch.float64)
+        penalty[-1] = 0.0
+        return torch.diag(penalty)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadMetric:
+    """root: M, inverse: M^-1, float64 (hidden, hidden), both symmetric."""
+
+    root: Tensor
+    inverse: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectionRows:
+    """Rows that no equation has seen, to choose by: normed (m, hidden) at the boundary, final at the end, the tokens
+    (m,) that the full model chooses."""
+
+    normed: Tensor
+    final: Tensor
+    tokens: Tensor
+
+
+def head_metric(head: Weight) -> HeadMetric:
+    """The metric of a head (vocab, hidden)."""
+    n_tokens, hidden_size = head.shape
+    gram, sums = (torch.zeros(*shape, dtype=torch.float64) for shape in ((hidden_size, hidden_size), (hidden_size,)))
+    for first in range(0, n_tokens, METRIC_BLOCK_TOKENS):
+        block = head.rows(torch.arange(first, min(n_tokens, first + METRIC_BLOCK_TOKENS))).double()
+        gram.addmm_(block.T, block)
+        sums += block.sum(0)
+    gram -= torch.outer(sums, sums) / n_tokens
+    values, vectors = torch.linalg.eigh(gram)
+    floor = METRIC_FLOOR * float(values.clamp(min=0).mean()) or 1.0
+    roots = values.clamp(min=floor).sqrt()
+    return HeadMetric((vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T)
+
+
+def fit_exit_map(
+    equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionRows, project: Callable[[Tensor], Tensor]
+) -> ExitMap | None:
+    """The smallest map that is about as often right as any, None where that is not clearly more often than no map is.
+
+    project: normed states -> logits. The result is in fp16's values.
+    """
+    if not equations.is_usable:
+        return None
+    ridge = min(RIDGES, key=lambda each: _error(equations.solution(each), metric, chosen_by))
+    unmapped = _is_right(project(chosen_by.normed), chosen_by)
+    maps, is_right = [], []
+    for candidate in _candidates(equations, metric, ridge):
+        if candidate is not None:
+            maps.append(candidate)
+            is_right.append(_is_right(project(candidate.apply(chosen_by.normed)), chosen_by))
+    n_right = [int(each.sum()) for each in is_right]
+    enough = max(n_right, default=0) - WORTH_A_RANK * len(unmapped)
+    place = next((place for place, found in enumerate(n_right) if found >= enough), None)
+    return maps[place] if place is not None and _is_better(is_right[place], unmapped) else None
+
+
+def _is_right(logits: Tensor, rows: SelectionRows) -> Tensor:
+    return chosen_tokens(logits) == rows.tokens
+
+
+def _is_better(mapped: Tensor, unmapped: Tensor) -> bool:
+    """Whether the map is right more often by more than chance: McNemar's test, which looks at the rows that differ."""
+    gained, lost = int((mapped & ~unmapped).sum()), int((unmapped & ~mapped).sum())
+    return gained - lost > SIGNIFICANT * math.sqrt(gained + lost)
+
+
+def ranks(hidden_size: int) -> list[int]:
+    """Ranks that are tried, ascending; hidden_size itself stands for full rank."""
+    if hidden_size > MAX_FULL_RANK_FEATURES:
+        return [hidden_size // share for share in WIDE_RANK_SHARES]
+    return [*sorted({max(1, hidden_size // share) for share in RANK_SHARES}), hidden_size]
+
+
+def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
+    """Eigenvectors of the largest eigenvalues of a positive (n, n) matrix, largest first: (n, n_vectors).
+
+    Exact up to MAX_FULL_RANK_FEATURES; beyond, by subspace iteration from a fixed start, which is what a map of
+    reduced rank needs of them: minutes for a width of 4096 else.
+    """
+    if len(symmetric) <= MAX_FULL_RANK_FEATURES:
+        exact: Tensor = torch.linalg.eigh(symmetric)[1]
+        return exact.flip(1)[:, :n_vectors]
+    start = torch.Generator().manual_seed(0)
+    basis = torch.randn(len(symmetric), 2 * n_vectors, dtype=symmetric.dtype, generator=start)
+    for _ in range(SUBSPACE_STEPS):
+        basis = torch.linalg.qr(symmetric @ basis)[0]
+    within: Tensor = torch.linalg.eigh(basis.T @ symmetric @ basis)[1]
+    return basis @ within.flip(1)[:, :n_vectors]
+
+
+def _error(solution: Tensor, metric: HeadMetric, rows: SelectionRows) -> float:
+    """Squared error in the head's metric."""
+    residual = (rows.final - rows.normed).double() - rows.normed.double() @ solution[:-1] - solution[-1]
+    return float((residual @ metric.root).square().sum())
+
+
+def _candidates(equations: NormalEquations, metric: HeadMetric, ridge: float) -> Iterator[ExitMap | None]:
+    """A map for each rank, ascending; None where fp16 can't hold it."""
+    slope = equations.solution(ridge)[:-1]
+    weighted = slope @ metric.root
+    tried = ranks(len(slope))
+    vectors = leading_vectors(weighted.T @ equations.energy(ridge) @ weighted, tried[-1])
+    for rank in tried:
+        try:
+            yield _of_rank(equations, metric, slope, weighted, vectors[:, :rank]).rounded()
+        except ValueError:
+            yield None
+
+
+def _of_rank(
+    equations: NormalEquations, metric: HeadMetric, slope: Tensor, weighted: Tensor, vectors: Tensor
+) -> ExitMap:
+    if vectors.shape[1] == len(slope):
+        return ExitMap(None, slope.T.float().contiguous(), equations.bias(slope).float())
+    down, up = (weighted @ vectors).T, metric.inverse @ vectors
+    balance = ((up.norm(dim=0) + 1e-300) / (down.norm(dim=1) + 1e-300)).sqrt()  # both factors fit into fp16 then
+    down, up = down * balance[:, None], up / balance
+    return ExitMap(down.float().contiguous(), up.float().contiguous(), equations.bias(down.T @ up.T).float())

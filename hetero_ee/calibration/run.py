@@ -1,0 +1,184 @@
+"""The run of a calibration: chunks through the full model, maps and predictors fitted, figures taken. Resumable.
+
+The result depends on model, chunks and settings alone: a run that was killed and gone on with gives the same numbers.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from hetero_ee.calibration.activations import averages
+from hetero_ee.calibration.fitting import fit_calibration
+from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.partial import PartialCalibration
+from hetero_ee.calibration.row_stage import RowStage
+from hetero_ee.calibration.stages import (
+    CHOOSE,
+    HELD_OUT,
+    TRAIN,
+    ActivationStage,
+    Chunk,
+    MapStage,
+    Stage,
+    is_in,
+)
+from hetero_ee.calibration.tensors import Arrays
+from hetero_ee.config import Progress
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
+
+ALGORITHM_VERSION = 2  # of everything that decides the numbers; other ones are not gone on with
+WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"
+TEXT = "text"  # what a partial file calls the model's own text
+SAVING_SHARE = 0.05  # of the time at most goes into saving: a wide model's equations take gigabytes
+DONE = "done."  # in a partial file, before a stage's name: chunks it has taken, and whether it is finished
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSettings:
+    """precision: share of exits that have to be right where thresholds are chosen. n_selection_tokens: to choose ranks
+    by; n_activation_tokens: to take activations of; n_walk_tokens: to choose the schedule by, and as many again for the
+    figures of walks; max_equations_bytes: memory of the normal equations, which decides how many boundaries get a map
+    where hidden states are wide; training: of the predictors; save_every_s: at least, between two saves of what was
+    done."""
+
+    precision: float = 0.9
+    n_selection_tokens: int = 2048
+    n_activation_tokens: int = 1024
+    n_walk_tokens: int = 4096
+    max_equations_bytes: int = 2 * 2**30
+    training: MlpTraining = field(default_factory=MlpTraining)
+    save_every_s: float = 5.0
+
+
+def run_identity(key: str, text_identity: str, settings: CalibrationSettings) -> str:
+    """Tells runs apart that give other numbers. key: of the model; text_identity: of the chunks."""
+    values = asdict(settings)
+    del values["save_every_s"]
+    return hashlib.sha256(json.dumps([ALGORITHM_VERSION, key, text_identity, values]).encode()).hexdigest()
+
+
+class CalibrationRun:
+    """partial: where what was done is kept, None to keep nothing. clock: seconds."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        settings: CalibrationSettings,
+        partial: PartialCalibration | None,
+        clock: Callable[[], float],
+        progress: Progress | None = None,
+    ) -> None:
+        self._executor, self._settings, self._partial = executor, settings, partial
+        self._clock, self._progress = clock, progress
+        self._saved_s, self._pause_s = clock(), settings.save_every_s
+        self._kept: Arrays = partial.load() if partial else {}
+        self._n_done = self._n_all = 0
+
+    def calibrate(self, chunks: Sequence[Chunk], description: str) -> Calibration:
+        """chunks: at least SPLIT_CHUNKS, of at least two tokens each; the same as in every run of the same identity.
+
+        Raises UsageError, StoreError and DiskFullError.
+        """
+        executor, settings = self._executor, self._settings
+        activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
+        maps = MapStage(executor, chunks, self._map_boundaries(), settings.n_selection_tokens)
+        rows = RowStage(executor, chunks, maps.maps, settings.n_walk_tokens)
+        stages: list[Stage] = [activations, maps, rows]
+        self._n_all = sum(len(chunks[number]) for stage in stages for number in stage.numbers)
+        for stage in stages:
+            self._pass(stage, chunks)
+        text = _text(chunks, description, activations.n_rows)
+        means = averages(activations.sums, activations.n_rows)
+        return fit_calibration(executor, rows, maps.maps, text, means, settings.precision, settings.training)
+
+    def written(self, write: Callable[[int], Sequence[Chunk]], n_tokens: int) -> list[Chunk]:
+        """The model's own text: chunks of write(0), write(1) and on, until they have n_tokens or a round has none.
+
+        Rounds that a former run has kept are not written again.
+        """
+        chunks, n_rounds = self._kept_text()
+        while (n_written := sum(map(len, chunks))) < n_tokens:
+            if self._progress:
+                self._progress(WRITING, n_written, n_tokens)
+            found = write(n_rounds)
+            if not found:
+                break
+            chunks += found
+            n_rounds += 1
+            self._kept[f"{TEXT}.tokens"] = np.array([token for chunk in chunks for token in chunk])
+            self._kept[f"{TEXT}.lengths"] = np.array([len(chunk) for chunk in chunks])
+            self._kept[DONE + TEXT] = np.array([n_rounds, 0])
+            self._save_in_time()
+        return chunks
+
+    def _kept_text(self) -> tuple[list[Chunk], int]:
+        """Chunks that were written before, and in how many rounds."""
+        if DONE + TEXT not in self._kept:
+            return [], 0
+        ends = self._kept[f"{TEXT}.lengths"].cumsum()[:-1]
+        chunks = [tuple(part.tolist()) for part in np.split(self._kept[f"{TEXT}.tokens"], ends)]
+        return chunks, int(self._kept[DONE + TEXT][0])
+
+    def _pass(self, stage: Stage, chunks: Sequence[Chunk]) -> None:
+        """The stage through all its chunks, from where it was saved."""
+        n_taken, is_finished = self._restored(stage)
+        for place, number in enumerate(stage.numbers):
+            if place >= n_taken:
+                stage.add(number, chunks[number])
+                self._save(stage, place + 1, is_finished=False)
+            self._n_done += len(chunks[number])
+            if self._progress:
+                self._progress(CALIBRATING, self._n_done, self._n_all)
+        if not is_finished:
+            stage.finish()
+        self._save(stage, len(stage.numbers), is_finished=True)
+
+    def _restored(self, stage: Stage) -> tuple[int, bool]:
+        """How many chunks the stage has taken already, and whether it is finished; nothing where it can't be told."""
+        start = f"{stage.name}."
+        state = self._kept.get(DONE + stage.name)
+        if state is None:
+            return 0, False
+        stage.restore(
+            {name.removeprefix(start): array for name, array in self._kept.items() if name.startswith(start)},
+            bool(state[1]),
+        )
+        return int(state[0]), bool(state[1])
+
+    def _save(self, stage: Stage, n_taken: int, *, is_finished: bool) -> None:
+        """Saves every stage's arrays where it is time to; those of finished stages stay in memory for the next time."""
+        if self._partial is None or not (is_finished or self._is_time()):
+            return
+        start = f"{stage.name}."
+        self._kept = {name: array for name, array in self._kept.items() if not name.startswith(start)}
+        self._kept |= {start + name: array for name, array in stage.arrays().items()}
+        self._kept[DONE + stage.name] = np.array([n_taken, int(is_finished)])
+        self._save_in_time()
+
+    def _save_in_time(self) -> None:
+        if self._partial is not None and self._is_time():
+            start_s = self._clock()
+            self._partial.save(self._kept)
+            self._saved_s = self._clock()
+            self._pause_s = max(self._pause_s, (self._saved_s - start_s) / SAVING_SHARE)
+
+    def _is_time(self) -> bool:
+        return self._clock() - self._saved_s >= self._pause_s
+
+    def _map_boundaries(self) -> list[int]:
+        """All of them, or as many, evenly spread, as the memory for their equations allows."""
+        n_boundaries, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
+        equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
+        n_maps = min(n_boundaries, self._settings.max_equations_bytes // equation_bytes)
+        return sorted({1 + (2 * place + 1) * n_boundaries // (2 * n_maps) for place in range(n_maps)})
+
+
+def _text(chunks: Sequence[Chunk], description: str, n_activation_tokens: int) -> CalibrationText:
+    def counted(part: tuple[int, ...]) -> int:
+        return sum(len(chunk) - 1 for number, chunk in enumerate(chunks) if is_in(number, part))
+
+    return CalibrationText(description, counted(TRAIN), counted(CHOOSE), counted(HELD_OUT), n_activation_tokens)

@@ -1,0 +1,177 @@
+"""The stages of a calibration: each takes chunks one after the other and keeps arrays, so that it can be gone on with.
+The last one is in row_stage.py.
+
+The split is by chunk, never by token, as tokens of one text depend on each other: of four chunks two train, one chooses
+(thresholds, ranks of maps), one is held out for the figures.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetero_ee.calibration.activations import ActivationRecorder
+from hetero_ee.calibration.map_fitting import NormalEquations, SelectionRows, fit_exit_map, head_metric
+from hetero_ee.calibration.tensors import Arrays
+from hetero_ee.calibration.traces import trace
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.weights.model_weights import ModelWeights
+
+Chunk = tuple[int, ...]
+SPLIT_CHUNKS = 4
+TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
+FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapStage's arrays
+
+
+def is_in(number: int, part: tuple[int, ...]) -> bool:
+    """Whether the chunk of this number belongs to TRAIN, CHOOSE or HELD_OUT."""
+    return number % SPLIT_CHUNKS in part
+
+
+class Stage(Protocol):
+    """numbers: of the chunks it takes, in their order."""
+
+    name: str
+
+    @property
+    def numbers(self) -> Sequence[int]: ...
+
+    def add(self, number: int, chunk: Chunk) -> None: ...
+
+    def finish(self) -> None:
+        """Called once behind the last chunk; not where a finished stage was restored."""
+
+    def arrays(self) -> Arrays:
+        """Everything that restore needs, at any time between two calls of add."""
+
+    def restore(self, arrays: Arrays, is_finished: bool) -> None:
+        """Takes over what arrays() has returned in another run."""
+
+
+class ActivationStage:
+    """Sums activations over the first training chunks, on an executor of its own in plain torch."""
+
+    name = "activations"
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], max_tokens: int) -> None:
+        self._recorder = ActivationRecorder(spec, weights)
+        self._executor = Executor(spec, weights, max(map(len, chunks)), self._recorder)
+        self.numbers = first_numbers(chunks, TRAIN, max_tokens)
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        trace(self._executor, chunk)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def sums(self) -> dict[str, NDArray[np.float64]]:
+        return self._recorder.sums
+
+    @property
+    def n_rows(self) -> int:
+        return self._recorder.n_rows
+
+    def arrays(self) -> Arrays:
+        return {**self._recorder.sums, "n_rows": np.array([self._recorder.n_rows])}
+
+    def restore(self, arrays: Arrays, is_finished: bool) -> None:
+        self._recorder.n_rows = int(arrays.pop("n_rows")[0])
+        self._recorder.sums = arrays
+
+
+class MapStage:
+    """Sums the normal equations over the training chunks, then keeps rows of choosing ones, then fits the maps.
+
+    boundaries: those that get a map, where one helps. maps: fills when the stage is finished.
+    """
+
+    name = "maps"
+
+    def __init__(
+        self, executor: Executor, chunks: Sequence[Chunk], boundaries: Sequence[int], n_selection_tokens: int
+    ) -> None:
+        train = [number for number in range(len(chunks)) if is_in(number, TRAIN)]
+        self.numbers = [*train, *first_numbers(chunks, CHOOSE, n_selection_tokens)]
+        self.maps: dict[int, ExitMap] = {}
+        self._executor, self._boundaries = executor, boundaries
+        hidden_size = executor.spec.hidden_size
+        self._equations = {boundary: NormalEquations(hidden_size) for boundary in boundaries}
+        self._selection: dict[str, list[Tensor]] = {}  # parts of the chunks by boundary, FINAL and TOKENS
+        self._is_finished = False
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        found = trace(self._executor, chunk)
+        if is_in(number, CHOOSE):
+            parts = {FINAL: found.final, TOKENS: found.tokens}
+            for name, part in (parts | {str(each): found.at(each) for each in self._boundaries}).items():
+                self._selection.setdefault(name, []).append(part)
+            return
+        for boundary, equations in self._equations.items():
+            equations.add(found.at(boundary), found.final)
+
+    def finish(self) -> None:
+        if self._equations and self._selection:
+            block = self._executor.blocks[-1]
+            metric = head_metric(self._executor.weights.matrices[block.tensors["tokens"].name])
+            for boundary, equations in self._equations.items():
+                found = fit_exit_map(equations, metric, self._selection_at(boundary), self._executor.project)
+                if found is not None:
+                    self.maps[boundary] = found
+        self._is_finished = True
+        self._equations, self._selection = {}, {}
+
+    def arrays(self) -> Arrays:
+        if self._is_finished:
+            return {
+                name: array for boundary, found in self.maps.items() for name, array in _map_arrays(boundary, found)
+            }
+        arrays: Arrays = {}
+        for boundary, equations in self._equations.items():
+            arrays[f"{boundary}.products"] = equations.products.numpy()
+            arrays[f"{boundary}.targets"] = equations.targets.numpy()
+        return arrays | {SELECTION + name: torch.cat(parts).numpy() for name, parts in self._selection.items()}
+
+    def restore(self, arrays: Arrays, is_finished: bool) -> None:
+        self._is_finished = is_finished
+        if is_finished:
+            self.maps |= {
+                boundary: _map_from(boundary, arrays) for boundary in self._boundaries if f"{boundary}.up" in arrays
+            }
+            return
+        for boundary, equations in self._equations.items():
+            equations.products.copy_(torch.from_numpy(arrays[f"{boundary}.products"]))
+            equations.targets.copy_(torch.from_numpy(arrays[f"{boundary}.targets"]))
+        for name, array in arrays.items():
+            if name.startswith(SELECTION):
+                self._selection[name.removeprefix(SELECTION)] = [torch.from_numpy(array)]
+
+    def _selection_at(self, boundary: int) -> SelectionRows:
+        normed, final, tokens = (torch.cat(self._selection[name]) for name in (str(boundary), FINAL, TOKENS))
+        return SelectionRows(normed, final, tokens)
+
+
+def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
+    """The first chunks of a part that hold so many tokens together."""
+    numbers, n_found = [], 0
+    for number, chunk in enumerate(chunks):
+        if is_in(number, part) and n_found < n_tokens:
+            numbers.append(number)
+            n_found += len(chunk) - 1
+    return numbers
+
+
+def _map_arrays(boundary: int, found: ExitMap) -> list[tuple[str, NDArray[Any]]]:
+    parts = (("up", found.up), ("bias", found.bias), ("down", found.down))
+    return [(f"{boundary}.{name}", part.numpy()) for name, part in parts if part is not None]
+
+
+def _map_from(boundary: int, arrays: Arrays) -> ExitMap:
+    up, bias = (torch.from_numpy(arrays[f"{boundary}.{name}"]) for name in ("up", "bias"))
+    down = arrays.get(f"{boundary}.down")
+    return ExitMap(None if down is None else torch.from_numpy(down), up, bias)

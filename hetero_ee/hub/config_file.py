@@ -1,0 +1,60 @@
+"""config.json of a model's folder, read with suspicion."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import ModelError
+from hetero_ee.hub.json_text import depth_exceeds, not_json, parse_json
+from hetero_ee.hub.model_files import CONFIG_FILE
+from hetero_ee.hub.regular_file import find_file, read_file
+from hetero_ee.models.hf_config import four_bit_type_from_hf, spec_from_hf
+from hetero_ee.models.spec import ModelSpec
+
+MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
+MAX_CONFIG_VALUES = 10**6
+MAX_CONFIG_DEPTH = 64  # real ones have four levels
+ADAPTER_FILE = "adapter_config.json"
+
+
+def read_spec(config: Any) -> ModelSpec:
+    """The numbers of a model from a dict, a transformers configuration, or the path of config.json or its folder.
+
+    Raises ModelError naming the field, or the architecture and what is supported.
+    """
+    if isinstance(config, str | Path):
+        return spec_from_hf(read_config_file(Path(config)), str(config))
+    if isinstance(config, Mapping):
+        return spec_from_hf(config, CONFIG_FILE)
+    if hasattr(config, "to_dict"):
+        return spec_from_hf(config.to_dict(), type(config).__name__)
+    raise ModelError(f"expected a configuration, a dict or a path, got {type(config).__name__}.")
+
+
+def read_four_bit_type(folder: Path) -> str | None:
+    """The 4 bits in which bitsandbytes saved the weights of a model folder; None for floats. Raises ModelError."""
+    return four_bit_type_from_hf(read_config_file(folder), str(folder))
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The parsed config.json at `path` (the file or its folder). Raises ModelError."""
+    folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
+    file = find_file(folder, name)
+    if file is None:
+        raise ModelError(f"{folder / name} is missing; {_instead_of_config(folder)}")
+    data = read_file(file, MAX_CONFIG_BYTES, "a configuration")
+    try:
+        values = parse_json(data, MAX_CONFIG_VALUES)
+    except ValueError as error:
+        raise ModelError(f"{file} {not_json(data, error)}.") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds a {type(values).__name__}, expected a JSON object.")
+    if depth_exceeds(values, MAX_CONFIG_DEPTH):
+        raise ModelError(f"{file} is nested too deeply, expected at most {MAX_CONFIG_DEPTH} levels.")
+    return values
+
+
+def _instead_of_config(folder: Path) -> str:
+    if (folder / ADAPTER_FILE).exists():
+        return f"{ADAPTER_FILE} says that this is an adapter: merge it into its base model and give the result."
+    return "a model folder holds config.json, *.safetensors and tokenizer files."

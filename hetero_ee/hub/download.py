@@ -1,0 +1,240 @@
+"""Fetches files of one commit into the cache of huggingface_hub, several at once, and checks what arrived."""
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar, Self, cast
+
+import psutil
+
+from hetero_ee.config import Progress
+from hetero_ee.errors import CheckpointError
+from hetero_ee.hub.errors import is_transient
+from hetero_ee.hub.model_files import CONFIG_FILE
+from hetero_ee.hub.model_id import CACHED_PREFIX
+from hetero_ee.hub.repository import RemoteFile, Repository
+
+DOWNLOADING = "Downloading"  # how the stage begins whose progress is in bytes
+# Of a file that is interrupted huggingface_hub keeps nothing. Fewer files at once than its own 8 fill a line as well,
+# and less is lost.
+N_CONNECTIONS = 4
+N_ATTEMPTS = 3
+STOP_S = 1.0  # longest wait for running requests after Ctrl-C
+REPORT_S = 0.1
+HASHED_BYTES = 2**20  # read at once
+
+
+class Download:
+    """The files of one repository, as far as they are not in the cache yet."""
+
+    def __init__(self, repository: Repository, progress: Progress | None, pause_s: float) -> None:
+        self._repository, self._progress, self._pause_s = repository, progress, pause_s
+        self._stage = f"{DOWNLOADING} {repository.model}"
+        self._stopped = threading.Event()
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # one entry for each thread
+        self._done_bytes: dict[str, int] = {}
+        self._announced_bytes = 0
+
+    def announce(self, files: Sequence[RemoteFile]) -> None:
+        """From here on progress is reported, until all of `files` are there."""
+        self._done_bytes.clear()
+        self._announced_bytes = self.missing_bytes(files)
+
+    def fetch(self, files: Sequence[RemoteFile]) -> None:
+        """Returns when all are there.
+
+        Raises what huggingface_hub raises, and CheckpointError for a file that arrives damaged again and again. After
+        an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request then ends with the request.
+        """
+        waiting, n_running = deque(files), 0
+        try:
+            for _ in range(min(N_CONNECTIONS, len(files))):
+                threading.Thread(target=self._work, args=(waiting,), daemon=True).start()
+                n_running += 1
+            while n_running:
+                with suppress(Empty):
+                    failure = self._ended.get(timeout=REPORT_S)
+                    n_running -= 1
+                    if failure is not None:
+                        raise failure
+                self._report()
+        except BaseException:
+            self._stop(n_running)
+            raise
+
+    def fetch_one(self, file: RemoteFile) -> Path:
+        """The same for one file; where it lies."""
+        self.fetch([file])
+        path = self._pointer(file)
+        if path is None:
+            raise CheckpointError(f"{self._repository.model}: {file.name} has left the cache already; try again.")
+        return path
+
+    def name_revision(self, revision: str) -> None:
+        """Lets the cache know that the branch or tag `revision` is this commit, for use offline, once all is there."""
+        with suppress(Exception):  # the model is there; only an offline run would miss the name
+            self._ask_for(CONFIG_FILE, revision)
+
+    def is_cached(self, file: RemoteFile) -> bool:
+        """Whether the file lies in the cache, as long as it should be."""
+        path = self._pointer(file)
+        return path is not None and path.stat().st_size == file.size_bytes
+
+    def missing_bytes(self, files: Sequence[RemoteFile]) -> int:
+        """What there is to transfer; a file that another commit has too need not be."""
+        blobs = self._blobs()
+        absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
+        return sum(file.size_bytes for file in absent)
+
+    def _work(self, waiting: deque[RemoteFile]) -> None:
+        try:
+            while (file := _next(waiting)) and not self._stopped.is_set():
+                self._fetch_again_and_again(file)
+        except BaseException as error:
+            self._ended.put(error)
+        else:
+            self._ended.put(None)
+
+    def _fetch_again_and_again(self, file: RemoteFile) -> None:
+        for attempt in range(1, N_ATTEMPTS + 1):
+            try:
+                return self._fetch(file)
+            except Exception as error:
+                may_help = isinstance(error, CheckpointError) or is_transient(error)
+                if not may_help or attempt == N_ATTEMPTS or self._stopped.wait(attempt * self._pause_s):
+                    raise
+
+    def _fetch(self, file: RemoteFile) -> None:
+        if self.is_cached(file):
+            return
+        is_damaged = self._pointer(file) is not None  # there, but not as long as it should be
+        self._check(self._ask_for(file.name, self._repository.commit, again=is_damaged), file)
+
+    def _ask_for(self, name: str, revision: str, again: bool = False) -> Path:
+        """Where the file lies after huggingface_hub has done what it does."""
+        from huggingface_hub import hf_hub_download
+
+        bar = cast(Any, type("Bar", (_Bar,), {"download": self, "file_name": name}))
+        model = self._repository.model
+        return Path(hf_hub_download(model, name, revision=revision, force_download=again, tqdm_class=bar))
+
+    def _check(self, path: Path, file: RemoteFile) -> None:
+        """huggingface_hub checks the size that the answer names; here the listing's size and digest are checked."""
+        size_bytes = path.stat().st_size
+        if size_bytes == file.size_bytes and self._digest(path, file) == file.digest:
+            return
+        for link in (path.resolve(), path):
+            link.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{self._repository.model}: {file.name} arrived damaged, with {size_bytes} bytes where {file.size_bytes} "
+            "are listed, or others than those, and was not kept; try again."
+        )
+
+    def _digest(self, path: Path, file: RemoteFile) -> str:
+        if not file.digest:
+            return ""
+        is_sha256 = len(file.digest) == 64
+        digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+        with path.open("rb") as opened:
+            while piece := opened.read(HASHED_BYTES):
+                self.go_on(file.name, 0)
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def go_on(self, name: str, n_bytes: int) -> None:
+        """Counts what has come of a file; raises where the download is to end."""
+        if self._stopped.is_set():
+            raise _StoppedError
+        self._done_bytes[name] = self._done_bytes.get(name, 0) + n_bytes
+
+    def begin(self, name: str, n_bytes: int) -> None:
+        """Counts anew: the file begins, or begins again, with `n_bytes` of it there."""
+        self._done_bytes[name] = n_bytes
+
+    def _report(self) -> None:
+        if self._progress and self._announced_bytes:
+            done_bytes = sum(self._done_bytes.copy().values())
+            self._progress(self._stage, min(done_bytes, self._announced_bytes), self._announced_bytes)
+
+    def _stop(self, n_running: int) -> None:
+        self._stopped.set()
+        _abort_xet()
+        deadline_s = time.monotonic() + STOP_S
+        with suppress(Empty):
+            for _ in range(n_running):
+                self._ended.get(timeout=max(0, deadline_s - time.monotonic()))
+            return
+        self._remove_partial_files()
+
+    def _remove_partial_files(self) -> None:
+        """Removes what threads still write into: a process that ends now won't let them do it.
+
+        Only names with a random part, which no later run comes back to; releases before 1.18 have none and resume.
+        """
+        with suppress(psutil.Error, OSError):
+            for opened in psutil.Process().open_files():
+                file = Path(opened.path)
+                is_random = file.name.count(".") == 2 and file.suffix == ".incomplete"
+                if is_random and file.parent == self._blobs().resolve():
+                    file.unlink(missing_ok=True)
+
+    def _pointer(self, file: RemoteFile) -> Path | None:
+        """Where this commit's file lies in the cache."""
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(self._repository.model, file.name, revision=self._repository.commit)
+        return Path(path) if isinstance(path, str) else None
+
+    def _blobs(self) -> Path:
+        """The folder of the cache that holds the files' contents, each named by its digest."""
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE) / (CACHED_PREFIX + self._repository.model.replace("/", "--")) / "blobs"
+
+
+class _Bar:
+    """What huggingface_hub takes for a progress bar of one file, by a subclass each."""
+
+    download: ClassVar[Download]
+    file_name: ClassVar[str]
+
+    def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+        self.download.begin(self.file_name, initial)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, n_bytes: int = 1) -> None:
+        self.download.go_on(self.file_name, n_bytes)
+
+    def ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    close = update_transfer = set_postfix_str = set_transfer_postfix_str = refresh = ignore
+
+
+class _StoppedError(Exception):
+    """Ends a thread's download; nobody sees it."""
+
+
+def _next(waiting: deque[RemoteFile]) -> RemoteFile | None:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _abort_xet() -> None:
+    """Xet's transfers run outside of Python; huggingface_hub ends them only where Ctrl-C reaches it itself."""
+    with suppress(ImportError, AttributeError):
+        from huggingface_hub.utils._xet import abort_xet_session
+
+        abort_xet_session()  # type: ignore[no-untyped-call]

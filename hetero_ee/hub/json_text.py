@@ -1,0 +1,55 @@
+"""JSON from outside: parsed in bounded memory."""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hetero_ee.hub.stand_in import stand_in
+
+OBJECT_COST = 4  # an object takes about four times what a list or a string does
+
+
+def parse_json(data: bytes, max_values: int, **hooks: Any) -> Any:
+    """json.loads of UTF-8 text with at most about `max_values` values, an object counting as four.
+
+    Each takes up to 60 bytes of memory beside its text. Raises ValueError, its message one plain line.
+    """
+    n_values = OBJECT_COST * data.count(b"{") + data.count(b"[") + data.count(b",")
+    if n_values > max_values:
+        raise ValueError(f"its JSON has {n_values} values, expected at most {max_values}")
+    try:
+        with _collector_paused():
+            return json.loads(data.decode(), **hooks)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+
+
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether lists and objects lie in each other more than `limit` levels deep."""
+    level = [value]
+    for _ in range(limit):
+        level = [child for parent in level if isinstance(parent, dict | list) for child in _children(parent)]
+    return any(isinstance(child, dict | list) for child in level)
+
+
+def not_json(data: bytes, error: ValueError) -> str:
+    """Why `data` could not be parsed, as the end of a sentence about its file."""
+    return stand_in(data[:64]) or f"is not valid JSON ({error}); get the file anew"
+
+
+def _children(parent: Any) -> list[Any]:
+    return list(parent.values()) if isinstance(parent, dict) else parent
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Parsing makes nothing but objects that stay, and looking through all of them at intervals triples its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""Expected seconds and bytes of a plan, from a measured profile."""

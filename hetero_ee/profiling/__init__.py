@@ -1,0 +1,1 @@
+"""Measures this machine at a model's shapes, once."""

@@ -1,0 +1,311 @@
+"""Times real passes of the CPU executor, in the parts that add up to them: products, attention, the rest.
+
+Everything is timed where it happens, so that it finds the caches as there: other parts' bytes in between, keys and
+values as far apart as the executor lays them. A part's sample is its mean over one pass, so that a burst of something
+else falls out with its pass, and what one layer waits for and the next one does not stays in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.profiling.pass_sampling import PassSampling
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.cpu import CpuExecutor
+from hetero_ee.weights.weight import TileWeight
+
+N_LONG_HEADS = 2  # products of the head with many rows: as long as several layers, and hardly ever wanted
+LONG_PASS_S = 0.05  # where stop watches count for nothing, so that passes without them need not be timed
+FILL_TOKENS = 256  # keys and values that are written at a time before the passes
+CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
+N_OTHERS = 6  # stop watches in a layer besides those of products
+MAX_WATCH_S = 1e-6  # that a stop watch may cost: what seems to be more is noise
+SMALLEST_S = 1e-8  # what is left where noise has left nothing
+TOKEN_ID = 1
+Clock = Callable[[], float]
+Shape = tuple[str, int, int]  # layout, n_rows, n_columns
+
+
+@dataclass(frozen=True, slots=True)
+class PassSamples:
+    """Seconds of passes of m rows at the end of a cache of context_tokens, through n_layers layers and the head.
+
+    products: of one product in the layers, by shape; per_layer: how often a layer has it; attention_s: of one layer's;
+    layer_s: of what else a layer has; executor_s: of what of that is no kernel (norms, rotation, writing the cache and
+    activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass has. pass_s: of
+    whole passes, without stop watches and with the head of every row; of long ones with them, and where rows are more
+    than FEW_ROWS with the head of the last row.
+    """
+
+    m: int
+    context_tokens: int
+    n_layers: int
+    pass_s: tuple[float, ...]
+    products: dict[Shape, tuple[float, ...]]
+    per_layer: dict[Shape, int]
+    attention_s: tuple[float, ...]
+    layer_s: tuple[float, ...]
+    executor_s: tuple[float, ...]
+    head: Shape
+    head_s: tuple[float, ...]
+    outside_s: tuple[float, ...]
+
+    @property
+    def besides_attention_s(self) -> float:
+        """Of one layer."""
+        products_s = sum(count * median(self.products[shape]) for shape, count in self.per_layer.items())
+        return products_s + median(self.layer_s)
+
+    @property
+    def besides_layers_s(self) -> float:
+        return median(self.head_s) + median(self.outside_s)
+
+
+def probe_pass(
+    executor: CpuExecutor,
+    m: int,
+    context_tokens: int,
+    sampling: PassSampling,
+    clock: Clock,
+    n_layers: int | None = None,
+) -> PassSamples:
+    """As many passes as `sampling` says, through the first n_layers, None for all. Leaves the cache as it was.
+
+    Passes with and without stop watches take turns where rows are few and passes short. Raises ValueError where the
+    cache can't hold so many tokens.
+    """
+    watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
+    sequence = cache.open_new()
+    turn = _Turn(sequence, context_tokens - m, m, watched.n_layers, clock)
+    begun_s = clock()
+    try:
+        watched.fill(sequence, context_tokens - m)
+        first_s = turn.run(watched)  # the first passes compile and warm
+        runners = [executor, watched] if m <= FEW_ROWS and first_s < LONG_PASS_S else [watched]
+        for runner in runners[:-1]:
+            turn.run(runner)
+        watched.forget()
+        heads_s = watched.head_seconds(m) if m > FEW_ROWS else None
+        passes: list[list[float]] = [[] for _ in runners]
+        ready_s = clock()
+        while sampling.goes_on(len(passes[-1]), clock() - ready_s, ready_s - begun_s):
+            for runner, seconds in zip(runners, passes, strict=True):
+                seconds.append(turn.run(runner))
+            watched.end_pass(passes[-1][-1])
+    finally:
+        cache.close(sequence)
+    return watched.samples(m, context_tokens, passes[-1], passes[0], heads_s)
+
+
+def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, n_layers: int | None = None) -> float:
+    """Seconds of one pass with the head of every row, the first of its kind: more than others take."""
+    watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
+    sequence = cache.open_new()
+    try:
+        watched.fill(sequence, context_tokens - m)
+        return _Turn(sequence, context_tokens - m, m, watched.n_layers, clock, all_heads=True).run(executor)
+    finally:
+        cache.close(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A pass of m rows behind `before` others of the sequence, through the first layers and the head.
+
+    all_heads: the head is wanted for every row, not for a chunk's last one alone.
+    """
+
+    sequence: int
+    before: int
+    m: int
+    n_layers: int
+    clock: Clock
+    all_heads: bool = False
+
+    @torch.inference_mode()
+    def run(self, runner: CpuExecutor) -> float:
+        """Seconds. The cache is cut again."""
+        start_s = self.clock()
+        rows = Rows.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
+        hidden = runner.run(rows, None, range(self.n_layers))
+        runner.head(hidden if self.all_heads or self.m <= FEW_ROWS else hidden[-1:]).argmax(-1).tolist()
+        seconds = self.clock() - start_s
+        runner.cache.truncate(self.sequence, self.before)
+        return seconds
+
+
+class _StopWatch:
+    """Reads the clock; of an interval it takes off what a reading costs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.now_s = clock
+        self._cost_s = min(late - early for early, late in pairwise([clock() for _ in range(CLOCK_READS)]))
+        self.seconds: list[float] = []
+
+    def note(self, start_s: float) -> None:
+        """An interval that ends now."""
+        self.seconds.append(self.now_s() - start_s - self._cost_s)
+
+    def taken(self) -> list[float]:
+        """The intervals since the last time, at least one."""
+        found, self.seconds = self.seconds, []
+        return found
+
+
+def _watched(kernel: Callable[..., Any], watch: _StopWatch) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        start_s = watch.now_s()
+        out = kernel(*arguments)
+        watch.note(start_s)
+        return out
+
+    return call
+
+
+class _WatchedExecutor(CpuExecutor):
+    """Another executor's weights, cache and threads, all shared, with stop watches on products, attention and layers.
+
+    n_layers: that passes take, None for all. end_pass is to follow each pass.
+    """
+
+    def __init__(self, executor: CpuExecutor, clock: Clock, n_layers: int | None = None) -> None:
+        vars(self).update(vars(executor))
+        self.n_layers = n_layers or executor.spec.n_layers
+        self._watches = [_StopWatch(clock) for _ in range(6)]
+        self._attending, self._multiplying, self._walking, self._placing, self._feeding, self._others = self._watches
+        self._attention: Any = SimpleNamespace(attend=_watched(executor._attention.attend, self._attending))
+        self._kv_write: Any = SimpleNamespace(write=_watched(executor._kv_write.write, self._others))
+        if executor._rope is not None:
+            self._rope: Any = SimpleNamespace(turn=_watched(executor._rope.turn, self._others))
+        self._multiplied_by: list[tuple[Block, str]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever was timed."""
+        for watch in self._watches:
+            watch.seconds.clear()
+        self._multiplied_by.clear()
+        self._products: dict[Shape, list[float]] = {}
+        self._per_layer: dict[Shape, int] = {}
+        self._attention_s: list[float] = []
+        self._layer_s: list[float] = []
+        self._executor_s: list[float] = []
+        self._head_s: list[float] = []
+        self._outside_s: list[float] = []
+
+    def fill(self, sequence: int, n_tokens: int) -> None:
+        """Writes keys and values of so many tokens: memory that was never written costs less to read."""
+        starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
+        qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
+        for first in range(0, n_tokens, FILL_TOKENS):
+            rows = Rows.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
+            self.cache.admit(rows, range(self.n_layers))
+            places = super()._places(rows)
+            for place in range(self.n_layers):
+                self._kv_write.write(qkv[: len(rows)], places, place, *starts)
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        start_s = self._walking.now_s()
+        found = super().walk(hidden, rows, blocks)
+        self._walking.note(start_s)
+        return found
+
+    def _places(self, rows: Rows) -> Any:
+        start_s = self._placing.now_s()
+        found = super()._places(rows)
+        self._placing.note(start_s)
+        return found
+
+    def _normed(self, block: Block, x: Any, delta: Any) -> Any:
+        start_s = self._others.now_s()
+        normed = super()._normed(block, x, delta)
+        if block.layer is not None:
+            self._others.note(start_s)
+        return normed
+
+    def _fed_forward(self, block: Block, normed: Any) -> Any:
+        start_s = self._feeding.now_s()
+        fed = super()._fed_forward(block, normed)
+        self._feeding.note(start_s)
+        return fed
+
+    def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        start_s = self._multiplying.now_s()
+        product = super()._multiplied(x, block, short)
+        self._multiplying.note(start_s)
+        self._multiplied_by.append((block, short))
+        return product
+
+    def end_pass(self, pass_s: float) -> None:
+        """pass_s: what the pass took, stop watches included. The head's product comes last; places once a pass."""
+        *products_s, head_s = self._multiplying.taken()
+        attention_s, n_layers = self._attending.taken(), self.n_layers
+        layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
+        kernels_s = sum(self._others.taken()) + sum(self._feeding.taken())  # the FFN's products are in it
+        by_shape: dict[Shape, list[float]] = {}
+        for (block, short), seconds in zip(self._multiplied_by, products_s, strict=False):
+            by_shape.setdefault(self._shape(block.tensors[short].name), []).append(seconds)
+            kernels_s -= seconds if block.kind is BlockKind.FFN else 0.0
+        self._multiplied_by.clear()
+        for shape, found in by_shape.items():
+            self._products.setdefault(shape, []).append(fmean(found))
+            self._per_layer[shape] = len(found) // n_layers
+        rest_s = layers_s - sum(products_s) - sum(attention_s)
+        self._attention_s.append(fmean(attention_s))
+        self._layer_s.append(rest_s / n_layers)
+        self._executor_s.append((rest_s - kernels_s) / n_layers)
+        self._head_s.append(head_s)
+        self._outside_s.append(pass_s - layers_s - head_s)
+
+    def head_seconds(self, m: int) -> list[float]:
+        """Of the head's product of m rows."""
+        for _ in range(N_LONG_HEADS):
+            self.project(torch.ones(m, self.spec.hidden_size))
+        self._multiplied_by.clear()
+        return self._multiplying.taken()
+
+    def samples(
+        self,
+        m: int,
+        context_tokens: int,
+        watched_s: Sequence[float],
+        plain_s: Sequence[float],
+        heads_s: Sequence[float] | None,
+    ) -> PassSamples:
+        """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without.
+        heads_s: of the head, None for what the passes took for it."""
+        n_watches = N_OTHERS + sum(self._per_layer.values())
+        watches_s = (median(watched_s) - median(plain_s)) / self.n_layers
+        watches_s = min(max(watches_s, 0.0), n_watches * MAX_WATCH_S)
+        return PassSamples(
+            m=m,
+            context_tokens=context_tokens,
+            n_layers=self.n_layers,
+            pass_s=tuple(plain_s),
+            products={shape: _above_0(found) for shape, found in self._products.items()},
+            per_layer=dict(self._per_layer),
+            attention_s=_above_0(self._attention_s),
+            layer_s=_above_0([seconds - watches_s for seconds in self._layer_s]),
+            executor_s=_above_0([seconds - watches_s for seconds in self._executor_s]),
+            head=self._shape(self.blocks[-1].tensors["tokens"].name),
+            head_s=_above_0(self._head_s if heads_s is None else heads_s),
+            outside_s=_above_0(self._outside_s),
+        )
+
+    def _shape(self, name: str) -> Shape:
+        weight = self.weights.matrices[name]
+        assert isinstance(weight, TileWeight)
+        return "int8" if weight.codebook is None else "int4", *weight.shape
+
+
+def _above_0(samples: Sequence[float]) -> tuple[float, ...]:
+    return tuple(max(seconds, SMALLEST_S) for seconds in samples)

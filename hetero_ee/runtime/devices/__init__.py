@@ -1,0 +1,1 @@
+"""Devices and links as the executors see them: real, emulated, and the seams between."""

@@ -1,0 +1,59 @@
+"""What torch, Triton and the GPU's driver raise, told apart: no memory, a device that fails, or neither."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetero_ee.errors import DeviceLostError, shown
+from hetero_ee.runtime.devices.allocation import memory_error
+from hetero_ee.runtime.devices.device import GPU
+
+NO_MEMORY = "out of memory"  # in the words of CUDA, HIP and Triton alike
+FROM_DRIVER = ("CUDA", "HIP", "Triton Error")  # how messages of RuntimeError begin that are no AcceleratorError
+ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@contextmanager
+def driver_errors(
+    purpose: str, free_bytes: Callable[[], int], *, device: str = GPU, n_bytes: int | None = None
+) -> Iterator[None]:
+    """Inside, errors of the driver become DeviceMemoryError or DeviceLostError; all others stay as they are.
+
+    purpose: what is being done; device: whose memory may run out there, free_bytes: how much of it is free; n_bytes:
+    asked for, None where only torch knows.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_driver(error):
+            raise
+        if NO_MEMORY not in str(error):
+            raise _lost(purpose, error) from error
+        raise memory_error(device, purpose, n_bytes or _asked_bytes(error), _free(purpose, free_bytes)) from error
+
+
+def _is_of_driver(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or str(error).startswith(FROM_DRIVER)
+
+
+def _asked_bytes(error: RuntimeError) -> int | None:
+    """As torch's own message has it."""
+    found = ASKED.search(str(error))
+    return round(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def _free(purpose: str, free_bytes: Callable[[], int]) -> int:
+    try:
+        return free_bytes()
+    except RuntimeError as error:
+        raise _lost(purpose, error) from error
+
+
+def _lost(purpose: str, error: RuntimeError) -> DeviceLostError:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return DeviceLostError(
+        f"the GPU failed during {purpose} ({shown(words[0])}); start again, with --vram-budget 0 to do without the GPU."
+    )

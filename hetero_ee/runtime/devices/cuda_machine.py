@@ -1,0 +1,109 @@
+"""This computer with its GPU: the devices, the link and the runner that a plan takes there."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.runtime.devices.cpu import CpuDevice
+from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
+from hetero_ee.runtime.devices.cuda_copier import CudaMover
+from hetero_ee.runtime.devices.cuda_driver import CudaDriver, TorchCuda
+from hetero_ee.runtime.devices.cuda_errors import driver_errors
+from hetero_ee.runtime.devices.cuda_stream import CudaClock
+from hetero_ee.runtime.devices.device import GPU, Link
+from hetero_ee.runtime.devices.machine import CpuMover, Machine
+from hetero_ee.runtime.executors.gpu import GpuLayers
+from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
+from hetero_ee.runtime.gpu.registry import Notice, default_registry
+from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.runtime.streaming.block_source import PinnedBlocks
+from hetero_ee.runtime.trace import SpanRecorder
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee_profiles.gpu.platform import cuda_platform
+from hetero_ee_profiles.host.host import this_host
+from hetero_ee_profiles.host.memory import memory_info
+
+N_SLOTS = 64  # sequences that may be open at once: a line of a small table each
+VISIT = "visit"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that can be used. device: torch's; operations: what computes there."""
+
+    device: torch.device
+    driver: CudaDriver
+    operations: GpuOperations
+
+    def reachable_bytes(self) -> int:
+        """Memory that this process has or could have: other programs have the rest."""
+        with driver_errors("a look at its memory", lambda: 0):
+            return self.driver.free_bytes() + self.driver.kept_bytes()
+
+
+def usable_gpu(model: str | None, notice: Notice) -> Gpu | None:
+    """The GPU of that name, else the one with most memory; None where torch can use none. notice: see Registry."""
+    if cuda_platform(None) is None:
+        return None
+    platform = cuda_platform(model)
+    assert platform is not None, "there was one just now"
+    operations = gpu_operations(default_registry(notice=notice), platform.kind)
+    return Gpu(platform.device, TorchCuda(platform.device), operations)
+
+
+def free_ram_bytes() -> int:
+    """Memory that the system could still give this process."""
+    return memory_info(this_host()).available_bytes
+
+
+def cuda_machine(
+    gpu: Gpu,
+    spec: ModelSpec,
+    plan: Plan,
+    clock: Callable[[], float],
+    recorder: SpanRecorder | None = None,
+    ram_bytes: Callable[[], int] = free_ram_bytes,
+) -> Machine:
+    """recorder: gets what ran where and when. Raises DeviceMemoryError and DeviceLostError."""
+    cpu = CpuDevice(clock, ram_bytes, recorder)
+    if not plan.n_bytes(GPU):
+        return Machine(cpu, None, None, CpuMover())
+    trace = CudaClock(gpu.driver, clock, recorder) if recorder is not None else None
+    device = CudaDevice(gpu.driver, clock, plan.vram_budget_bytes, trace)
+    link = CudaLink(gpu.driver, cpu.free_bytes, trace)
+    with driver_errors("buffers of hidden states", gpu.driver.free_bytes):
+        n_rows = max(plan.prefill_chunk_tokens, FEW_ROWS)
+        mover = CudaMover(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
+
+    def make_source(
+        blocks: Sequence[Block], weights: ModelWeights, _: Callable[[int], int], over: Link
+    ) -> PinnedBlocks:
+        return PinnedBlocks(blocks, weights, device, over)
+
+    return Machine(cpu, device, link, mover, make_source, lambda: ThreadPoolExecutor(1, "weights"))
+
+
+def gpu_layers(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuLayers:
+    """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
+    places = {part.name: part.decode_place for part in plan.parts}
+    kept = [block for block in decoder_blocks(spec) if places.get(block.name) == GPU]
+    if places["head"] == GPU:
+        kept += [block for block in decoder_blocks(spec) if block.kind is BlockKind.FINAL_NORM]
+    visits = any(part.prefill_place == VISIT and part.kv_bytes for part in plan.parts)
+    with driver_errors("the model", gpu.driver.free_bytes):
+        cache = GpuKvCache(
+            (len(layers), spec.n_kv_heads, spec.head_dim),
+            plan.context_tokens,
+            gpu.device,
+            n_slots=N_SLOTS,
+            kind=plan.kv_type,
+            layers=layers,
+        )
+        return GpuLayers(spec, weights, kept, cache, gpu.operations, plan.kv_type if visits else None)

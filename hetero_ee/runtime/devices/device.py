@@ -1,0 +1,91 @@
+"""Devices and the link between them, as the executor sees them: a seam with a real, an emulated and a faulty side."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from hetero_ee.runtime.devices.allocation import Allocation
+from hetero_ee.runtime.work import Work
+
+T = TypeVar("T")
+CPU, GPU = "cpu", "gpu"
+
+
+class Event(Protocol):
+    """The end of a piece of work, which other work can be told to start after."""
+
+    def wait(self) -> None:
+        """The host waits until it is reached. Raises DeviceLostError."""
+        ...
+
+
+class Device(Protocol):
+    """Something that computes and has memory. name: "cpu" or "gpu"; the CPU is the host.
+
+    Any method may raise DeviceLostError.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def now_s(self) -> float:
+        """Seconds since any fixed point, the host's: the only clock that the runtime asks."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that can still be claimed; never below 0."""
+        ...
+
+    def allocate(self, n_bytes: int, purpose: str) -> Allocation:
+        """Claims memory before it is used. Raises DeviceMemoryError, and nothing has changed."""
+        ...
+
+    def held_bytes(self) -> dict[str, int]:
+        """What is claimed, by purpose."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the device with anything in it; it counts where it was claimed. Raises DeviceMemoryError."""
+        ...
+
+    def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
+        """Computes once the events are reached: what `compute` returns, and the event of its end.
+
+        works: what it does, in numbers. On a GPU `compute` launches, and its result may only be used after the event,
+        or in later work of the same device, which runs in order. Raises what `compute` raises, an error of the driver
+        as DeviceMemoryError or DeviceLostError.
+        """
+        ...
+
+    def wait(self, event: Event) -> None:
+        """The host waits until the event is reached."""
+        ...
+
+
+class Link(Protocol):
+    """Copies between the CPU's memory and the GPU's. Copies one way keep their order, as do crossings.
+
+    `to` is the device at the end, "cpu" or "gpu". What is read must stay as it is until the copy's event, and what is
+    written must be memory that was there before: made in `compute`, it would be the link's to give away again.
+    """
+
+    def copy(
+        self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
+    ) -> tuple[T, Event]:
+        """Copies n_bytes (weights, keys and values) once the events are reached; `compute` begins the copy.
+
+        Raises like Device.run.
+        """
+        ...
+
+    def cross(
+        self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
+    ) -> tuple[T, Event]:
+        """Copies n_rows of hidden states likewise; its event is reached when the device `to` can use them."""
+        ...
+
+    def host_buffer(self, n_bytes: int) -> Tensor:
+        """uint8 memory of the CPU that copies run from and to at full speed. Raises DeviceMemoryError."""
+        ...

@@ -1,0 +1,72 @@
+"""Machine: the devices a plan runs on, and how hidden states move between them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block
+from hetero_ee.runtime.devices.device import Device, Link
+from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource, Worker
+from hetero_ee.weights.model_weights import ModelWeights
+
+
+class Mover(Protocol):
+    """Where a tensor lies, and how it gets elsewhere."""
+
+    def is_on_gpu(self, x: Tensor) -> bool: ...
+
+    def to_gpu(self, x: Tensor) -> Tensor:
+        """The same on the GPU, itself where it is there; begun, not waited for."""
+        ...
+
+    def to_cpu(self, x: Tensor) -> Tensor:
+        """The same on the CPU, itself where it is there; begun, not waited for. Valid until the second call after."""
+        ...
+
+
+class CpuMover:
+    """Of a machine without a GPU."""
+
+    def is_on_gpu(self, x: Tensor) -> bool:
+        return False
+
+    def to_gpu(self, x: Tensor) -> Tensor:
+        raise AssertionError("there is no GPU")
+
+    def to_cpu(self, x: Tensor) -> Tensor:
+        return x
+
+
+class EmulatedGpuTensor(Tensor):
+    """A tensor of the CPU that counts as one of the emulated GPU; what is computed from it counts as that too."""
+
+
+class EmulatedMover:
+    """Of an emulated GPU, whose tensors are the CPU's under another name."""
+
+    def is_on_gpu(self, x: Tensor) -> bool:
+        return isinstance(x, EmulatedGpuTensor)
+
+    def to_gpu(self, x: Tensor) -> Tensor:
+        return x.as_subclass(EmulatedGpuTensor)
+
+    def to_cpu(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Tensor)
+
+
+# Makes the source of streamed blocks: their weights, what comes along with each, by number, and the link.
+MakeSource = Callable[[Sequence[Block], ModelWeights, Callable[[int], int], Link], BlockSource[ModelWeights]]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """gpu, link, make_source: None where there is no GPU. new_worker: of what fetches streamed blocks."""
+
+    cpu: Device
+    gpu: Device | None
+    link: Link | None
+    mover: Mover
+    make_source: MakeSource | None = None
+    new_worker: Callable[[], Worker] = AtOnce

@@ -1,0 +1,1 @@
+"""What runs the decoder's blocks: the Executor protocol and its implementations."""

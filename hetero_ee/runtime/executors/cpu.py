@@ -1,0 +1,208 @@
+"""The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one team.
+
+It computes what `Executor` computes, with each residual added inside the norm that follows it. A row's bits depend on
+that row and its sequence alone, as the reference's do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.config import Progress
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
+from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
+from hetero_ee_cpu_ops.places import SequenceCache, place_rows
+from hetero_ee_cpu_ops.rope import Rope
+from hetero_ee_cpu_ops.thread_pool import Team
+
+COMPILING = "Compiling the CPU kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A matrix in tiles with its bias, None or fp32 (N,)."""
+
+    matrix: TileMatrix
+    n_rows: int
+    bias: Any
+
+
+class CpuExecutor(Executor):
+    """Runs one model whose matrices are all in tiles. threads: 1 or more; close() ends them. cache: see Executor."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: KvCache | None = None
+    ) -> None:
+        super().__init__(spec, weights, max_tokens, cache=cache)
+        self._team = Team(threads)
+        self._matmul = Matmul(self._team)
+        shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
+        self._cache_shape = shape
+        self._kv_write = KvWrite(*shape, kind)
+        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._team)
+        self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
+        self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compiles what the first token needs, or loads it from the disk, by one pass over one token."""
+        kinds = sorted({linear.matrix.kind for linear in self._linears.values()})
+        for n_done, kind in enumerate(kinds):
+            if progress:
+                progress(COMPILING, n_done, len(kinds) + 1)
+            self._matmul.compile(kind)
+        sequence = self.cache.open_new()
+        if progress:
+            progress(COMPILING, len(kinds), len(kinds) + 1)
+        self.hidden(Rows.of_sequence(sequence, 0, [0]))
+        self.cache.close(sequence)
+        if progress:
+            progress(COMPILING, len(kinds) + 1, len(kinds) + 1)
+
+    def close(self) -> None:
+        self._team.close()
+
+    @property
+    def team(self) -> Team:
+        """Its threads, for others that compute while it does not."""
+        return self._team
+
+    def embed(self, rows: Rows) -> Tensor:
+        """See Executor.embed."""
+        return torch.from_numpy(self._embedded(rows))
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.walk."""
+        positions = np.array(rows.positions, np.int64)
+        places = self._places(rows) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
+        x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
+        for block in blocks:
+            if block.kind is BlockKind.ATTENTION:
+                delta = self._attended(block, self._normed(block, x, delta), positions, places)
+            else:
+                delta = self._fed_forward(block, self._normed(block, x, delta))
+        return torch.from_numpy(x if delta is None else x + delta)
+
+    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
+        """See Executor.walk_lent."""
+        own = self._linears, self._vectors
+        linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
+        self._linears, self._vectors = own[0] | linears, own[1] | vectors
+        try:
+            return self.walk(hidden, rows, [block])
+        finally:
+            self._linears, self._vectors = own
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See Executor.final_norm."""
+        block = self.blocks[-2]
+        if block.kind is not BlockKind.FINAL_NORM:
+            return hidden
+        return torch.from_numpy(self._normed(block, np.ascontiguousarray(hidden.numpy()), None))
+
+    def project(self, normed: Tensor) -> Tensor:
+        """See Executor.project."""
+        return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
+
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.sliced. One pass over the tokens of all rows; of many rows, the whole head costs less."""
+        ids, where = np.unique(token_ids.numpy(), return_inverse=True)
+        linear = self._linears[self.blocks[-1].tensors["tokens"].name]
+        logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
+        return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
+
+    def _places(self, rows: Rows) -> Any:
+        """Where each row's keys and values lie, for all layers."""
+        caches = [self._sequence_cache(sequence) for sequence in rows.sequences]
+        return place_rows(caches, rows.positions, self._cache_shape, self.cache.kind)
+
+    def _sequence_cache(self, sequence: int) -> SequenceCache:
+        """The sequence's storage as the kernels take it."""
+        view: SequenceCache = self.cache.view(sequence, _sequence_cache)
+        return view
+
+    def _embedded(self, rows: Rows) -> Any:
+        block, ids = self.blocks[0], np.array(rows.token_ids, np.int64)
+        weight = self.weights.matrices[block.tensors["tokens"].name]
+        assert isinstance(weight, TileWeight)
+        tiles, scales = weight.tiles.numpy(), weight.scales.numpy().view(np.uint16)
+        if weight.codebook is None:
+            x = embed_int8(tiles, scales, 2.0**weight.exponent, weight.shape, ids)
+        else:
+            codebook = np.array(weight.codebook, np.int8)
+            x = embed_int4(tiles, scales, 2.0**weight.exponent, codebook, weight.shape, ids)
+        if "positions" in block.tensors:
+            offset = self.spec.learned_position_offset or 0
+            x += self._vectors[block.tensors["positions"].name][np.array(rows.positions) + offset]
+        return x
+
+    def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
+        spec = self.spec
+        assert block.layer is not None
+        place = self.cache.place(block.layer)
+        qkv = self._multiplied(normed, block, "qkv")
+        if spec.qk_norm:
+            query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
+            rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
+            rms_norm_heads(qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
+        if self._rope:
+            self._rope.turn(qkv, positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+        self._kv_write.write(qkv, places, place, spec.query_size, spec.query_size + spec.kv_size)
+        attended = self._attention.attend(qkv, places, place, spec.sliding_windows[block.layer])
+        return self._multiplied(attended, block, "output")
+
+    def _fed_forward(self, block: Block, normed: Any) -> Any:
+        spec = self.spec
+        inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
+        kind, threshold = spec.activation, spec.activation_threshold
+        active = activate(inner, kind, gated=spec.gated, threshold=threshold, team=self._team)
+        return self._multiplied(active, block, "down")
+
+    def _normed(self, block: Block, x: Any, delta: Any) -> Any:
+        """The block's norm of x; first adds delta, the block before's output, to x."""
+        scale, eps = self._vector(block, "norm"), self.spec.norm_eps
+        if self.spec.norm == "layer":
+            return layer_norm(x, scale, self._vector(block, "norm_bias"), eps, delta=delta)
+        return rms_norm(x, scale, eps, delta=delta)
+
+    def _vector(self, block: Block, short: str) -> Any:
+        tensor = block.tensors.get(short)
+        return None if tensor is None else self._vectors[tensor.name]
+
+    def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        """x W^T + bias, fp32 (m, N), contiguous."""
+        linear = self._linears[block.tensors[short].name]
+        product = self._matmul(x, linear.matrix)
+        if product.shape[1] != linear.n_rows:
+            product = np.ascontiguousarray(product[:, : linear.n_rows])
+        if linear.bias is not None:
+            product += linear.bias
+        return product
+
+    def _linear(self, name: str, weight: Any) -> _Linear:
+        if not isinstance(weight, TileWeight):
+            raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
+        matrix = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+        bias = self.weights.vectors.get(f"{name}_bias")
+        return _Linear(matrix, weight.n_rows, None if bias is None else bias.numpy())
+
+
+def _sequence_cache(*parts: Tensor) -> SequenceCache:
+    arrays = (part.numpy() for part in parts)
+    return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))

@@ -1,0 +1,72 @@
+"""A model without numbers: every pass runs as it would and computes nothing. For time lines of any shapes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, TensorRole, TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.weight import TileWeight
+
+HOLLOW = "hollow"  # what stands for the quantizer
+
+
+class HollowRunner(Executor):
+    """Hidden states come out as they go in, and logits are 0. Its cache counts tokens and keeps nothing."""
+
+    def __init__(self, spec: ModelSpec, max_tokens: int, layers: tuple[int, ...] | None = None) -> None:
+        n_layers = spec.n_layers if layers is None else len(layers)
+        super().__init__(spec, hollow_weights(spec), max_tokens, cache=KvCache(n_layers, 0, 0, max_tokens, layers))
+
+    def embed(self, rows: Rows) -> Tensor:
+        """See Executor.embed."""
+        return torch.zeros(len(rows), self.spec.hidden_size)
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.walk."""
+        return hidden
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See Executor.final_norm."""
+        return hidden
+
+    def project(self, normed: Tensor) -> Tensor:
+        """See Executor.project."""
+        return torch.zeros(normed.shape[0], self.spec.vocab_size)
+
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.sliced."""
+        return torch.zeros(token_ids.shape)
+
+
+def hollow_weights(spec: ModelSpec) -> ModelWeights:
+    """Weights of the right sizes that take no memory: one value each, repeated."""
+    weights = ModelWeights({}, {}, HOLLOW)
+    for tensor in all_tensors(decoder_blocks(spec)):
+        if is_quantized(tensor.role):
+            weights.matrices[tensor.name] = _hollow_tiles(tensor)
+        else:
+            weights.vectors[tensor.name] = torch.zeros(1).expand(tensor.n_elements).view(tensor.shape)
+    return weights
+
+
+def _hollow_tiles(tensor: TensorSpec) -> TileWeight:
+    is_int4 = tensor.role is TensorRole.MATRIX
+    n_rows, n_columns = tensor.shape
+    padded_rows, padded_columns = padded_shape(n_rows, n_columns)
+    grid = padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS
+    tiles = torch.zeros(1, dtype=torch.uint8 if is_int4 else torch.int8)
+    return TileWeight(
+        tiles=tiles.expand(*grid, INT4_TILE_BYTES if is_int4 else INT8_TILE_BYTES),
+        scales=torch.zeros(1, dtype=torch.float16).expand(*grid, TILE_ROWS),
+        exponent=0,
+        codebook=tuple(range(-8, 8)) if is_int4 else None,
+        n_rows=n_rows,
+        n_columns=n_columns,
+    )

@@ -1,0 +1,283 @@
+"""Runs a plan: each block where it was placed, hidden states crossing between the devices, weights streamed.
+
+The host never waits for the GPU before it needs a result on the CPU: of a prompt, the GPU's first layers begin the next
+chunk while the CPU is still in the last one's later layers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hetero_ee.errors import DeviceLostError
+from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.times.costs import FEW_ROWS, ON_GPU
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.allocation import Allocation
+from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.reference import Executor, Observe
+from hetero_ee.runtime.kv.devices import DeviceCaches
+from hetero_ee.runtime.route import DECODE, PREFILL, Route, Stretch
+from hetero_ee.runtime.streaming.weight_streams import WeightStreams
+from hetero_ee.runtime.work import Work, block_work, block_works
+from hetero_ee.weights.model_weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Hidden states on their way. ready: what must be reached before a device may read them."""
+
+    hidden: Tensor
+    ready: tuple[Event, ...] = ()
+
+
+class PlannedExecutor(Executor):
+    """runners: "cpu", and "gpu" where the plan puts anything there: each computes any blocks on its device, and has
+    the cache of the layers that are attended there. streams: of streamed weights. claims: memory to give back at the
+    end. What it returns lies where it was
+    computed, but logits, which are the CPU's.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        plan: Plan,
+        machine: Machine,
+        runners: Mapping[str, Executor],
+        streams: WeightStreams | None = None,
+        claims: Sequence[Allocation] = (),
+    ) -> None:
+        self.spec, self.weights, self.plan, self.machine = spec, weights, plan, machine
+        self.blocks = decoder_blocks(spec)
+        self.prompt_chunk_tokens = plan.prefill_chunk_tokens
+        self._runners, self._streams, self._claims = runners, streams, claims
+        caches = {name: runner.cache for name, runner in runners.items()}
+        self.cache: Any = DeviceCaches(caches, runners[CPU].cache.max_tokens)
+        self._route = Route(plan, self.blocks)
+        parts = model_parts(spec, plan.kv_type)
+        self._part_bytes = {part.name: part.weight_bytes for part in parts}
+        self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
+
+    def close(self) -> None:
+        """Everything is given back, also where a device that is lost no longer answers."""
+        with ExitStack() as given_back:
+            for claim in self._claims:
+                given_back.callback(claim.free)
+            for runner in self._runners.values():
+                given_back.callback(runner.close)
+            if self._streams is not None:
+                with suppress(DeviceLostError):
+                    self._streams.close()
+
+    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+        """See Executor.run. What fails is undone: the cache holds what it held."""
+        with self._admitted(rows, layers):
+            return self._through(rows, self._entered(rows, hidden), self._stretches(rows, layers)).hidden
+
+    @property
+    def overlap(self) -> Overlap | None:  # type: ignore[override]
+        """See Executor."""
+        return self._route.overlap
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """See Executor.on_cpu."""
+        return self._moved(_Flow(hidden), False).hidden
+
+    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
+        """See Executor.prompt and the module's text. Of chunks that fail, what is not complete is undone."""
+        every = range(self.spec.n_layers)
+        unfinished: list[Rows] = []
+        waiting: tuple[Rows, _Flow, Sequence[Stretch]] | None = None  # a chunk whose first stretches run already
+        flow: _Flow | None = None
+        try:
+            for rows in chunks:
+                if waiting is not None and any(stretch.is_streamed for stretch in waiting[2]):
+                    flow, waiting = self._finished(*waiting, observe, unfinished), None  # copies come in a pass's order
+                self.cache.admit(rows, every)
+                unfinished.append(rows)
+                stretches = self._stretches(rows, every)
+                n_first = next((i for i, each in enumerate(stretches) if not each.on_gpu), len(stretches))
+                first = self._through(rows, self._entered(rows, None), stretches[:n_first])
+                if waiting is not None:
+                    self._finished(*waiting, observe, unfinished)
+                waiting = rows, first, stretches[n_first:]
+            assert waiting is not None, "a prompt has a token"
+            flow = self._finished(*waiting, observe, unfinished)
+        except BaseException:
+            for rows in unfinished:
+                self._take_back(rows, every)
+            raise
+        return self._head(_Flow(flow.hidden[-1:], flow.ready))[0]
+
+    def _finished(
+        self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch], observe: Observe | None, unfinished: list[Rows]
+    ) -> _Flow:
+        """The first of the unfinished chunks through what is left of its way."""
+        found = self._through(rows, flow, stretches)
+        if observe is not None:
+            observe(rows, self.final_norm(found.hidden))
+        unfinished.remove(rows)
+        return found
+
+    @contextmanager
+    def _admitted(self, rows: Rows, layers: range) -> Iterator[None]:
+        """Admits the rows for what is done inside, and takes them back where it fails."""
+        if layers:
+            self.cache.admit(rows, layers)
+        with self._undone(rows, layers):
+            yield
+
+    @contextmanager
+    def _undone(self, rows: Rows, layers: range) -> Iterator[None]:
+        """Takes admitted rows back from the cache where what is done inside fails."""
+        try:
+            yield
+        except BaseException:
+            self._take_back(rows, layers)
+            raise
+
+    def _take_back(self, rows: Rows, layers: range) -> None:
+        for _, sequence, position in rows.places():
+            self.cache.cut(sequence, position, layers)
+
+    def embed(self, rows: Rows) -> Tensor:
+        """See Executor.embed."""
+        return self._entered(rows, None).hidden
+
+    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.walk: blocks of whole layers."""
+        layers = [block.layer for block in blocks if block.layer is not None]
+        return self._through(rows, _Flow(hidden), self._stretches(rows, range(layers[0], layers[-1] + 1))).hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See Executor.head."""
+        return self._head(_Flow(hidden))
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """See Executor.final_norm. On the head's device; its time is counted with the head's."""
+        flow, (runner, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._head_runner
+        found, _ = device.run([], lambda: self._marked(runner.final_norm(flow.hidden)), flow.ready)
+        return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
+
+    def project(self, normed: Tensor) -> Tensor:
+        """See Executor.project."""
+        return self._logits(_Flow(normed), lambda runner, x: runner.project(x), self.spec.vocab_size)
+
+    def project_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.project_on_cpu. Weights that the GPU holds are mapped as well."""
+        x = self._moved(_Flow(normed), False).hidden
+        works = [block_work(self.blocks[-1], x.shape[0])]
+        return self.machine.cpu.run(works, lambda: self._runners[CPU].project(x))[0]
+
+    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.sliced."""
+        return self._logits(_Flow(normed), lambda runner, x: runner.sliced(x, token_ids), token_ids.shape[1])
+
+    @property
+    def _head_on_gpu(self) -> bool:
+        return self._route.place(self.blocks[-1]) in ON_GPU
+
+    @property
+    def _head_runner(self) -> tuple[Executor, Device]:
+        return (self._runners[GPU], self._gpu) if self._head_on_gpu else (self._runners[CPU], self.machine.cpu)
+
+    @property
+    def _gpu(self) -> Device:
+        assert self.machine.gpu is not None, "the plan has a part on a GPU that is not there"
+        return self.machine.gpu
+
+    @property
+    def _link(self) -> Link:
+        assert self.machine.link is not None, "the plan has a part on a GPU that is not there"
+        return self.machine.link
+
+    def _stretches(self, rows: Rows, layers: range) -> tuple[Stretch, ...]:
+        """The way of these rows; copies of the weights that are streamed on it begin."""
+        stretches = self._route.stretches(PREFILL if len(rows) > FEW_ROWS else DECODE, layers)
+        if self._streams is not None:
+            self._streams.begin([block for each in stretches if each.is_streamed for block in each.blocks])
+        return stretches
+
+    def _entered(self, rows: Rows, hidden: Tensor | None) -> _Flow:
+        if hidden is not None:
+            return _Flow(hidden)
+        found, _ = self.machine.cpu.run([block_work(self.blocks[0], len(rows))], lambda: self._runners[CPU].embed(rows))
+        return _Flow(found)
+
+    def _through(self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch]) -> _Flow:
+        for stretch in stretches:
+            flow = self._moved(flow, stretch.on_gpu)
+            run = self._streamed if stretch.is_streamed else self._computed
+            flow = run(rows, flow, stretch)
+        return flow
+
+    def _computed(self, rows: Rows, flow: _Flow, stretch: Stretch) -> _Flow:
+        device, runner = (self._gpu, self._runners[GPU]) if stretch.on_gpu else (self.machine.cpu, self._runners[CPU])
+
+        def compute() -> Tensor:
+            found = runner.walk(flow.hidden, rows, stretch.blocks)
+            return self.machine.mover.to_gpu(found) if stretch.on_gpu else found
+
+        found, event = device.run(self._works(rows, stretch), compute, flow.ready)
+        return _Flow(found, (event,) if stretch.on_gpu else ())
+
+    def _streamed(self, rows: Rows, flow: _Flow, stretch: Stretch) -> _Flow:
+        """Block by block: each waits for its weights and for the block before."""
+        assert self._streams is not None
+        for block, work in zip(stretch.blocks, self._works(rows, stretch), strict=True):
+            found, event = self._streams.run(block, stretch.place, rows, flow.hidden, flow.ready, work)
+            flow = _Flow(found, (event,))
+        return flow
+
+    def _works(self, rows: Rows, stretch: Stretch) -> list[Work]:
+        on_disk = stretch.place == "disk"
+        return block_works(
+            self.spec,
+            stretch.blocks,
+            rows,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            disk_bytes=lambda block: self._part_bytes[block.name] if on_disk else 0,
+        )
+
+    def _moved(self, flow: _Flow, to_gpu: bool) -> _Flow:
+        """The hidden states on that device. The host waits for what it brings to the CPU."""
+        mover, hidden = self.machine.mover, flow.hidden
+        if mover.is_on_gpu(hidden) == to_gpu:
+            return flow
+        move, target = (mover.to_gpu, GPU) if to_gpu else (mover.to_cpu, CPU)
+        ready = flow.ready or self._gpu_done()
+        n_rows, row_bytes = hidden.shape[0], hidden.shape[1] * FLOAT_BYTES
+        found, event = self._link.cross("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
+        if to_gpu:
+            return _Flow(found, (event,))
+        self.machine.cpu.wait(event)
+        return _Flow(found)
+
+    def _gpu_done(self) -> tuple[Event, ...]:
+        """The end of all work the GPU was given so far."""
+        return (self._gpu.run([], lambda: None)[1],)
+
+    def _head(self, flow: _Flow) -> Tensor:
+        return self._logits(flow, lambda runner, x: runner.head(x), self.spec.vocab_size)
+
+    def _logits(self, flow: _Flow, compute: Callable[[Executor, Tensor], Tensor], n_columns: int) -> Tensor:
+        """compute(runner, hidden) with the head, where it lies; what comes out on the CPU."""
+        moved, (runner, device) = self._moved(flow, self._head_on_gpu), self._head_runner
+        m = moved.hidden.shape[0]
+        works = [block_work(self.blocks[-1], m)] if n_columns == self.spec.vocab_size else []
+        found, event = device.run(works, lambda: self._marked(compute(runner, moved.hidden)), moved.ready)
+        logits = self._moved(_Flow(found, (event,)), False).hidden
+        return logits.clone() if self._head_on_gpu else logits  # as above
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """x as a tensor of the head's device, which computed it."""
+        return self.machine.mover.to_gpu(x) if self._head_on_gpu else x

@@ -1,0 +1,1 @@
+"""What a GPU runs: segments of layers, their operations, weights and buffers."""

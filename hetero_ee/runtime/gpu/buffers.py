@@ -1,0 +1,74 @@
+"""What the segments of a GPU work in: buffers that stay where they are, and the table of rotary angles.
+
+One serves all segments of a device, as they never run at the same time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee_kernels.pages import attention_workspace
+from hetero_ee_kernels.rope_table import rope_table
+
+MAX_ROWS = 16  # more rows run in turns; each number of rows has a graph of its own
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBuffers:
+    """Room for MAX_ROWS rows; every pass of m rows uses the first m of each."""
+
+    x: Tensor
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    inner: Tensor
+    active: Tensor
+    delta: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def first(self, m: int) -> "SegmentBuffers":
+        return SegmentBuffers(*(getattr(self, name)[:m] for name in self.__slots__))
+
+
+class SegmentRoom:
+    """For segments whose keys and values lie in this cache, or in one of the same context and heads.
+
+    turns: the rotary angles, None for a model without; workspace: of attention.
+    """
+
+    def __init__(self, spec: ModelSpec, cache: GpuKvCache) -> None:
+        self.device = cache.pages.codes.device
+        self.turns = _turns(spec, cache.max_tokens, self.device)
+        self.workspace = attention_workspace(cache.pages, MAX_ROWS, spec.n_heads)
+        self.buffers = _buffers(spec, self.device)
+
+    def place(self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Brings the rows of a pass into the buffers. The host goes on while numbers are copied to a GPU."""
+        some = self.buffers.first(len(slots))
+        some.x.copy_(hidden)
+        numbers = torch.tensor([slots, positions], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        some.slots.copy_(numbers[0], non_blocking=True)
+        some.positions.copy_(numbers[1], non_blocking=True)
+
+
+def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:
+    rope = spec.rope
+    if rope is None:
+        return None
+    return rope_table(rope.inverse_frequencies(), rope.scaling.magnitude, n_positions, device)
+
+
+def _buffers(spec: ModelSpec, device: Any) -> SegmentBuffers:
+    inner = spec.ffn_size * (2 if spec.gated else 1)
+    widths = (spec.hidden_size, spec.hidden_size, spec.query_size + 2 * spec.kv_size, spec.query_size)
+    floats = [
+        torch.zeros(MAX_ROWS, width, device=device) for width in (*widths, inner, spec.ffn_size, spec.hidden_size)
+    ]
+    integers = [torch.zeros(MAX_ROWS, dtype=torch.int32, device=device) for _ in range(2)]
+    return SegmentBuffers(*floats, *integers)

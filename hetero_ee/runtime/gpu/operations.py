@@ -1,0 +1,50 @@
+"""The operations that a segment of GPU layers is made of, chosen once from the registry."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_ee.runtime.gpu.registry import Registry
+
+NAMES = ("rms_norm", "layer_norm", "rms_norm_heads", "activate", "kv_write", "attention", "sliced_head")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOperations:
+    """Each a function of hetero_ee_kernels, or one that takes the same arguments.
+
+    int4, int8: (product, preparation of a weight). add: x += y, in place. is_capturable: all may be recorded in a CUDA
+    graph.
+    """
+
+    rms_norm: Callable[..., Any]
+    layer_norm: Callable[..., Any]
+    rms_norm_heads: Callable[..., Any]
+    activate: Callable[..., Any]
+    kv_write: Callable[..., Any]
+    attention: Callable[..., Any]
+    sliced_head: Callable[..., Any]
+    matmul_int4: Callable[..., Any]
+    matmul_int8: Callable[..., Any]
+    add: Callable[..., Any]
+    prepare_int4: Callable[..., Any]
+    prepare_int8: Callable[..., Any]
+    is_capturable: bool
+
+
+def gpu_operations(registry: Registry, kind: str, names: Mapping[str, str] | None = None) -> GpuOperations:
+    """names: implementations asked for by operation; others are chosen. Raises UsageError, see Registry.choose."""
+    asked = names or {}
+    operations = (*NAMES, "matmul_int4", "matmul_int8")
+    chosen = {operation: registry.choose(operation, kind, asked.get(operation)) for operation in operations}
+    return GpuOperations(
+        **{operation: implementation.load() for operation, implementation in chosen.items()},
+        add=_add,
+        prepare_int4=chosen["matmul_int4"].load_prepare(),
+        prepare_int8=chosen["matmul_int8"].load_prepare(),
+        is_capturable=all(implementation.is_capturable for implementation in chosen.values()),
+    )
+
+
+def _add(x: Any, y: Any) -> None:
+    x += y

@@ -1,0 +1,162 @@
+"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay.
+
+Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded anew when
+contexts grow. Without a recorder the launches are made one by one, with the same results.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentBuffers, SegmentRoom
+from hetero_ee.runtime.gpu.operations import GpuOperations
+from hetero_ee.runtime.gpu.weights import GpuWeights
+from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.weights.model_weights import ModelWeights
+
+Work = Callable[[], None]
+Recorder = Callable[[Work], Work]  # records the launches without computing anything, returns what makes them
+
+
+class CudaGraphRecorder:
+    """Records work in CUDA graphs that share their memory, as they never run at the same time.
+
+    On a stream of its own device: torch's for recording lies on the device that recorded first in this process.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Work) -> Work:
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls count as part of the recording: another one may be copying weights meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            work()
+        replay: Work = graph.replay
+        return replay
+
+
+class GpuSegment:
+    """Attentions and FFNs of a model that follow each other. cache: holds their layers; open sequences there.
+
+    Weights must be in tiles; those of a GpuWeights, and a room, are shared with other segments. recorder: None runs
+    every launch by itself, see `recorder_for`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights | GpuWeights,
+        blocks: Sequence[Block],
+        cache: GpuKvCache,
+        operations: GpuOperations,
+        recorder: Recorder | None = None,
+        room: SegmentRoom | None = None,
+    ) -> None:
+        self.spec, self.cache = spec, cache
+        self._ops, self._record = operations, recorder
+        self._device = cache.pages.codes.device
+        self._blocks = list(blocks)
+        self._attends = any(block.kind is BlockKind.ATTENTION for block in blocks)
+        if isinstance(weights, ModelWeights):
+            weights = GpuWeights(weights, blocks, operations, self._device)
+        self._weights, self._room = weights, room or SegmentRoom(spec, cache)
+        self._replays: dict[int, Work] = {}
+
+    @torch.inference_mode()
+    def run(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
+
+        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
+        """
+        if tuple(hidden.shape) != (len(rows), self.spec.hidden_size):
+            raise ValueError(
+                f"hidden states are {tuple(hidden.shape)} for {len(rows)} rows of {self.spec.hidden_size}."
+            )
+        with _entered(self._device):
+            return self._run(hidden, rows)
+
+    def _run(self, hidden: Tensor, rows: Rows) -> Tensor:
+        out = torch.empty(hidden.shape, device=self._device)
+        slots = self.cache.slots(rows) if self._attends else [0] * len(rows)
+        for first in range(0, len(rows), MAX_ROWS):
+            end = min(first + MAX_ROWS, len(rows))
+            self._room.place(hidden[first:end], slots[first:end], rows.positions[first:end])
+            self._pass(end - first)
+            out[first:end] = self._room.buffers.x[: end - first]
+        return out
+
+    def _pass(self, m: int) -> None:
+        """The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
+
+        Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
+        """
+        replay = self._replays.get(m)
+        if replay is not None:
+            replay()
+            return
+        self._compute(m)
+        if self._record is not None:
+            self._replays[m] = self._record(lambda: self._compute(m))
+
+    def _compute(self, m: int) -> None:
+        """buffers.x of m rows, before the segment -> after it. Launches alone: they depend on m and nothing else."""
+        b = self._room.buffers.first(m)
+        delta = None
+        for block in self._blocks:
+            self._normed(block, b, delta)
+            (self._attend if block.kind is BlockKind.ATTENTION else self._feed_forward)(block, b)
+            delta = b.delta
+        self._ops.add(b.x, b.delta)
+
+    def _attend(self, block: Block, b: SegmentBuffers) -> None:
+        spec, ops = self.spec, self._ops
+        assert block.layer is not None
+        layer = self.cache.place(block.layer)
+        self._multiply(b.normed, block, "qkv", b.qkv)
+        if spec.qk_norm:
+            query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
+            ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
+            ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
+        place = (self.cache.pages, b.slots, b.positions, layer)
+        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, turns=self._room.turns)
+        window = spec.sliding_windows[block.layer]
+        ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace)
+        self._multiply(b.attended, block, "output", b.delta)
+
+    def _feed_forward(self, block: Block, b: SegmentBuffers) -> None:
+        spec = self.spec
+        self._multiply(b.normed, block, "gate_up" if spec.gated else "up", b.inner)
+        self._ops.activate(b.inner, spec.activation, b.active, gated=spec.gated, threshold=spec.activation_threshold)
+        self._multiply(b.active, block, "down", b.delta)
+
+    def _normed(self, block: Block, b: SegmentBuffers, delta: Tensor | None) -> None:
+        """b.normed: the norm of b.x, to which delta, the block before's output, is added first."""
+        scale, eps = self._weights.vector(block, "norm"), self.spec.norm_eps
+        if self.spec.norm == "layer":
+            self._ops.layer_norm(b.x, scale, self._weights.vector(block, "norm_bias"), eps, b.normed, delta=delta)
+        else:
+            self._ops.rms_norm(b.x, scale, eps, b.normed, delta=delta)
+
+    def _multiply(self, x: Tensor, block: Block, short: str, out: Tensor) -> None:
+        linear = self._weights.linear(block, short)
+        linear.multiply(x, linear.matrix, out)
+        if linear.bias is not None:
+            self._ops.add(out, linear.bias)
+
+
+def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
+    """A recorder of CUDA graphs where the device has them and every operation allows it."""
+    return CudaGraphRecorder(device) if device.type == "cuda" and operations.is_capturable else None
+
+
+def _entered(device: Any) -> AbstractContextManager[Any]:
+    """Inside, launches go to this GPU: Triton and graphs take the current one, wherever the tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

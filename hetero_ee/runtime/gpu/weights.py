@@ -1,0 +1,58 @@
+"""Weights as the operations of a GPU take them, each prepared once for all segments that multiply with it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block
+from hetero_ee.runtime.gpu.operations import GpuOperations
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import TileWeight
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLinear:
+    """multiply(x, matrix, out); bias: None or fp32 (N,)."""
+
+    multiply: Callable[..., Any]
+    matrix: Any
+    bias: Tensor | None
+
+
+class GpuWeights:
+    """Matrices and vectors of these blocks on a device. Raises TypeError for matrices that are not in tiles.
+
+    What lies on the device already stays where it is, but for vectors, which are copied.
+    """
+
+    def __init__(self, weights: ModelWeights, blocks: Iterable[Block], operations: GpuOperations, device: Any) -> None:
+        names = {tensor.name for block in blocks for tensor in block.tensors.values()}
+        self._ops, self._device = operations, device
+        self.vectors = {  # copies on a CPU too: a mapped vector begins anywhere
+            name: vector.to(device, copy=True) for name, vector in weights.vectors.items() if name in names
+        }
+        self._linears = {name: self._linear(name, w) for name, w in weights.matrices.items() if name in names}
+
+    def linear(self, block: Block, short: str) -> GpuLinear:
+        """The block's matrix of that name."""
+        return self._linears[block.tensors[short].name]
+
+    def vector(self, block: Block, short: str) -> Tensor | None:
+        """The block's vector of that name, None where it has none."""
+        tensor = block.tensors.get(short)
+        return None if tensor is None else self.vectors[tensor.name]
+
+    def release(self) -> None:
+        """Lets go of everything; nothing can be had any more."""
+        self.vectors.clear()
+        self._linears.clear()
+
+    def _linear(self, name: str, weight: Any) -> GpuLinear:
+        if not isinstance(weight, TileWeight):
+            raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
+        ops, bias = self._ops, self.vectors.get(f"{name}_bias")
+        if weight.codebook is None:
+            return GpuLinear(ops.matmul_int8, ops.prepare_int8(weight, self._device), bias)
+        return GpuLinear(ops.matmul_int4, ops.prepare_int4(weight, self._device), bias)

@@ -1,0 +1,1 @@
+"""KV caches: on the CPU, on a GPU, and several as one."""

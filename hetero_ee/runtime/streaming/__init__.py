@@ -1,0 +1,1 @@
+"""Weights that are copied to the GPU as each pass needs them."""

@@ -1,0 +1,111 @@
+"""Streamed blocks of a plan: each is computed by the GPU from weights that have just come over the link.
+
+Blocks follow each other in the order of a pass, and the first ones of the next pass are fetched while this one ends.
+Keys and values of a visiting attention come with its weights, and the new ones go back to the CPU's cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.devices.device import CPU, Event
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.route import DECODE, PREFILL, Route
+from hetero_ee.runtime.streaming.streaming import WeightStream
+from hetero_ee.runtime.work import Work
+from hetero_ee.weights.model_weights import ModelWeights
+
+VISIT = "visit"
+
+
+class Lent(Protocol):
+    """Computes one block of the rows on the GPU, from these weights: hidden states before it -> after it."""
+
+    def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, rows: Rows, /) -> Tensor: ...
+
+
+class WeightStreams:
+    """blocks: every block that is streamed in some pass, by its number in `stream`. kv_bytes_per_token: of a layer.
+
+    compute: for streamed blocks; visit: for attentions whose keys and values lie on the CPU.
+    """
+
+    def __init__(
+        self,
+        stream: WeightStream[ModelWeights],
+        blocks: Sequence[Block],
+        machine: Machine,
+        compute: Lent,
+        visit: Lent,
+        kv_bytes_per_token: int,
+    ) -> None:
+        self._stream, self._machine = stream, machine
+        self._numbers = {block.name: number for number, block in enumerate(blocks)}
+        self._compute, self._visit, self._kv_bytes_per_token = compute, visit, kv_bytes_per_token
+        self._order: tuple[int, ...] | None = None
+        self._n_left = 0  # blocks of the pass under way
+
+    def begin(self, blocks: Sequence[Block]) -> None:
+        """A pass with these streamed blocks follows: their copies begin, unless they have already."""
+        order = tuple(self._numbers[block.name] for block in blocks)
+        if not order:
+            return
+        known, self._order = self._order, None  # until this is over: what fails in between needs a fresh start
+        if order != known or self._n_left:  # what is left is of a pass that failed
+            self._restart(order)
+        self._stream.prefetch()
+        self._order, self._n_left = order, len(order)
+
+    def run(
+        self, block: Block, place: str, rows: Rows, hidden: Tensor, ready: Sequence[Event], work: Work
+    ) -> tuple[Tensor, Event]:
+        """The rows through the next block of the pass, once the events are reached; its event."""
+        gpu, link = self._machine.gpu, self._machine.link
+        assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
+        number, order = self._numbers[block.name], self._order
+        self._order = None  # until this is over: what fails in between needs a fresh start
+        visits = place == VISIT and block.kind is BlockKind.ATTENTION
+        compute = self._visit if visits else self._compute
+        weights, copied = self._stream.use(number)
+        found, event = gpu.run([work], lambda: compute(block, weights, hidden, rows), (*ready, copied))
+        self._stream.done(number, event)
+        if visits:
+            link.copy(f"{block.name} back", len(rows) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
+        self._order, self._n_left = order, self._n_left - 1
+        return found, event
+
+    def close(self) -> None:
+        """Ends the copies and frees their buffers."""
+        self._stream.close()
+
+    def _restart(self, order: tuple[int, ...]) -> None:
+        gpu = self._machine.gpu
+        assert gpu is not None
+        _, now = gpu.run([], lambda: None)
+        self._stream.restart(now, order)
+
+
+def streamed_blocks(route: Route, layers: range) -> list[Block]:
+    """Every block that decoding or reading a prompt streams, in the order of a pass."""
+    names = {
+        block.name
+        for kind in (DECODE, PREFILL)
+        for stretch in route.stretches(kind, layers)
+        if stretch.is_streamed
+        for block in stretch.blocks
+    }
+    return [block for block in route.blocks if block.name in names]
+
+
+def visiting_bytes(blocks: Sequence[Block], route: Route, kv_bytes: Callable[[int], int]) -> Callable[[int], int]:
+    """What comes along with each block, by number: keys and values of visiting attentions. kv_bytes: a layer's now."""
+
+    def n_bytes(number: int) -> int:
+        block = blocks[number]
+        visits = block.kind is BlockKind.ATTENTION and route.place(block, PREFILL) == VISIT
+        return kv_bytes(block.layer) if visits and block.layer is not None else 0
+
+    return n_bytes

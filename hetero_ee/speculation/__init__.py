@@ -1,0 +1,1 @@
+"""Self-speculative decoding: draft, wait, verify."""

@@ -1,0 +1,105 @@
+"""Calibration: what was measured of a model's early exits, and what was fitted to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_ee.calibration.activations import FREQUENCY
+from hetero_ee.calibration.metrics import BoundaryFigures, DepthFigures
+from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics
+from hetero_ee.planning.times.rounds import ExitRates, WalkRates
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.predictors import Predictor
+from hetero_ee.speculation.exits.schedule import ExitSchedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedBoundary:
+    """Exits in front of layer `boundary`, counted from 0: `boundary` layers have run.
+
+    exit_map: None where none agrees with the full model more often than no map does. A row may exit where the
+    predictor's probability is at least `threshold`; the features are those of the first layer evaluated for a row,
+    where the whole head takes the candidates. sliced_predictor, sliced_threshold: the same of a row whose candidates an
+    earlier boundary has taken, with the change since the one evaluated last; None where too few rows tell.
+    """
+
+    boundary: int
+    exit_map: ExitMap | None
+    predictor: Predictor
+    threshold: float
+    sliced_predictor: Predictor | None
+    sliced_threshold: float
+
+    def opens(self, features: NDArray[np.float32], *, is_sliced: bool) -> NDArray[np.bool_]:
+        """(m, 12) -> (m,): which rows may exit. is_sliced: an earlier boundary has taken their candidates."""
+        if not is_sliced:
+            return np.asarray(self.predictor.probability(features) >= self.threshold)
+        if self.sliced_predictor is None:
+            return np.zeros(len(features), np.bool_)
+        return np.asarray(self.sliced_predictor.probability(features) >= self.sliced_threshold)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundaryCalibration(FittedBoundary):
+    """The same with its figures. walk: of tokens judged at the schedule's boundaries before this one as well."""
+
+    figures: BoundaryFigures
+    walk: WalkRates
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """What it was measured on. description: for people. Tokens are those that count, without position 0 of a chunk."""
+
+    description: str
+    n_train_tokens: int
+    n_threshold_tokens: int
+    n_held_out_tokens: int
+    n_activation_tokens: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_train_tokens + self.n_threshold_tokens + self.n_held_out_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """All figures are of held-out tokens. schedule: the boundaries worth judging rows at, none where that is not known;
+    its units are bytes read (see schedule_fitting.py). activations: means a token by name, see activations.py."""
+
+    n_layers: int
+    hidden_size: int
+    text: CalibrationText
+    boundaries: tuple[BoundaryCalibration, ...]
+    schedule: ExitSchedule
+    depths: DepthFigures
+    activations: Mapping[str, NDArray[np.float32]]
+
+    def at(self, boundary: int) -> BoundaryCalibration:
+        """boundary: 1 to n_layers - 1."""
+        return self.boundaries[boundary - 1]
+
+    @property
+    def neuron_frequencies(self) -> NDArray[np.float32]:
+        """(n_layers, ffn_size): share of tokens at which each FFN neuron is active."""
+        names = (f"layers.{layer}.ffn.{FREQUENCY}" for layer in range(self.n_layers))
+        return np.stack([self.activations[name] for name in names])
+
+    def statistics(self) -> ExitStatistics:
+        """What the planner wants to know. Every token passes every layer in the end, so that no layer is spared."""
+        rates = tuple(self._rates(each) for each in self.boundaries)
+        text = f"calibration on {self.text.description}"
+        return ExitStatistics(text, self.n_layers, rates, schedule=self.schedule.boundaries)
+
+    def levels(self, boundary: int) -> tuple[int, ...]:
+        """The schedule's boundaries in front of this one."""
+        return tuple(place for place in self.schedule.boundaries if place < boundary)
+
+    def _rates(self, each: BoundaryCalibration) -> BoundaryRates:
+        alone = each.figures
+        rates = ExitRates(alone.exit_rate, alone.precision, alone.refused_precision)
+        if not self.levels(each.boundary):
+            return BoundaryRates(each.boundary, rates)
+        return BoundaryRates(each.boundary, rates, each.walk)

@@ -1,0 +1,1 @@
+"""What proposes draft tokens without the later layers."""

@@ -1,0 +1,166 @@
+"""Draft heads on disk: config.json and model.safetensors with EAGLE-1's names, checked before anything is used."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError, ModelError, shown
+from hetero_ee.hub.config_file import read_config_file, read_spec
+from hetero_ee.hub.model_files import SINGLE_FILE
+from hetero_ee.hub.regular_file import find_file
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights
+from hetero_ee.weights.safetensors_file import StoredTensor, read_header
+
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+DRAFT_TOKEN_IDS = "draft_token_ids"  # ours, in config.json: the tokens a head with a trimmed vocabulary drafts
+EMBEDDING = "embed_tokens.weight"
+PICKLES = ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
+_LAYER = "layers.0."
+_IGNORED = (_LAYER + "self_attn.rotary_emb.inv_freq",)  # what the layer's shape implies
+_EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
+
+
+def read_draft_head(folder: Path, model: ModelSpec) -> DraftHeadWeights:
+    """The head in `folder`, which has to belong to a model of this shape and vocabulary.
+
+    Raises ModelError for a configuration that doesn't fit, CheckpointError for files that are missing, damaged, pickles
+    or hold other tensors than promised.
+    """
+    config = read_config_file(folder)
+    spec = read_spec(config)
+    check_head_shape(spec, model, folder)
+    token_ids = draft_token_ids(config, model, folder)
+    file = find_file(folder, SINGLE_FILE, CheckpointError)
+    if file is None:
+        raise CheckpointError(f"{folder} holds no {SINGLE_FILE}{_instead(folder)}.")
+    header = read_header(file)
+    shapes = _shapes(spec, header)
+    _check_names(header, shapes, file)
+    tensors = _tensors(file, shapes)
+
+    def stacked(*names: str) -> Tensor:
+        return torch.cat([tensors[_LAYER + name] for name in names])
+
+    return DraftHeadWeights(
+        spec=spec,
+        fc=tensors["fc.weight"],
+        qkv=stacked(*(f"self_attn.{part}_proj.weight" for part in "qkv")),
+        output=stacked("self_attn.o_proj.weight"),
+        gate_up=stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        down=stacked("mlp.down_proj.weight"),
+        norm=stacked("post_attention_layernorm.weight"),
+        fc_bias=tensors.get("fc.bias"),
+        qkv_bias=stacked(*(f"self_attn.{part}_proj.bias" for part in "qkv")) if spec.qkv_bias else None,
+        embedding=tensors.get(EMBEDDING),
+        draft_token_ids=None if token_ids is None else torch.tensor(token_ids),
+    )
+
+
+def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
+    """Raises ModelError where the head in `folder` is of another model, or no layer that a head can have."""
+    for name, found, expected in (
+        ("a vocabulary of", spec.vocab_size, model.vocab_size),
+        ("a hidden size of", spec.hidden_size, model.hidden_size),
+    ):
+        if found != expected:
+            raise ModelError(
+                f"the draft head {folder} has {name} {found}, the model {expected}; get a head made for this model."
+            )
+    if spec.n_layers != 1:
+        raise ModelError(f"{folder}: num_hidden_layers is {spec.n_layers}, a draft head has 1.")
+    plain = spec.norm == "rms" and spec.gated and spec.rope is not None
+    if not plain or spec.qk_norm or spec.ffn_bias or spec.attention_output_bias:
+        raise ModelError(f"{folder}: {spec.architecture} with these settings is no layer that a draft head can have.")
+
+
+def draft_token_ids(config: Mapping[str, Any], model: ModelSpec, folder: Path) -> list[int] | None:
+    """The tokens that the head in `folder` drafts, ascending; None for all. Raises ModelError."""
+    found = config.get(DRAFT_TOKEN_IDS)
+    if found is None:
+        return None
+    is_list = isinstance(found, list) and len(found) > 0 and all(type(token_id) is int for token_id in found)
+    if not is_list or not 0 <= found[0] <= found[-1] < model.vocab_size or not all(a < b for a, b in pairwise(found)):
+        raise ModelError(
+            f"{folder}: {DRAFT_TOKEN_IDS} is {shown(found)}; expected an ascending list of tokens from 0 to "
+            f"{model.vocab_size - 1}, each once."
+        )
+    return list(found)
+
+
+def _instead(folder: Path) -> str:
+    pickles = sorted({file.name for pattern in PICKLES for file in folder.glob(pattern)})
+    if not pickles:
+        return ", the draft head's weights"
+    return (
+        f", but {shown(pickles[0])}, a pickle, which can run code when opened and is never read; "
+        "scripts/convert_draft_head.py makes a safetensors file of it"
+    )
+
+
+def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that has to be there; of the optional ones those that are."""
+    size, queries, keys = spec.hidden_size, spec.query_size, spec.kv_size
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (queries, size),
+        "self_attn.k_proj.weight": (keys, size),
+        "self_attn.v_proj.weight": (keys, size),
+        "self_attn.o_proj.weight": (size, queries),
+        "mlp.gate_proj.weight": (spec.ffn_size, size),
+        "mlp.up_proj.weight": (spec.ffn_size, size),
+        "mlp.down_proj.weight": (size, spec.ffn_size),
+        "post_attention_layernorm.weight": (size,),
+    }
+    if spec.qkv_bias:
+        layer |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", queries), ("k", keys), ("v", keys))}
+    optional: dict[str, tuple[int, ...]] = {"fc.bias": (size,), EMBEDDING: (spec.vocab_size, size)}
+    shapes = {"fc.weight": (size, 2 * size)} | {_LAYER + name: shape for name, shape in layer.items()}
+    return shapes | {name: shape for name, shape in optional.items() if name in header}
+
+
+def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], file: Path) -> None:
+    missing, extra = shapes.keys() - header.keys(), header.keys() - shapes.keys() - set(_IGNORED)
+    if any(name in extra for name in _EAGLE_3):
+        raise CheckpointError(f"{file} holds an EAGLE-3 head; heads of EAGLE-1 are supported.")
+    if missing:
+        raise CheckpointError(f"{file} lacks tensor {min(missing)} of a draft head; get the file anew.")
+    if extra:
+        raise CheckpointError(f"{file} holds tensor {shown(min(extra))}, which an EAGLE-1 draft head does not have.")
+    for name, shape in shapes.items():
+        if header[name].shape != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name} is {list(header[name].shape)}, its config.json says {list(shape)}."
+            )
+        if header[name].dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{file}: tensor {name} has type {header[name].dtype}, not {' or '.join(FLOAT_TYPES)}."
+            )
+
+
+def _tensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    get = _opened(file)
+    tensors = {name: get(name) for name in shapes}
+    for name, values in tensors.items():
+        tensors[name] = values = values.float()
+        if not torch.isfinite(values).all():
+            raise CheckpointError(f"{file}: tensor {name} holds values that are no numbers; the head is damaged.")
+    return tensors
+
+
+def _opened(file: Path) -> Callable[[str], Tensor]:
+    from safetensors import safe_open
+
+    try:
+        opened: Any = safe_open(file, framework="pt")
+    except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
+        raise CheckpointError(f"{file} can't be read ({shown(str(error))}); get the file anew.") from error
+
+    def get(name: str) -> Tensor:
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    return get

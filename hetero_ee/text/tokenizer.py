@@ -1,0 +1,109 @@
+"""The model's tokenizer, by transformers; its errors become ours."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import ModelError, UsageError, shown
+from hetero_ee.hub.model_files import require_tokenizer
+from hetero_ee.text.tokenizer_file import check_tokenizer_files
+
+# These two names mean "tokenizer.json as it is". Going past AutoTokenizer saves 1.5 s of its imports at every start
+# (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(self, backend: Any, vocab_size: int) -> None:
+        self._backend, self._vocab_size = backend, vocab_size
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
+        """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
+        require_tokenizer(folder)
+        check_tokenizer_files(folder)
+        with _model_errors(f"the tokenizer in {folder} can't be read"):
+            backend = _load_backend(folder)
+        return cls(backend, vocab_size)
+
+    def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the leading begin token where the model wants one. Raises UsageError, ModelError.
+
+        with_special_tokens: False adds none, for text that holds its own, as a chat template's does.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the prompt is not valid Unicode at character {error.start}.") from error
+        with _model_errors("the tokenizer fails on this prompt"):
+            encoded = self._backend(text, add_special_tokens=with_special_tokens, verbose=False)
+        ids = list(encoded["input_ids"])
+        if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; looking at all when loading takes 0.2 s
+            raise ModelError(f"the tokenizer gives token {max(ids)}, the model has only {self._vocab_size}.")
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._backend.eos_token_id
+        return token_id
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the special tokens by their names in tokenizer_config.json, such as bos_token."""
+        return {name: text for name, text in self._backend.special_tokens_map.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template in chat_template.jinja or tokenizer_config.json, of several the default. Raises ModelError."""
+        template = self._backend.chat_template
+        if isinstance(template, dict):
+            if "default" not in template:
+                raise ModelError(
+                    f"the tokenizer has {len(template)} chat templates ({shown(', '.join(template))}), none of them "
+                    "named default; give one with --chat-template-file."
+                )
+            template = template["default"]
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"the tokenizer's chat template is {shown(template)}, not text.")
+        return template
+
+
+def _load_backend(folder: Path) -> Any:
+    import transformers
+
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _model_errors(sentence: str) -> Iterator[None]:
+    """Makes whatever the tokenizer's library raises a ModelError: bare Exceptions for a malformed file, and panics,
+    which are no Exceptions, for what its authors did not think of.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{sentence} ({_first_line(error)}).") from error
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return line if line.isprintable() else ascii(line)

@@ -1,0 +1,214 @@
+"""What tokenizer files may ask for: judged before the tokenizer's library sees them.
+
+That library does whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of one prompt.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_ee.errors import ModelError, shown
+from hetero_ee.hub.json_text import not_json, parse_json
+from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SMALL_FILES
+from hetero_ee.hub.regular_file import find_file, read_file, reason_of, refuse_special
+from hetero_ee.text.split_pattern import why_slow
+
+MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest published ones have 33 MB
+MAX_TOKENIZER_VALUES = 5 * 10**6  # in its JSON; those have 2 million
+MAX_TOKEN_ID = 2**20  # gaps before an id cost memory; the largest published vocabularies have 2^18
+MAX_STEPS = 100  # of one stage; published ones have up to ten
+MAX_GROWTH = 1000.0  # bytes that all stages may make of one; Llama's bound is 12
+OTHER_FILES = (CONFIG_FILE, INDEX_FILE, "generation_config.json", "manifest.json", "weights.bin")  # these have readers
+READ_FILES = (
+    *(name for name in SMALL_FILES if name not in OTHER_FILES),
+    *("vocab.txt", "spiece.model", "tiktoken.model", "tekken.json"),
+)
+TEMPLATE_FOLDER = "additional_chat_templates"
+# In tokenizer_config.json these would name other files, or other vocabularies than tokenizer.json's.
+FOREIGN_FIELDS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "tokenizer_object", "vocab")
+STAGES = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+# Bytes that a step makes of one at most. Unicode's bounds for the normal forms: UAX 15, table of expansion factors.
+_GROWTH = {
+    "BertNormalizer": 6,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 11,
+    "NFKD": 11,
+    "Lowercase": 2,
+    "ByteLevel": 2,
+    "Metaspace": 4,
+    "BPEDecoder": 3,
+    "WordPiece": 2,
+    "CTC": 3,
+} | dict.fromkeys(
+    (
+        *("Strip", "StripNormalizer", "StripAccents", "Nmt", "BertPreTokenizer", "CharDelimiterSplit", "Whitespace"),
+        *("WhitespaceSplit", "Split", "Punctuation", "Digits", "UnicodeScripts", "FixedLength", "Fuse"),
+        *("ByteFallback", "BertProcessing", "RobertaProcessing"),
+    ),
+    1,
+)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raises ModelError unless every tokenizer file in `folder` is a plain one of bounded size, work and growth."""
+    try:
+        files = list(_read_files(folder))
+    except OSError as error:
+        raise ModelError(f"{folder} can't be listed ({reason_of(error)}).") from error
+    for file in files:
+        data = read_file(file, MAX_TOKENIZER_BYTES, "a tokenizer")
+        try:
+            if file.suffix == ".json":
+                _check_json(file.name, parse_json(data, MAX_TOKENIZER_VALUES))
+        except ValueError as error:
+            reason = not_json(data, error) if type(error) is not RefusedError else f"can't be used ({error})"
+            raise ModelError(f"the tokenizer in {folder} can't be read: {file.name} {reason}.") from error
+
+
+class RefusedError(ValueError):
+    """Why a parsed file is refused."""
+
+
+def _read_files(folder: Path) -> Iterator[Path]:
+    """Every file of the folder that the library reads; raises ModelError for what it must not even try to open."""
+    for place in (folder, folder / TEMPLATE_FOLDER):
+        for entry in sorted(place.iterdir()) if place.is_dir() else ():
+            is_linked_folder = entry.name == TEMPLATE_FOLDER and entry.is_symlink()
+            if entry.name in READ_FILES or entry.suffix == ".jinja" or is_linked_folder:
+                if find_file(place, entry.name):
+                    yield entry
+            elif entry.name not in OTHER_FILES and entry.suffix != ".safetensors":
+                refuse_special(entry)  # some tokenizer class may have a file of that name
+
+
+def _check_json(name: str, values: Any) -> None:
+    if not isinstance(values, dict):
+        return  # its reader says so
+    if name == "tokenizer_config.json":
+        for field in FOREIGN_FIELDS:
+            if values.get(field):
+                raise RefusedError(f"field {field} is not supported")
+        _check_ids(values.get("added_tokens_decoder"))
+    if name == "tokenizer.json":
+        _check_stages(values)
+        values = {"added_tokens": values.get("added_tokens")}  # not the vocabulary
+    for value in values.values():  # special tokens, alone or in lists and objects
+        for token in (
+            value,
+            *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()),
+        ):
+            _check_token(token)
+
+
+def _check_token(token: Any) -> None:
+    """The library prints the names of fields that it does not know, as they are, to standard output."""
+    for field in token if isinstance(token, dict) and isinstance(token.get("content"), str) else ():
+        if not field.isidentifier():
+            raise RefusedError(f"a token has a field {shown(field)}, which is not supported")
+
+
+def _check_ids(decoder: Any) -> None:
+    for token_id in decoder if isinstance(decoder, dict) else ():
+        if not token_id.isdecimal() or len(token_id) > 7 or int(token_id) > MAX_TOKEN_ID:
+            raise RefusedError(f"token id {shown(token_id)} is not from 0 to {MAX_TOKEN_ID}")
+
+
+def _check_stages(values: Mapping[str, Any]) -> None:
+    growth = 1.0
+    for stage, sequence in STAGES.items():
+        steps = list(_steps(values.get(stage), sequence))
+        for kind, step in steps:
+            growth *= _growth(kind, step)
+            if growth > MAX_GROWTH:
+                raise RefusedError(f"its {stage} could make one byte more than {MAX_GROWTH:g}")
+            _check_pattern(step.get("pattern"))
+        if stage == "post_processor":
+            growth = 1.0  # the decoder begins anew, with one token
+
+
+def _steps(step: Any, sequence: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(kind, fields) of each step of a stage; a step may be a sequence of steps."""
+    waiting, n_steps = [step], 0
+    while waiting:
+        found = waiting.pop()
+        n_steps += 1
+        if n_steps > MAX_STEPS:
+            raise RefusedError(f"it has more than {MAX_STEPS} {sequence}")
+        if found is None:
+            continue
+        if not isinstance(found, dict) or not isinstance(found.get("type"), str):
+            raise RefusedError(f"one of its {sequence} is {shown(found)}, expected an object with a type")
+        if found["type"] == "Sequence":
+            parts = found.get(sequence)
+            waiting += parts if isinstance(parts, list) else [parts]
+        else:
+            yield found["type"], found
+
+
+def _growth(kind: str, step: Mapping[str, Any]) -> float:
+    if kind == "Replace":
+        return _replacement_growth(step.get("pattern"), _bytes_of(step.get("content")))
+    if kind == "Prepend":
+        return 1 + _bytes_of(step.get("prepend"))
+    if kind == "Precompiled":
+        return _longest_replacement(step.get("precompiled_charsmap"))
+    if kind == "TemplateProcessing":
+        return _template_growth(step)
+    if kind not in _GROWTH:
+        raise RefusedError(f"type {shown(kind)} is not supported")
+    return _GROWTH[kind]
+
+
+def _replacement_growth(pattern: Any, n_content_bytes: int) -> float:
+    """A string is replaced wherever it stands; an expression may match between any two characters."""
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    n_bytes = _bytes_of(text)
+    return max(1.0, n_content_bytes / n_bytes) if n_bytes else 1 + n_content_bytes
+
+
+def _longest_replacement(charsmap: Any) -> int:
+    """A map of sentencepiece: the size of a trie, the trie, and the replacements, each ended by a 0."""
+    try:
+        data = base64.b64decode(charsmap or "", validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RefusedError("its character map is damaged") from error
+    start = 4 + int.from_bytes(data[:4], "little")
+    if data and (start % 4 or start > len(data)):
+        raise RefusedError("its character map is damaged")
+    return max(1, *map(len, data[start:].split(b"\0")), 1)
+
+
+def _template_growth(step: Mapping[str, Any]) -> int:
+    """How often a template holds the text; special tokens beside it are a few."""
+    pieces, specials = step.get("single"), step.get("special_tokens")
+    ids = (
+        [special.get("ids") for special in specials.values() if isinstance(special, dict)]
+        if isinstance(specials, dict)
+        else []
+    )
+    if not isinstance(pieces, list) or not all(map(_is_short, (pieces, *ids))):
+        raise RefusedError(f"its template has more than {MAX_STEPS} parts")
+    return max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces))
+
+
+def _is_short(values: Any) -> bool:
+    return isinstance(values, list) and len(values) <= MAX_STEPS
+
+
+def _check_pattern(pattern: Any) -> None:
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    reason = why_slow(expression) if isinstance(expression, str) else None
+    if reason:
+        raise RefusedError(f"its expression {shown(expression)} {reason}")
+
+
+def _bytes_of(text: Any) -> int:
+    return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0

@@ -1,0 +1,67 @@
+"""What calibrating leaves beside a store, by name, and how that goes with the store: nothing here looks into it."""
+
+import os
+import stat
+from pathlib import Path
+
+from hetero_ee.errors import StoreError
+from hetero_ee.weights.store.filesystem import FileSystem, store_errors, store_lock
+
+FOLDER_SUFFIX, UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".calibration", ".new", ".old"
+PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
+JSON_FILE, TENSORS_FILE = "calibration.json", "calibration.safetensors"
+
+
+def calibration_folder(store: Path) -> Path:
+    """Where the calibration of the store in `store` lies, or would lie."""
+    return store.with_name(store.name + FOLDER_SUFFIX)
+
+
+def has_calibration(store: Path) -> bool:
+    """Whether a calibration lies beside the store, whatever is in it."""
+    try:
+        return (calibration_folder(store) / JSON_FILE).is_file()
+    except OSError:  # nobody may look into it
+        return False
+
+
+def is_calibrations(path: Path) -> bool:
+    """Whether a folder's name is that of a calibration, and not of a store."""
+    return path.name.endswith(tuple(FOLDER_SUFFIX + end for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)))
+
+
+def remove_calibration(store: Path, files: FileSystem) -> None:
+    """Removes the store's calibration, and what was left of broken off ones, where anything is there.
+
+    Its lock file stays, as a store's does: another process may wait at it.
+    Raises StoreError, and removes nothing, where a folder holds more than that or one is being written.
+    """
+    folder = calibration_folder(store)
+    folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    singles = [partial, partial.with_name(partial.name + UNFINISHED_SUFFIX)]
+    if not any(map(os.path.lexists, [*folders, *singles])):
+        return
+
+    def refuse() -> None:
+        raise StoreError(f"{store.name} is being calibrated by another process; end that first.")
+
+    with store_lock(folder, files, refuse), store_errors(folder):
+        folders, singles = (list(filter(os.path.lexists, found)) for found in (folders, singles))
+        for found in folders:
+            if not _holds_only_a_calibration(found):
+                raise StoreError(f"{found} holds more than a calibration; remove it by hand.")
+        for found in singles:
+            files.remove_file(found)
+        for found in folders:
+            if (found / JSON_FILE).exists():  # first: without it there is no calibration, however far this gets
+                files.remove_file(found / JSON_FILE)
+            files.remove_tree(found)
+
+
+def _holds_only_a_calibration(folder: Path) -> bool:
+    """Whether this is a folder, no link to one, with nothing in it but plain files that calibrating writes."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    with os.scandir(folder) as found:
+        return all(each.name in (JSON_FILE, TENSORS_FILE) and each.is_file(follow_symlinks=False) for each in found)

@@ -1,0 +1,182 @@
+"""Checkpoint -> store: tensor after tensor, so that memory never holds more than one of them beside the store."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_ee.config import Progress
+from hetero_ee.errors import DiskFullError
+from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.model_id import model_name
+from hetero_ee.models.blocks import TensorSpec
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import is_quantized
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantizer_named
+from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, LocalFileSystem, store_errors, store_lock
+from hetero_ee.weights.store.manifest import FORMAT_VERSION, Entry, aligned
+from hetero_ee.weights.store.reader import copied_files, is_store
+from hetero_ee.weights.store.source import Source
+from hetero_ee.weights.store.writer import StoreWriter, partial_folder
+
+SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
+SPACE_RESERVE = 1.05  # free disk asked for, relative to what is known to be needed
+CONVERTING = "Converting to int4"
+WAITING = "Another process is converting this model; waiting for it"
+
+
+def source_key(folder: Path, quantization: Quantization) -> str:
+    """Identifies what a store would be made from: configuration, file names, sizes and times. No file is read whole."""
+    files = [asdict(file) for file in Source.of(folder).files]
+    identity = [FORMAT_VERSION, QUANTIZER_VERSION, read_config_file(folder), files, asdict(quantization)]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
+    """Where the store made from the model in `folder` lies, or would lie."""
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in model_name(folder))[:64]
+    return cache / "stores" / f"{name}-{quantization.name}-{source_key(folder, quantization)}"
+
+
+def convert(
+    folder: Path,
+    spec: ModelSpec,
+    target: Path,
+    quantization: Quantization,
+    *,
+    threads: int = 1,
+    progress: Progress | None = None,
+    files: FileSystem | None = None,
+) -> Path:
+    """Writes the store of the checkpoint in `folder` to `target`, or nothing; the same bytes for any thread count.
+
+    Where another process is at it already, waits for it and takes its result; what a killed one has left is gone on
+    with. Raises CheckpointError, StoreError and, where the disk is too small, DiskFullError.
+    """
+    if is_store(target):
+        return target
+    files = files or LocalFileSystem()
+    source, checkpoint = Source.of(folder), Checkpoint(folder, spec)
+
+    def waiting() -> None:
+        if progress:
+            progress(WAITING, 0, 0)
+
+    with store_lock(target, files, waiting):
+        if not is_store(target):
+            with _resumable(target), _worker_threads(threads) as workers:
+                _write(source, checkpoint, target, quantization, workers, progress, files)
+    return target
+
+
+def _write(
+    source: Source,
+    checkpoint: Checkpoint,
+    target: Path,
+    quantization: Quantization,
+    workers: Workers,
+    progress: Progress | None,
+    files: FileSystem,
+) -> None:
+    tensors = checkpoint.tensors()
+    n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
+    identity = {
+        "source_key": source_key(source.folder, quantization),
+        "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
+    }
+    with StoreWriter(target, files, identity) as writer:
+        n_bytes = planned_bytes(tensors, quantization)
+        _require_space(source, n_bytes, writer.allocated_bytes, target, files)
+        writer.allocate(n_bytes)
+        n_there = len(writer.entries)
+        for place, tensor in enumerate(tensors):
+            if place >= n_there:
+                _write_tensor(writer, checkpoint, tensor, quantization, workers)
+            n_done += tensor.n_elements
+            if progress:
+                progress(CONVERTING, n_done, n_weights)
+        writer.copy_files(source.folder)
+        source.check_unchanged()
+        writer.finish(quantization.name, quantization.vocabulary, provenance(source, checkpoint.spec, quantization))
+
+
+@contextmanager
+def _resumable(target: Path) -> Iterator[None]:
+    """Notes on an interrupt that what was done is kept, for whoever reports it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        if partial_folder(target).is_dir():
+            interrupt.add_note(f"the conversion to {target} has stopped; running it again goes on from there.")
+        raise
+
+
+@contextmanager
+def _worker_threads(n_threads: int) -> Iterator[Workers]:
+    """Threads that share the chunks of a tensor, each computing alone.
+
+    torch's own threads wait for each other at the end of every operation: with one core busy elsewhere, converting the
+    demo model took 300 s with them and 7 s without (2-core Zen 5, 2026-11-21).
+    """
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(n_threads) as pool:
+            yield pool.map
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+def _write_tensor(
+    writer: StoreWriter, checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization, workers: Workers
+) -> None:
+    if not is_quantized(tensor.role):
+        writer.add_values(tensor.name, checkpoint.tensor(tensor.name))
+        return
+    weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
+    if weight is None:
+        quantizer = quantizer_named(quantization.quantizer_of(tensor.role))
+        weight = quantizer.quantize(checkpoint.tensor(tensor.name), workers=workers)
+    writer.add_tiles(tensor.name, weight)
+
+
+def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
+    """Size of the weights.bin that these tensors make, to the byte."""
+    end = 0
+    for tensor in tensors:
+        quantized = is_quantized(tensor.role)
+        layout = ("int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4") if quantized else "fp32"
+        for region in Entry(tensor.name, layout, tensor.shape, 0, 0, 0, None, "", "").regions:
+            end = aligned(end) + region.n_bytes
+    return end
+
+
+def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:
+    """n_bytes: of the weights; there_bytes: what of them is on the disk already. Raises DiskFullError."""
+    copied_bytes = sum(file.stat().st_size for file in copied_files(source.folder))
+    needed_bytes = int(SPACE_RESERVE * (n_bytes + copied_bytes)) + SPARE_BYTES - there_bytes
+    with store_errors(target):
+        free_bytes = files.free_bytes(target.parent)
+    if free_bytes < needed_bytes:
+        raise DiskFullError(
+            f"{target.parent} has {free_bytes / 2**20:.0f} MiB free, the store needs {needed_bytes / 2**20:.0f} MiB; "
+            f"free some space or {ELSEWHERE}."
+        )
+
+
+def provenance(source: Source, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
+    """What a manifest says of where its store comes from."""
+    return {
+        "model": model_name(source.folder),
+        "architecture": spec.architecture,
+        "matrices": quantization.matrices,
+        "files": [asdict(file) for file in source.files],
+    }

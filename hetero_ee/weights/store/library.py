@@ -1,0 +1,229 @@
+"""The stores in the cache folder: opened or made, listed, removed."""
+
+import os
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hetero_ee.config import Progress
+from hetero_ee.config.toml_file import expanded
+from hetero_ee.errors import DamagedStoreError, StoreError, UsageError, shown
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.model_files import require_tokenizer
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import INT4_QUANTIZERS
+from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
+from hetero_ee.weights.store.conversion import WAITING, cached_store, convert, provenance
+from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
+from hetero_ee.weights.store.manifest import (
+    FORMAT_VERSION,
+    WEIGHTS_FILE,
+    Manifest,
+    check_size,
+    parsed_manifest,
+    read_manifest,
+    stored_version,
+)
+from hetero_ee.weights.store.reader import check_copies, is_store, open_store
+from hetero_ee.weights.store.source import Source
+from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
+
+STORES_FOLDER = "stores"
+REMOVED_SUFFIX = ".removed"
+MAX_NAMED = 3  # stores named in one error
+
+
+class StoreState(Enum):
+    """What a look at the manifest and the small files says; weights are only looked at by verify()."""
+
+    WHOLE = "whole"
+    UNFINISHED = "unfinished"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other version"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day.
+    has_calibration: whether a calibration lies beside it."""
+
+    name: str
+    path: Path
+    state: StoreState
+    model: str | None
+    architecture: str | None
+    quantizer: str | None
+    n_bytes: int
+    last_used_s: float
+    has_calibration: bool
+
+
+def open_cached(
+    folder: Path,
+    spec: ModelSpec,
+    quantization: Quantization,
+    cache: Path,
+    *,
+    threads: int = 1,
+    progress: Progress | None = None,
+    files: FileSystem | None = None,
+) -> tuple[Path, ModelWeights]:
+    """The store of the checkpoint in `folder` and its weights; made where it is not there, and anew where damaged.
+
+    Damage is what was seen in its bytes; a store that can't be read just now stays as it is. Raises StoreError.
+    """
+    target = cached_store(folder, quantization, cache)
+
+    def opened() -> ModelWeights:
+        made = convert(folder, spec, target, quantization, threads=threads, progress=progress, files=files)
+        return open_store(made, spec)
+
+    try:
+        return target, opened()
+    except DamagedStoreError:
+        pass
+    _remove_damaged(target, spec, files or LocalFileSystem(), progress)
+    return target, opened()
+
+
+def make_store(
+    folder: Path,
+    *,
+    cache: Path,
+    output: Path | None = None,
+    quantizer: str | None = None,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Path:
+    """Converts the checkpoint in `folder` to the folder `output`, or into the cache; returns where the store lies.
+
+    An output folder that is there already is refused, unless it is this very store. Raises UsageError, ModelError,
+    CheckpointError, StoreError or DiskFullError.
+    """
+    if is_store(folder):
+        raise UsageError(f"{folder} is a store already; there is nothing to convert.")
+    if quantizer not in (None, *INT4_QUANTIZERS):
+        raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
+    require_tokenizer(folder)
+    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer)
+    if output is None:
+        return open_cached(folder, spec, quantization, cache, threads=threads, progress=progress)[0]
+    output = expanded(str(output), "the output folder")
+    if os.path.lexists(output):
+        if is_store(output) and _is_made_from(output, folder, spec, quantization):
+            open_store(output, spec)
+            return output
+        raise UsageError(f"{output} is there already, and not the store of this model; give a new folder.")
+    return convert(folder, spec, output.resolve(), quantization, threads=threads, progress=progress)
+
+
+def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quantization) -> bool:
+    manifest = read_manifest(store)
+    quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
+    is_alike = quantizers == (quantization.name, quantization.vocabulary)
+    return is_alike and manifest.source == provenance(Source.of(folder), spec, quantization)
+
+
+def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
+    """What it was made from is still there. Another process may have had the same thought, and be done already."""
+    with store_lock(target, files, lambda: progress(WAITING, 0, 0) if progress else None):
+        if is_store(target):
+            with suppress(DamagedStoreError):
+                open_store(target, spec)
+                return
+        with store_errors(target):
+            is_ours = holds_only_store_files(target) if is_store(target) else lacks_manifest(target)
+        if is_ours:
+            _remove(target, files)
+
+
+def stored_models(cache: Path) -> list[StoredModel]:
+    """Every store in the cache folder, whole or not, by name. Raises StoreError."""
+    folder = cache / STORES_FOLDER
+    try:
+        found = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{folder} can't be read ({error}).") from error
+    return [_described(path) for path in found if _is_ours(path)]
+
+
+def stored_model(cache: Path, name: str) -> StoredModel:
+    """The store of that name, or the only one whose name begins so. Raises UsageError."""
+    models = stored_models(cache)
+    exact = [model for model in models if model.name == name]
+    found = exact or [model for model in models if name and model.name.startswith(name)]
+    if len(found) > 1:
+        names = ", ".join(model.name for model in found[:MAX_NAMED])
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise UsageError(f"{shown(name)} begins the names of {len(found)} stores ({names}{more}); give more of it.")
+    if not found:
+        raise UsageError(f"there is no store {shown(name)} in {cache / STORES_FOLDER}; hetero-ee models lists them.")
+    return found[0]
+
+
+def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:
+    """Removes a store of the cache folder, at once as others see it, and its calibration before it. Raises StoreError.
+
+    Refuses what is not below the cache folder, what holds other files than a store's, and what is being written.
+    """
+    if model.path.parent != cache / STORES_FOLDER or not holds_only_store_files(model.path):
+        raise StoreError(f"{model.path} is not in {cache}, or holds more than a store; remove it by hand.")
+    target = model.path.with_name(model.path.name.removesuffix(PARTIAL_SUFFIX))
+
+    def refuse() -> None:
+        raise StoreError(f"{model.name} is being written by another process; end that first.")
+
+    files = files or LocalFileSystem()
+    with store_lock(target, files, refuse):
+        remove_calibration(model.path, files)
+        _remove(model.path, files)
+
+
+def _remove(folder: Path, files: FileSystem) -> None:
+    """Takes its name away first: a store that is half deleted would look like a damaged one."""
+    away = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}{REMOVED_SUFFIX}")
+    with store_errors(folder):
+        files.rename(folder, away)
+        files.sync_folder(folder.parent)
+        files.remove_tree(away)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return not is_calibrations(path) and (is_store(path) or holds_only_store_files(path))
+    except OSError:
+        return False
+
+
+def _described(path: Path) -> StoredModel:
+    state, manifest = _state_of(path)
+    source = manifest.source if manifest else {}
+    model, architecture = (str(source[name]) if name in source else None for name in ("model", "architecture"))
+    n_bytes, last_used_s = 0, 0.0
+    with suppress(OSError):  # another process may be removing it
+        statuses = {file.name: file.stat() for file in path.iterdir()}
+        n_bytes = sum(map(allocated_bytes, statuses.values()))
+        last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
+    quantizer = manifest.quantizer if manifest else None
+    described = state, model, architecture, quantizer, n_bytes, last_used_s
+    return StoredModel(path.name, path, *described, has_calibration(path))
+
+
+def _state_of(path: Path) -> tuple[StoreState, Manifest | None]:
+    if path.suffix in (PARTIAL_SUFFIX, REMOVED_SUFFIX):
+        return StoreState.UNFINISHED, None
+    manifest = None
+    try:
+        manifest = parsed_manifest(path)
+        check_size(path, manifest)
+        check_copies(path, manifest)
+    except StoreError:
+        is_other = stored_version(path) not in (None, FORMAT_VERSION)
+        return StoreState.OTHER_VERSION if is_other else StoreState.DAMAGED, manifest
+    return StoreState.WHOLE, manifest

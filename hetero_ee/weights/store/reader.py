@@ -1,0 +1,164 @@
+"""The store: one folder with int4 weights, their manifest, and the model's configuration and tokenizer files.
+
+Opened by mmap, its checksums looked at first, but for those of the tiles. How it comes to be: store_writer.py.
+"""
+
+import hashlib
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import DamagedStoreError, StoreError
+from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
+from hetero_ee.hub.regular_file import find_file, read_file, reason_of
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.model_weights import ModelWeights, check_complete
+from hetero_ee.weights.store.checksums import first_damaged
+from hetero_ee.weights.store.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    CopiedFile,
+    Entry,
+    Manifest,
+    read_manifest,
+)
+from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.weight import TileWeight
+
+
+def is_store(folder: Path) -> bool:
+    """Whether `folder` claims to be a store."""
+    return os.path.lexists(folder / MANIFEST_FILE)
+
+
+def copied_files(model_folder: Path) -> list[Path]:
+    """The small files of a model that its store gets a copy of."""
+    return [file for name in SMALL_FILES if (file := find_file(model_folder, name))]
+
+
+def checked_manifest(folder: Path) -> Manifest:
+    """The manifest, weights.bin of its size and the small files unchanged. Raises StoreError, DamagedStoreError."""
+    manifest = read_manifest(folder)
+    check_copies(folder, manifest)
+    return manifest
+
+
+def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
+    """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError.
+
+    Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not.
+    What differs is a DamagedStoreError. manifest: what checked_manifest has returned, where it was called before.
+    """
+    manifest = manifest or checked_manifest(folder)
+    _check_regions(folder, manifest)
+    weights = mapped_weights(folder, manifest, spec)
+    _check_finite(folder, weights)
+    return weights
+
+
+def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWeights:
+    """The weights that the manifest describes, unread. Raises StoreError unless they are those of the model."""
+    buffer = _mapped(folder / WEIGHTS_FILE)
+    weights = ModelWeights({}, {}, manifest.quantizer)
+    for entry in manifest.entries:
+        if entry.layout == "fp32":
+            data = buffer[entry.offset : entry.offset + entry.data_bytes]
+            weights.vectors[entry.name] = data.view(torch.float32).view(entry.shape)
+        else:
+            weights.matrices[entry.name] = _tile_weight(buffer, entry)
+    check_complete(weights, spec, folder)
+    return weights
+
+
+def check_copies(folder: Path, manifest: Manifest) -> None:
+    """Raises StoreError unless the small files are those that the manifest names, unchanged."""
+    known = {file.name: file for file in manifest.files}
+    for name in SMALL_FILES:
+        problem = copy_problem(folder / name, known.get(name))
+        if problem:
+            raise DamagedStoreError(f"{folder / name} {problem}; put the original back, or convert the model again.")
+
+
+def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
+    """What is wrong with a small file of a store; `known` is what its manifest says of it.
+
+    Raises StoreError where it can't be read, which says nothing of its content.
+    """
+    if known is None:
+        return "is not in the store's manifest" if os.path.lexists(file) else None
+    try:
+        if find_file(file.parent, file.name, StoreError) is None:
+            return "is missing"
+        n_bytes = file.stat().st_size
+        if n_bytes != known.n_bytes:
+            return f"has {n_bytes} bytes, its store's manifest says {known.n_bytes}"
+    except OSError as error:
+        raise StoreError(f"{file} can't be read ({reason_of(error)}).") from error
+    data = read_file(file, MAX_SMALL_FILE_BYTES, "such a file", StoreError)
+    is_same = hashlib.sha256(data).hexdigest() == known.sha256
+    return None if is_same else "does not match its checksum in the store's manifest"
+
+
+def _check_regions(folder: Path, manifest: Manifest) -> None:
+    places = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
+    try:
+        damaged = first_damaged(folder / WEIGHTS_FILE, places)
+    except OSError as error:
+        raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
+    if damaged:
+        raise DamagedStoreError(
+            f"{folder}: the {damaged.part} of tensor {places[damaged].name!r:.80} do not match their checksum; "
+            "delete that folder and convert again."
+        )
+
+
+def _check_finite(folder: Path, weights: ModelWeights) -> None:
+    """A checksum says who wrote a number, not that it is one. Read with the checksums, these bytes cost 0.05 s a GB."""
+    scales = {name: weight.scales for name, weight in weights.matrices.items() if isinstance(weight, TileWeight)}
+    for name, values in (weights.vectors | scales).items():
+        if not all(map(torch.isfinite, values.aminmax())):  # a NaN is both
+            raise DamagedStoreError(
+                f"{folder}: tensor {name} holds values or scales that are no numbers; "
+                "delete that folder and convert again."
+            )
+
+
+def _mapped(file: Path) -> Tensor:
+    """The file's bytes, uint8.
+
+    Shared and read-only: of a private writable mapping Linux wants to know that all of it would fit into memory, and
+    refuses stores larger than that, which are what this engine is for.
+    """
+    try:
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise DamagedStoreError(f"{file} is empty; delete that folder and convert again.") from error
+    except OSError as error:
+        raise StoreError(f"{file} can't be mapped into memory ({error}).") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to weights
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
+    n_rows, n_columns = padded_shape(*entry.shape)
+    grid = (n_rows // TILE_ROWS, n_columns // TILE_COLUMNS)
+    tiles = buffer[entry.offset : entry.offset + entry.data_bytes]
+    if entry.layout == "int4":
+        tiles = tiles.view(*grid, INT4_TILE_BYTES)
+    else:
+        tiles = tiles.view(torch.int8).view(*grid, INT8_TILE_BYTES)
+    scales = buffer[entry.scales_offset : entry.scales_offset + entry.scales_bytes].view(torch.float16)
+    return TileWeight(
+        tiles=tiles,
+        scales=scales.view(*grid, TILE_ROWS),
+        exponent=entry.exponent,
+        codebook=entry.codebook,
+        n_rows=entry.shape[0],
+        n_columns=entry.shape[1],
+    )

@@ -1,0 +1,254 @@
+"""Writes a store: in a partial folder beside its name, which a conversion that was stopped is gone on with.
+
+Every file is made durable, the manifest last, and then the folder gets its name, so that a folder of that name is
+always whole.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, StoreError
+from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
+from hetero_ee.hub.regular_file import read_file
+from hetero_ee.weights.store.checksums import is_written
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors
+from hetero_ee.weights.store.journal import JOURNAL_FILE, Journal, journal_line, read_journal
+from hetero_ee.weights.store.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    CopiedFile,
+    Entry,
+    Manifest,
+    aligned,
+)
+from hetero_ee.weights.store.reader import copied_files, is_store
+from hetero_ee.weights.weight import TileWeight
+
+PARTIAL_SUFFIX = ".partial"
+STORE_FILES = {MANIFEST_FILE, WEIGHTS_FILE, JOURNAL_FILE, *SMALL_FILES}
+
+
+def partial_folder(target: Path) -> Path:
+    """Where the store is written until it is whole."""
+    return target.with_name(target.name + PARTIAL_SUFFIX)
+
+
+def holds_only_store_files(folder: Path) -> bool:
+    """Whether this is a folder, no link to one, with nothing in it but plain files that a conversion writes."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    with os.scandir(folder) as found:
+        return all(each.name in STORE_FILES and each.is_file(follow_symlinks=False) for each in found)
+
+
+def lacks_manifest(folder: Path) -> bool:
+    """Whether this is a store but for its manifest, as the folder lists it: what can't be looked at is not missing."""
+    if not os.path.lexists(folder):
+        return False
+    return holds_only_store_files(folder) and folder / MANIFEST_FILE not in folder.iterdir()
+
+
+class StoreWriter:
+    """Writes tensors one after another; used as a context manager, under the store's lock.
+
+    What an earlier writer with the same `identity` has left is kept as far as its checksums hold: `entries` says which
+    tensors are there at the beginning. After an error of the engine's family nothing is left; after an interrupt the
+    partial folder stays. Raises StoreError when the disk refuses.
+    """
+
+    def __init__(self, target: Path, files: FileSystem, identity: Mapping[str, Any]) -> None:
+        self._target, self._files, self._identity = target, files, identity
+        self._folder = partial_folder(target)
+        self.entries: list[Entry] = []
+        self._copies: list[CopiedFile] = []
+        self._offset = 0
+        self._finished = self._renamed = False
+        self._weights: BinaryIO | None = None
+        self._journal: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            with store_errors(self._target):
+                if os.path.lexists(self._target):
+                    kind = DamagedStoreError if lacks_manifest(self._target) else StoreError
+                    raise kind(f"{self._target} can't be written: something is there, and it is no store.")
+                self._open()
+        except BaseException as error:  # __exit__ is not called for a failure in here
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished:
+            self._leave(error)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Room on the disk that the weights have already."""
+        return allocated_bytes(os.fstat(_opened(self._weights).fileno()))
+
+    def allocate(self, n_bytes: int) -> None:
+        """Makes sure of the room that the weights will take."""
+        with store_errors(self._target):
+            self._files.allocate(_opened(self._weights), n_bytes)
+
+    def add_tiles(self, name: str, weight: TileWeight) -> None:
+        """A quantized matrix. Raises CheckpointError for scales that are no numbers."""
+        if not torch.isfinite(weight.scales).all():
+            raise CheckpointError(f"tensor {name} has scales that are not finite; its weights are damaged.")
+        offset, checksum = self._append(weight.tiles)
+        scales_offset, scales_checksum = self._append(weight.scales)
+        layout = "int8" if weight.codebook is None else "int4"
+        places = (offset, scales_offset, weight.exponent, weight.codebook)
+        self._add(Entry(name, layout, weight.shape, *places, checksum, scales_checksum))
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """A tensor kept in fp32."""
+        offset, checksum = self._append(values.float())
+        self._add(Entry(name, "fp32", tuple(values.shape), offset, 0, 0, None, checksum, ""))
+
+    def copy_files(self, model_folder: Path) -> None:
+        """Copies the model's small files. Raises CheckpointError for one that can't be read or is too large."""
+        for file in copied_files(model_folder):
+            data = read_file(file, MAX_SMALL_FILE_BYTES, "such a file", CheckpointError)
+            self._write_file(file.name, data)
+            self._copies.append(CopiedFile(file.name, len(data), hashlib.sha256(data).hexdigest()))
+
+    def finish(self, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
+        """Writes the manifest last and gives the folder its name. Returns where it lies."""
+        copies, entries = tuple(self._copies), tuple(self.entries)
+        manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries)
+        with store_errors(self._target):
+            self._cut_weights()
+            self._files.close_durably(_opened(self._weights))
+            self._write_file(MANIFEST_FILE, manifest.to_json())
+            _opened(self._journal).close()
+            self._files.remove_file(self._folder / JOURNAL_FILE)
+            self._files.sync_folder(self._folder)
+            self._give_name()
+        self._finished = True
+        return self._target
+
+    def _open(self) -> None:
+        if os.path.lexists(self._folder):
+            if not holds_only_store_files(self._folder):
+                raise StoreError(f"{self._folder} is in the way and not a conversion's; move it somewhere else.")
+            if self._resume():
+                return
+            self._close()
+            self._files.remove_tree(self._folder)
+        self._files.create_folder(self._folder)
+        self._journal = self._files.create_file(self._folder / JOURNAL_FILE)
+        self._files.write(self._journal, journal_line(self._identity))
+        self._weights = self._files.create_file(self._folder / WEIGHTS_FILE)
+
+    def _resume(self) -> bool:
+        """Takes over what is there and right; False where that is nothing."""
+        present = {file.name for file in self._folder.iterdir()}
+        if not {JOURNAL_FILE, WEIGHTS_FILE} <= present:
+            return False
+        journal = read_journal(self._folder / JOURNAL_FILE, self._identity)
+        if journal is None:
+            return False
+        for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written anew
+            self._files.remove_file(self._folder / name)
+        self._weights = self._files.reopen_file(self._folder / WEIGHTS_FILE)
+        self._journal = self._files.reopen_file(self._folder / JOURNAL_FILE)
+        self._take_over(journal)
+        return True
+
+    def _take_over(self, journal: Journal) -> None:
+        """Reads the tensors again, and cuts both files after the last one that is right."""
+        weights, opened_journal = _opened(self._weights), _opened(self._journal)
+        for entry in journal.entries:
+            if not is_written(weights, self._offset, entry):
+                break
+            self.entries.append(entry)
+            self._offset = entry.regions[-1].end
+        self._cut_weights()
+        self._files.truncate(opened_journal, journal.ends[len(self.entries)])
+        weights.seek(self._offset)
+        opened_journal.seek(journal.ends[len(self.entries)])
+
+    def _cut_weights(self) -> None:
+        weights = _opened(self._weights)
+        if os.fstat(weights.fileno()).st_size != self._offset:
+            self._files.truncate(weights, self._offset)
+
+    def _give_name(self) -> None:
+        if os.path.lexists(self._target):
+            raise FileExistsError("something has appeared there meanwhile")
+        try:
+            self._files.rename(self._folder, self._target)
+        except OSError:
+            if not is_store(self._target):  # a network disk may do it and say that it failed
+                raise
+        self._renamed = True
+        self._files.sync_folder(self._target.parent)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """After an interrupt, what was written stays for the next time; else it is taken back.
+
+        A disk that refuses even this must not hide the first error.
+        """
+        self._close()
+        if error is not None and not isinstance(error, HeteroError):
+            return
+        if self._renamed:
+            with suppress(OSError):
+                self._files.rename(self._target, self._folder)
+        with suppress(OSError):
+            if holds_only_store_files(self._folder):
+                self._files.remove_tree(self._folder)
+
+    def _close(self) -> None:
+        for file in (self._weights, self._journal):
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        with store_errors(self._target):
+            file = self._files.create_file(self._folder / name)
+            try:
+                self._files.write(file, data)
+            finally:
+                self._files.close_durably(file)
+
+    def _append(self, tensor: Tensor) -> tuple[int, str]:
+        """Writes the tensor's bytes at the next page; returns their offset and checksum."""
+        data = _bytes_of(tensor)
+        offset = aligned(self._offset)
+        with store_errors(self._target):
+            for piece in (bytes(offset - self._offset), data):
+                self._files.write(_opened(self._weights), piece)
+        self._offset = offset + data.nbytes
+        return offset, hashlib.sha256(data).hexdigest()
+
+    def _add(self, entry: Entry) -> None:
+        with store_errors(self._target):
+            self._files.write(_opened(self._journal), journal_line(entry))
+        self.entries.append(entry)
+
+
+def _opened(file: BinaryIO | None) -> BinaryIO:
+    if file is None:
+        raise RuntimeError("used outside of its with-block")
+    return file
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes as they lie in memory, without a copy where it is contiguous."""
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

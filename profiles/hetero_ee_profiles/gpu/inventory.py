@@ -1,0 +1,127 @@
+"""Graphics processors as drivers and the PCI bus list them, without torch: one may be there that torch can't use."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_ee_profiles.host.host import TIMEOUT_S, Answer, Host
+
+NVIDIA, AMD = "NVIDIA", "AMD"
+PCI = "/sys/bus/pci/devices"
+PCI_VENDORS = {"0x10de": NVIDIA, "0x1002": AMD}
+SMI_PLACES = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
+SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version", "uuid")
+COMPUTE_CAPABILITY = "compute_cap"  # drivers before 2021 refuse a query that asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """One GPU. None: unknown, as most is without a driver. compute_capability: such as 8.9, NVIDIA's only."""
+
+    vendor: str
+    name: str
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    compute_capability: str | None = None
+    driver: str | None = None
+    uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInventory:
+    """The GPUs found, and what went wrong on the way."""
+
+    gpus: tuple[GpuInfo, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def kind(self) -> str | None:
+        """What the engine calls them: "cuda", or "rocm" where all are AMD's; None without any."""
+        if not self.gpus:
+            return None
+        return "rocm" if all(gpu.vendor == AMD for gpu in self.gpus) else "cuda"
+
+
+def gpu_inventory(host: Host) -> GpuInventory:
+    """NVIDIA's by nvidia-smi, else by the driver's files; AMD's by the driver's; else what the PCI bus names."""
+    nvidia, problem = _nvidia_smi(host)
+    gpus = nvidia or list(_nvidia_files(host))
+    gpus += _amd(host)
+    known = {gpu.vendor for gpu in gpus}
+    gpus += [gpu for gpu in _pci(host) if gpu.vendor not in known]
+    return GpuInventory(tuple(gpus), (problem,) if problem else ())
+
+
+def _nvidia_smi(host: Host) -> tuple[list[GpuInfo], str]:
+    """The GPUs, or why there are none; a tool that isn't there is no problem."""
+    for program in SMI_PLACES:
+        answer = _queried(host, program, (*SMI_FIELDS, COMPUTE_CAPABILITY))
+        if answer.problem.startswith("exit code"):
+            answer = _queried(host, program, SMI_FIELDS)
+        if answer.problem == "not found":
+            continue
+        if answer.problem:
+            said = answer.output.strip().partition("\n")[0][:200]
+            return [], f"nvidia-smi: {answer.problem}{': ' if said else ''}{said}"
+        lines = answer.output.splitlines()
+        gpus = [gpu for line in lines if (gpu := _gpu_of_line(line)) is not None]
+        return gpus, "" if gpus or not answer.output.strip() else "nvidia-smi gave an answer that makes no sense"
+    return [], ""
+
+
+def _queried(host: Host, program: str, fields: tuple[str, ...]) -> Answer:
+    return host.run([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], TIMEOUT_S)
+
+
+def _gpu_of_line(line: str) -> GpuInfo | None:
+    values = [value.strip() for value in line.split(",")]
+    if not len(SMI_FIELDS) <= len(values) <= len(SMI_FIELDS) + 1 or not values[0]:
+        return None
+    total, free = (_mib(value) for value in values[1:3])
+    known = [None if value.startswith("[") or not value else value for value in [*values, ""]]
+    if total is None and known[3] is None:
+        return None
+    return GpuInfo(NVIDIA, values[0], total, free, known[5], known[3], known[4])
+
+
+def _mib(text: str) -> int | None:
+    return int(text) * 2**20 if text.isdecimal() else None
+
+
+def _nvidia_files(host: Host) -> Iterator[GpuInfo]:
+    folder = "/proc/driver/nvidia/gpus"
+    words = (host.text("/proc/driver/nvidia/version") or "").split()
+    driver = next((word for word in words if word[0].isdecimal() and word.count(".") in (1, 2)), None)
+    for name in host.names(folder):
+        lines = (host.text(f"{folder}/{name}/information") or "").splitlines()
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        yield GpuInfo(NVIDIA, fields.get("Model") or "NVIDIA GPU", driver=driver, uuid=fields.get("GPU UUID"))
+
+
+def _amd(host: Host) -> list[GpuInfo]:
+    """Of cards with memory of their own; an integrated one has a few hundred MiB set aside."""
+    found = []
+    for card in host.names("/sys/class/drm"):
+        device = f"/sys/class/drm/{card}/device"
+        if not card.removeprefix("card").isdecimal() or _line(host, f"{device}/vendor") != "0x1002":
+            continue
+        total, used = (_line(host, f"{device}/mem_info_vram_{kind}") for kind in ("total", "used"))
+        total_bytes = int(total) if total.isdecimal() else None
+        free_bytes = total_bytes - int(used) if total_bytes is not None and used.isdecimal() else None
+        name = _line(host, f"{device}/product_name") or f"AMD GPU {_line(host, f'{device}/device')}"
+        driver = _line(host, "/sys/module/amdgpu/version") or "amdgpu"
+        found.append(GpuInfo(AMD, name.strip(), total_bytes, free_bytes, driver=driver))
+    return found
+
+
+def _pci(host: Host) -> list[GpuInfo]:
+    """Display controllers of both makers, for cards without a driver."""
+    found = []
+    for slot in host.names(PCI):
+        vendor = PCI_VENDORS.get(_line(host, f"{PCI}/{slot}/vendor"))
+        if vendor and _line(host, f"{PCI}/{slot}/class").startswith("0x03"):
+            found.append(GpuInfo(vendor, f"{vendor} GPU {_line(host, f'{PCI}/{slot}/device')}".strip()))
+    return found
+
+
+def _line(host: Host, path: str) -> str:
+    return (host.text(path) or "").strip()

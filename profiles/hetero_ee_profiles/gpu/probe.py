@@ -1,0 +1,217 @@
+"""Times a GPU's operations at a model's shapes: copying its memory, int4 and int8 products, attention, launches.
+
+A product's weights take turns over as many bytes as the model has, where there is room: only a small model's lie in the
+L2 cache. Launches are recorded in a graph over a whole turn, as when tokens are generated, and the GPU's own clock
+times them, so that what the CPU needs for a launch is not counted. More rows than turn_rows run as in a segment of
+layers: so many at a time, through all the weights before the next ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetero_ee_kernels.pages import PAGE_TOKENS, attention_workspace, new_pages
+from hetero_ee_profiles.gpu.platform import GpuPlatform, Work
+from hetero_ee_profiles.probe_samples import (
+    MAX_CACHE_LAYERS,
+    TILE_ROWS,
+    AttentionSamples,
+    Clock,
+    ProductSamples,
+    ProductShape,
+)
+
+COPY_BYTES = 2**28
+L2_TURNS = 4  # a turn of so many times the L2 cache finds nothing in it
+FREE_SHARE = 4  # one probe takes at most a fourth of what is free
+MAX_MATRICES = 512  # in a turn, two launches each
+MAX_WARM_UP_RUNS = 1000
+LAUNCHES = 100  # in a row, of one sample
+KV_KIND, KV_VALUE_BYTES = "fp16", 2
+PIECE_BYTES = 2**25  # the least that is asked for where free memory is tried out
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """repeats: samples of each figure, fewer where they would take more than max_s together."""
+
+    repeats: int
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProductKernel:
+    """multiply(x, matrix, out), x fp32; prepared(shape, tiles, scales): the matrix it takes, of tensors on the GPU laid
+    out as in docs/FORMAT.md; is_capturable: its launches may be recorded in a graph."""
+
+    multiply: Callable[..., Any]
+    prepared: Callable[[ProductShape, Any, Any], Any]
+    is_capturable: bool
+
+
+def probe_free_bytes(platform: GpuPlatform) -> int:
+    """What can be had, to 32 MiB: ever smaller pieces are taken up to what the driver says is free, and given back."""
+    limit_bytes, n_bytes, held = platform.free_bytes(), 0, []
+    piece_bytes = 1 << limit_bytes.bit_length()
+    while piece_bytes >= PIECE_BYTES:
+        try:
+            if n_bytes + piece_bytes <= limit_bytes:
+                held.append(platform.allocate((piece_bytes,), torch.uint8))
+                n_bytes += piece_bytes
+                continue
+        except torch.OutOfMemoryError:
+            pass
+        piece_bytes //= 2
+    return n_bytes
+
+
+def probe_gpu_copy_bytes_per_s(platform: GpuPlatform, repeats: int, warm_up_s: float, clock: Clock) -> list[float]:
+    """Bandwidth of the GPU's memory: bytes read and written by a copy within it. Before, until warm_up_s have passed, a
+    GPU at rest is made to raise its clock."""
+    n_bytes = min(max(COPY_BYTES, L2_TURNS * platform.l2_bytes), platform.free_bytes() // FREE_SHARE)
+    target, source = (platform.allocate((n_bytes,), torch.uint8) for _ in range(2))
+    copy = partial(platform.copy, target, source)
+    begun_s = clock()
+    for _ in range(MAX_WARM_UP_RUNS):
+        if clock() - begun_s >= warm_up_s:
+            break
+        copy()
+        platform.synchronize()
+    return [2 * n_bytes / seconds for seconds in platform.seconds(copy, repeats)]
+
+
+def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
+    """Seconds of the CPU for handing over one launch, of many in a row."""
+    x = platform.allocate((1,), torch.float32)
+    platform.launch(x)
+    found = []
+    for _ in range(repeats):
+        platform.synchronize()
+        start_s = clock()
+        for _ in range(LAUNCHES):
+            platform.launch(x)
+        found.append((clock() - start_s) / LAUNCHES)
+    platform.synchronize()
+    return found
+
+
+def probe_synchronize_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
+    """Seconds from before one launch until the CPU knows that it is done."""
+    x = platform.allocate((1,), torch.float32)
+    found = []
+    for repeat in range(repeats + 1):
+        platform.synchronize()
+        start_s = clock()
+        platform.launch(x)
+        platform.synchronize()
+        if repeat:
+            found.append(clock() - start_s)
+    return found
+
+
+def probe_gpu_products(
+    platform: GpuPlatform,
+    shapes: Sequence[ProductShape],
+    rows: Sequence[int],
+    turn_rows: int,
+    kernels: Mapping[str, ProductKernel],
+    sampling: Sampling,
+    max_cycle_bytes: int,
+) -> list[ProductSamples]:
+    """Samples of every shape at every number of rows; kernels: by layout. A turn through the weights is at most
+    max_cycle_bytes, or four L2 caches."""
+    model_bytes = sum(shape.n_bytes * shape.n_layers for shape in shapes)
+    cycle_bytes = min(model_bytes, max(max_cycle_bytes, L2_TURNS * platform.l2_bytes))
+    return [
+        samples
+        for shape in shapes
+        for samples in _shape_samples(platform, shape, rows, turn_rows, kernels[shape.layout], sampling, cycle_bytes)
+    ]
+
+
+def probe_gpu_attention(
+    platform: GpuPlatform,
+    heads: tuple[int, int, int],
+    n_layers: int,
+    points: Sequence[tuple[int, int]],
+    turn_rows: int,
+    attend: Callable[..., Any],
+    is_capturable: bool,
+    sampling: Sampling,
+) -> list[AttentionSamples]:
+    """heads: (n_heads, n_kv_heads, head_dim). Samples for each (m, context_tokens) of one sequence, over an fp16 cache.
+
+    attend: as hetero_ee_kernels.attention.attention.
+    """
+    n_heads, n_kv_heads, head_dim = heads
+    n_pages = -(-max(context for _, context in points) // PAGE_TOKENS)
+    layer_bytes = n_pages * 2 * n_kv_heads * PAGE_TOKENS * head_dim * KV_VALUE_BYTES
+    n_layers = max(1, min(n_layers, MAX_CACHE_LAYERS, platform.free_bytes() // FREE_SHARE // layer_bytes))
+    pages = new_pages((n_layers, n_kv_heads, head_dim), KV_KIND, n_pages, (1, n_pages), platform.device)
+    pages.table[0] = torch.arange(n_pages, dtype=torch.int32)
+    workspace = attention_workspace(pages, min(turn_rows, max(m for m, _ in points)), n_heads)
+    found = []
+    for m, context in points:
+        queries, out = (platform.allocate((m, n_heads * head_dim), torch.float32) for _ in range(2))
+        queries.fill_(0.01)
+        slots = torch.zeros(m, dtype=torch.int32, device=platform.device)
+        positions = torch.arange(context - m, context, dtype=torch.int32, device=platform.device)
+        calls = [
+            partial(attend, queries[t], pages, slots[t], positions[t], layer, None, out[t], workspace=workspace)
+            for t in _turns(m, turn_rows)
+            for layer in range(n_layers)
+        ]
+        found.append(AttentionSamples(m, context, _seconds(platform, calls, n_layers, is_capturable, sampling)))
+    return found
+
+
+def _shape_samples(
+    platform: GpuPlatform,
+    shape: ProductShape,
+    rows: Sequence[int],
+    turn_rows: int,
+    kernel: ProductKernel,
+    sampling: Sampling,
+    cycle_bytes: int,
+) -> list[ProductSamples]:
+    n_fitting = platform.free_bytes() // FREE_SHARE // shape.n_bytes
+    n_matrices = max(1, min(-(-cycle_bytes // shape.n_bytes), n_fitting, MAX_MATRICES))
+    tiles = platform.allocate((n_matrices, *shape.grid, shape.tile_bytes), torch.uint8).random_()
+    tiles = tiles if shape.layout == "int4" else tiles.view(torch.int8)
+    scales = platform.allocate((n_matrices, *shape.grid, TILE_ROWS), torch.float16).fill_(0.01)
+    matrices = [kernel.prepared(shape, tiles[index], scales[index]) for index in range(n_matrices)]
+    found = []
+    for m in rows:
+        x = platform.allocate((m, shape.n_columns), torch.float32).fill_(0.5)
+        out = platform.allocate((m, shape.n_rows), torch.float32)
+        calls = [partial(kernel.multiply, x[t], matrix, out[t]) for t in _turns(m, turn_rows) for matrix in matrices]
+        seconds = _seconds(platform, calls, n_matrices, kernel.is_capturable, sampling)
+        found.append(ProductSamples(shape, m, n_matrices * shape.n_bytes, seconds))
+    return found
+
+
+def _turns(m: int, turn_rows: int) -> Iterator[slice]:
+    """m rows in pieces of at most turn_rows."""
+    return (slice(first, min(first + turn_rows, m)) for first in range(0, m, turn_rows))
+
+
+def _seconds(
+    platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
+) -> tuple[float, ...]:
+    """Of an n_parts-th of all the calls, made one after the other."""
+
+    def everything() -> None:
+        for call in calls:
+            call()
+
+    calls[0]()  # compiles, which recording does not allow
+    calls[-1]()  # the last piece may have fewer rows, and so another kernel
+    work = platform.recorded(everything) if is_capturable else everything
+    found = platform.seconds(work, 1)
+    n_more = min(sampling.repeats - 1, int(sampling.max_s / found[0]))
+    if n_more > 0:
+        found += platform.seconds(work, n_more)
+    return tuple(seconds / n_parts for seconds in found)

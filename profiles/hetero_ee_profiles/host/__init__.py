@@ -1,0 +1,1 @@
+"""This computer: processor, memory, disk and what the system says of them."""

@@ -1,0 +1,59 @@
+"""What a container or service may use of the machine: Linux control groups, versions 1 and 2."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_ee_profiles.host.host import Host
+
+ROOT = "/sys/fs/cgroup"
+UNLIMITED_BYTES = 2**60  # version 1 says "no limit" by an enormous number
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupLimits:
+    """cores: CPU time by wall time; memory_bytes: the group's own memory. None where there is no limit."""
+
+    cores: float | None
+    memory_bytes: int | None
+
+
+def cgroup_limits(host: Host) -> CgroupLimits:
+    """The least that this process's group and the groups around it allow."""
+    cores = [limit for folder in _folders(host, "cpu") if (limit := _cores(host, folder)) is not None]
+    memory = [limit for folder in _folders(host, "memory") if (limit := _memory_bytes(host, folder)) is not None]
+    return CgroupLimits(min(cores, default=None), min(memory, default=None))
+
+
+def _folders(host: Host, controller: str) -> Iterator[str]:
+    """The group's folder and all around it, in every hierarchy that has the controller.
+
+    In a container the path may be the host's, of which only the root is mounted; folders that are not there give
+    nothing.
+    """
+    for line in (host.text("/proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            bases = [ROOT, f"{ROOT}/unified"]
+        elif controller in controllers.split(","):
+            bases = [f"{ROOT}/{controller}", f"{ROOT}/{controllers}"]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for base in bases:
+            yield from ("/".join([base, *parts[:depth]]) for depth in range(len(parts), -1, -1))
+
+
+def _cores(host: Host, folder: str) -> float | None:
+    quota, _, period = (host.text(f"{folder}/cpu.max") or "").strip().partition(" ")
+    if not quota:
+        quota = (host.text(f"{folder}/cpu.cfs_quota_us") or "").strip()
+        period = (host.text(f"{folder}/cpu.cfs_period_us") or "").strip()
+    if not (quota.isdecimal() and period.isdecimal()) or int(quota) == 0 or int(period) == 0:
+        return None  # "max", or -1
+    return int(quota) / int(period)
+
+
+def _memory_bytes(host: Host, folder: str) -> int | None:
+    text = (host.text(f"{folder}/memory.max") or host.text(f"{folder}/memory.limit_in_bytes") or "").strip()
+    return int(text) if text.isdecimal() and 0 < int(text) < UNLIMITED_BYTES else None

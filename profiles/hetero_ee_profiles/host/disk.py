@@ -1,0 +1,105 @@
+"""The disk below a folder: its room, its kind of file system, and whether locks and mmap work there, really tried."""
+
+import mmap
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hetero_ee_profiles.host.host import Host
+
+NETWORK = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "drvfs", "afs", "ceph", "glusterfs")  # beginnings of their names
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskInfo:
+    """kind: the file system's name, such as ext4; empty where unknown."""
+
+    total_bytes: int
+    free_bytes: int
+    kind: str
+
+    @property
+    def is_network(self) -> bool:
+        return self.kind.startswith(NETWORK)
+
+    @property
+    def is_memory(self) -> bool:
+        return self.kind in IN_MEMORY
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest around it that is there. Raises OSError where one is a file or can't be looked at."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        try:
+            place.stat()
+        except FileNotFoundError:
+            continue
+        return place
+    return Path(folder.absolute().anchor)
+
+
+def disk_info(host: Host, folder: Path) -> DiskInfo:
+    """Of the disk that `folder` lies on, or would. Raises OSError."""
+    place = existing_folder(folder)
+    usage = shutil.disk_usage(place)
+    return DiskInfo(usage.total, usage.free, _kind(host, os.path.realpath(place)))
+
+
+def try_disk(folder: Path) -> None:
+    """Writes, maps and locks small files that are removed again. Raises OSError, which says what doesn't work.
+
+    Where `folder` is not there yet, the nearest folder around it is tried.
+    """
+    with tempfile.TemporaryDirectory(prefix=".hetero-ee-check-", dir=existing_folder(folder)) as name:
+        _try_mmap(Path(name, "mapped"))
+        _try_lock(Path(name, "lock"))
+
+
+def _try_mmap(path: Path) -> None:
+    written = os.urandom(2 * mmap.PAGESIZE)
+    path.write_bytes(written)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            read = mapped[:]
+    except (OSError, ValueError) as error:
+        raise OSError(f"files can't be mapped into memory: {error}") from error
+    if read != written:
+        raise OSError("a file mapped into memory has other bytes than were written")
+
+
+def _try_lock(path: Path) -> None:
+    try:
+        with _lock(path):
+            try:
+                with _lock(path):
+                    is_exclusive = False
+            except Timeout:
+                is_exclusive = True
+    except (NotImplementedError, OSError) as error:
+        raise OSError(f"files can't be locked: {error}") from error
+    if not is_exclusive:
+        raise OSError("a lock can be taken twice")
+
+
+def _lock(path: Path) -> FileLock:
+    """As stores are locked: by the kernel or not at all."""
+    return FileLock(path, timeout=0, fallback_to_soft=False)
+
+
+def _kind(host: Host, folder: str) -> str:
+    """By the deepest mount point around the folder; of several at one place the last covers the others."""
+    best, kind = -1, ""
+    for line in (host.text("/proc/self/mountinfo") or "").splitlines():
+        place, _, described = line.partition(" - ")
+        words = place.split()
+        if len(words) < 5 or not described:
+            continue
+        point = words[4].replace("\\040", " ").rstrip("/")
+        if (folder == point or folder.startswith(point + "/")) and len(point) >= best:
+            best, kind = len(point), described.split()[0]
+    return kind

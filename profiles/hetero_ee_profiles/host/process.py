@@ -1,0 +1,23 @@
+"""What the operating system says of this process: memory and cores."""
+
+import sys
+
+import psutil
+
+from hetero_ee_profiles.host.cpu import cpu_info
+from hetero_ee_profiles.host.host import this_host
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process since it started, in bytes."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
+
+
+def physical_core_count() -> int:
+    """Cores this process may use and a container's quota lets it keep busy; hardware threads of one core count once."""
+    return cpu_info(this_host()).n_usable

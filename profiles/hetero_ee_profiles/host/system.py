@@ -1,0 +1,33 @@
+"""The operating system, and whether it runs inside of another."""
+
+from dataclasses import dataclass
+
+from hetero_ee_profiles.host.host import Host
+
+SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
+
+
+@dataclass(frozen=True, slots=True)
+class SystemInfo:
+    """distribution: a Linux's own name, else empty. libc: name and version, empty where it is not glibc."""
+
+    name: str
+    distribution: str
+    release: str
+    libc: str
+    is_wsl: bool
+    is_container: bool
+
+
+def system_info(host: Host) -> SystemInfo:
+    lines = (host.text("/etc/os-release") or "").splitlines()
+    named = [line.partition("=")[2].strip("\"' ") for line in lines if line.startswith("PRETTY_NAME=")]
+    markers = ("/.dockerenv", "/run/.containerenv")
+    return SystemInfo(
+        name=SYSTEMS.get(host.system, host.system),
+        distribution=named[0] if named else "",
+        release=host.release,
+        libc=host.libc,
+        is_wsl="microsoft" in host.release.lower(),
+        is_container=any(host.text(marker) is not None for marker in markers),
+    )
