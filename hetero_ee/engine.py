@@ -32,9 +32,9 @@ from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_place
 from hetero_ee.runtime.placement_request import (
     FindProfile,
     PlacementRequest,
-    notice_of,
     requested_folder,
     requested_plan,
+    warner,
 )
 from hetero_ee.speculation.draft_opening import OpenDrafting, found_knowledge, open_drafting
 from hetero_ee.speculation.drafting import Drafting
@@ -129,7 +129,7 @@ class Engine:
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
-        n_tokens, notice = _context_tokens(spec, context_tokens), notice_of(progress)
+        n_tokens, warn = _context_tokens(spec, context_tokens), warner(progress)
         end_tokens = eos_token_ids(hf_generation, folder, tokenizer)
         placement = request.placement(spec, folder, n_tokens)
         if placement is None:
@@ -137,13 +137,13 @@ class Engine:
             executor.progress = progress
             return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
         profile = placement.profile
-        knowledge = found_knowledge(calibrations, asked_head, folder, spec, notice)
+        knowledge = found_knowledge(calibrations, asked_head, folder, spec, warn)
         statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
         placement = replace(placement, statistics=statistics, traces=traces)
-        opened = open_placed(spec, weights, placement, threads, time.perf_counter, notice, progress=progress)
+        opened = open_placed(spec, weights, placement, threads, time.perf_counter, warn, progress=progress)
         opened = replace(opened, placement=placement)
         opened.executor.progress = progress
-        drafting = open_drafting(knowledge, opened, profile, notice)
+        drafting = open_drafting(knowledge, opened, profile, warn)
         quantizer = weights.quantizer
         return cls(opened.executor, tokenizer, end_tokens, sampling, quantizer, threads, calibrations, opened, drafting)
 
@@ -170,7 +170,7 @@ class Engine:
         """What drafting brought in the latest call of generate or stream, or reply of a chat; None in full mode."""
         if self._drafting is None:
             return None
-        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.boundary)
+        return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.exit_layer)
 
     @property
     def spans(self) -> list[Span]:

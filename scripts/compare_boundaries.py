@@ -1,11 +1,11 @@
-"""Exit-aware against exit-blind boundaries, on paper: a Markdown table of expected times. Nothing is measured.
+"""Exit-aware against exit-blind exit layers, on paper: a Markdown table of expected times. Nothing is measured.
 
     python scripts/compare_boundaries.py
 
-Blind: as many whole layers on the GPU as fit, drafts exit where they end. Aware: every boundary evaluated with the exit
-rate and precision it has. Both with the same budget, the same published statistics of Llama-2-7B-chat, and the best
-draft length; full: no drafts. Milliseconds a token on the shipped profiles, behind 512 tokens. The last column is what
-the planner chooses; rows where exits don't pay are as much part of the table as the others.
+Blind: as many whole layers on the GPU as fit, drafts exit where they end. Aware: every exit layer evaluated with the
+exit rate and precision it has. Both with the same budget, the same published statistics of Llama-2-7B-chat, and the
+best draft length; full: no drafts. Milliseconds a token on the shipped profiles, behind 512 tokens. The last column
+is what the planner chooses; rows where exits don't pay are as much part of the table as the others.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ SHARES = (0.25, 0.5, 0.75)  # of the layers that fit on the GPU
 CONTEXT_TOKENS = 512
 GIB = 2**30
 HEAD = (
-    "| machine | model | VRAM GiB | GPU layers | full ms | blind ms | aware ms | boundary | blind / aware | chosen |\n"
+    "| machine | model | VRAM GiB | GPU layers | full ms | blind ms | aware ms | exit layer | ratio | chosen |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 
@@ -50,25 +50,25 @@ def row(profile: HardwareProfile, model: str, spec: ModelSpec, n_gpu_layers: int
     problem = resolve(spec, card, replace(limits, gpu_layers=None, vram_budget_bytes=budget), statistics)
     places = prefix_places(problem, n_gpu_layers)
     full = full_schedule(problem, places, CONTEXT_TOKENS)
-    blind, aware = boundaries(problem, places, n_gpu_layers)
+    blind, aware = exit_layers(problem, places, n_gpu_layers)
     chosen = chosen_mode(problem, card, statistics)
     gain = (blind or full).round.seconds_per_token / aware.round.seconds_per_token
     cells = [profile.name, model, f"{budget / GIB:.1f}", f"{n_gpu_layers} of {spec.n_layers}", ms(full)]
-    cells += [ms(blind) if blind else f"{ms(full)} (no exits)", ms(aware), str(aware.boundary), f"{gain:.2f}", chosen]
+    cells += [ms(blind) if blind else f"{ms(full)} (no exits)", ms(aware), str(aware.exit_layer), f"{gain:.2f}", chosen]
     print(f"| {' | '.join(cells)} |")
 
 
-def boundaries(problem: Problem, places: tuple[str, ...], n_gpu_layers: int) -> tuple[Schedule | None, Schedule]:
-    """Exact mode at the end of the GPU's layers, None where nothing exits there, and at the best of all boundaries."""
+def exit_layers(problem: Problem, places: tuple[str, ...], n_gpu_layers: int) -> tuple[Schedule | None, Schedule]:
+    """Exact mode at the end of the GPU's layers, None where nothing exits there, and at the best of all exit layers."""
     schedules = exit_schedules(problem, places, CONTEXT_TOKENS)
-    blind = next((schedule for schedule in schedules if schedule.boundary == n_gpu_layers), None)
+    blind = next((schedule for schedule in schedules if schedule.exit_layer == n_gpu_layers), None)
     return blind, min(schedules, key=lambda schedule: schedule.round.seconds_per_token)
 
 
 def chosen_mode(problem: Problem, profile: HardwareProfile, statistics: ExitStatistics) -> str:
     """What the planner makes of the same request, placing freely."""
     made = plan(problem.spec, profile, problem.limits, statistics, predict_at_tokens=CONTEXT_TOKENS)
-    where = f" at {made.boundary}" if made.boundary else ""
+    where = f" at {made.exit_layer}" if made.exit_layer else ""
     return f"{made.mode}{where}, {1000 / made.prediction.generated_tokens_per_s:.1f} ms"
 
 

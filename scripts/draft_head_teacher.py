@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee import Engine, ModelSpec, SamplingParams
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.text.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class Teacher:
         """One pass of the model."""
         sequence = self.executor.cache.open_new()
         try:
-            hidden = self.executor.hidden(Rows.of_sequence(sequence, 0, token_ids))
+            hidden = self.executor.hidden(Batch.of_sequence(sequence, 0, token_ids))
             return Trace(torch.tensor(token_ids), self.executor.final_norm(hidden))
         finally:
             self.executor.cache.close(sequence)
@@ -59,14 +59,14 @@ class Teacher:
         """The beginnings with up to n_tokens more, in one batch; the first goes by params[0], the next by params[1]."""
         whole = [list(tokens) for tokens in beginnings]
         numbers = [self.executor.cache.open_new() for _ in whole]
-        pending = {i: Rows.of_sequence(numbers[i], 0, tokens) for i, tokens in enumerate(whole)}
+        pending = {i: Batch.of_sequence(numbers[i], 0, tokens) for i, tokens in enumerate(whole)}
         for _ in range(n_tokens):
             ends = torch.tensor([len(rows) for rows in pending.values()]).cumsum(0)
-            logits = self.executor.logits(Rows.joined(list(pending.values())), (ends - 1).tolist())
+            logits = self.executor.logits(Batch.joined(list(pending.values())), (ends - 1).tolist())
             for i, line in zip(list(pending), logits, strict=True):
                 tokens = whole[i]
                 tokens.append(choose_token(line, tokens, params[i % len(params)], i, len(tokens)))
-                pending[i] = Rows.of_sequence(numbers[i], len(tokens) - 1, tokens[-1:])
+                pending[i] = Batch.of_sequence(numbers[i], len(tokens) - 1, tokens[-1:])
                 if tokens[-1] == self._end:
                     del pending[i]
             if not pending:

@@ -1,4 +1,4 @@
-"""Exit predictors side by side: fitted to the same rows, judged on the same other ones, timed in turn."""
+"""Exit predictors side by side: fitted to the same rows, judged on the same other ones, timed alternately."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ N_ROUNDS, N_CALLS = 30, 300  # timed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """One boundary's, being a row's first. logits (m, 4) of the candidates; mass (m,): see candidate_mass; is_right
+class Batch:
+    """One exit layer's, being a row's first. logits (m, 4) of the candidates; mass (m,): see candidate_mass; is_right
     (m,); part (m,): number of the chunk."""
 
     logits: Floats
@@ -38,10 +38,10 @@ class Rows:
         plain = exit_features(self.logits, np.zeros_like(self.logits))
         return rich_features(plain, mass=self.mass) if is_rich else plain
 
-    def of_part(self, part: tuple[int, ...]) -> "Rows":
+    def of_part(self, part: tuple[int, ...]) -> "Batch":
         """The rows of TRAIN or CHOOSE."""
         kept = np.array([is_in(int(number), part) for number in self.part])
-        return Rows(self.logits[kept], self.mass[kept], self.is_right[kept], self.part[kept])
+        return Batch(self.logits[kept], self.mass[kept], self.is_right[kept], self.part[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def kinds(precision: float) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """qualities: of boundary 1, 2, ... on the other text. fit_s: seconds a boundary; microseconds: of judging one row,
-    from its logits."""
+    """qualities: of exit layer 1, 2, ... on the other text. fit_s: seconds an exit layer; microseconds: of judging
+    one row, from its logits."""
 
     kind: str
     qualities: tuple[PredictorQuality, ...]
@@ -77,9 +77,9 @@ class Compared:
 
     @property
     def mean(self) -> PredictorQuality:
-        """Of each figure over the boundaries."""
-        figures = [(each.precision, each.recall, each.exit_rate) for each in self.qualities]
-        return PredictorQuality(*(sum(column) / len(figures) for column in zip(*figures, strict=True)))
+        """Of each figure over the exit layers."""
+        metrics = [(each.precision, each.recall, each.exit_rate) for each in self.qualities]
+        return PredictorQuality(*(sum(column) / len(metrics) for column in zip(*metrics, strict=True)))
 
 
 def compare_predictors(
@@ -98,26 +98,26 @@ def compare_predictors(
     return [Compared(*each, micros) for each, micros in zip(found, microseconds_in_turn(judges), strict=True)]
 
 
-def boundary_rows(executor: Executor, maps: Mapping[int, ExitMap], chunks: Chunks) -> Iterator[Rows]:
-    """Those of boundary 1, 2, ..."""
-    parts: list[list[Rows]] = [[] for _ in range(executor.spec.n_layers - 1)]
+def boundary_rows(executor: Executor, maps: Mapping[int, ExitMap], chunks: Chunks) -> Iterator[Batch]:
+    """Those of exit layer 1, 2, ..."""
+    parts: list[list[Batch]] = [[] for _ in range(executor.spec.n_layers - 1)]
     for number, found in enumerate(traces(executor, chunks)):
-        for boundary, normed in enumerate(found.normed, start=1):
-            whole = executor.project(maps[boundary].apply(normed) if boundary in maps else normed)
+        for exit_layer, normed in enumerate(found.normed, start=1):
+            whole = executor.lm_head(maps[exit_layer].apply(normed) if exit_layer in maps else normed)
             candidates = HeadCandidates().of(whole)
             mass = candidate_mass(candidates.logits, whole.numpy())
             is_right = candidates.token_ids[:, 0] == found.tokens.numpy()
-            parts[boundary - 1].append(Rows(candidates.logits, mass, is_right, np.full(len(is_right), number)))
+            parts[exit_layer - 1].append(Batch(candidates.logits, mass, is_right, np.full(len(is_right), number)))
     for own in parts:
-        yield Rows(*(np.concatenate([getattr(p, n) for p in own]) for n in ("logits", "mass", "is_right", "part")))
+        yield Batch(*(np.concatenate([getattr(p, n) for p in own]) for n in ("logits", "mass", "is_right", "part")))
 
 
-def labelled(rows: Rows, kind: Kind) -> tuple[Floats, NDArray[np.bool_]]:
-    return rows.features(kind.is_rich), rows.is_right
+def labelled(batch: Batch, kind: Kind) -> tuple[Floats, NDArray[np.bool_]]:
+    return batch.features(kind.is_rich), batch.is_right
 
 
-def judged(predictor: Predictor, rows: Rows, other: Rows, kind: Kind, precision: float) -> PredictorQuality:
-    features, labels = labelled(rows.of_part(CHOOSE), kind)
+def judged(predictor: Predictor, batch: Batch, other: Batch, kind: Kind, precision: float) -> PredictorQuality:
+    features, labels = labelled(batch.of_part(CHOOSE), kind)
     threshold = calibrate_threshold(predictor.probability(features), labels, precision)
     features, labels = labelled(other, kind)
     return quality(predictor.probability(features), labels, threshold)

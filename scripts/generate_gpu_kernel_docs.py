@@ -44,13 +44,13 @@ def page(triton_version: str, rows: Iterable[tuple[Any, list[Compiled]]]) -> str
     lines += ["", "| kernel | warps | " + " | ".join(card.name for card in CARD_CLASSES) + " |"]
     lines.append("|---|---|" + "---|" * len(CARD_CLASSES))
     for record, compiled in rows:
-        of_card = {one.card.name: figures(one) for one in compiled}
+        of_card = {one.card.name: metrics(one) for one in compiled}
         cells = [of_card.get(card.name, ABSENT) for card in CARD_CLASSES]
         lines.append(f"| `{record.name}` | {record.n_warps} | " + " | ".join(cells) + " |")
     return HEADER.format(version=triton_version) + "\n".join(lines) + "\n"
 
 
-def figures(compiled: Compiled) -> str:
+def metrics(compiled: Compiled) -> str:
     """Registers · shared memory · occupancy."""
     shared = compiled.shared_bytes
     room = f"{shared // 1024} KiB" if shared >= 1024 else f"{shared} B"

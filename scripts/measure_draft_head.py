@@ -3,8 +3,8 @@
     python scripts/measure_draft_head.py --model DIR --head DIR --text FILE
 
 The model goes on from the beginnings of the texts. At every token of that, the head drafts a chain as it does in exact
-mode, int4 and all, and its drafts are held against what the model says: at position j of a chain, the share of drafts
-that are right among those whose predecessors are. Greedy, and sampled with the noise that both sides share.
+mode, int4 and all, and its drafts are checked against what the model says: at position j of a chain, the share of
+drafts that are right among those whose predecessors are. Greedy, and sampled with the noise that both sides share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 SEPARATOR = "<|endoftext|>"
 
@@ -38,7 +38,7 @@ class Size:
     prompts: int = 40
     prompt_tokens: int = 16
     new_tokens: int = 128
-    draft_tokens: int = 4
+    draft_length: int = 4
 
 
 def acceptance(
@@ -46,7 +46,7 @@ def acceptance(
 ) -> dict[str, Any]:
     """Figures of one way to sample."""
     beginnings = [teacher.encoded(text, size.prompt_tokens) for text in texts[: size.prompts]]
-    right, tried = torch.zeros(size.draft_tokens), torch.zeros(size.draft_tokens)
+    right, tried = torch.zeros(size.draft_length), torch.zeros(size.draft_length)
     n_accepted = n_chains = 0
     drafting_s = 0.0
     for number, tokens in enumerate(teacher.continued(beginnings, size.new_tokens, [params])):
@@ -56,7 +56,7 @@ def acceptance(
             first = 0 if position == len(beginnings[number]) else position - 1
             source.observe(number, first, tokens[first:position], states[first:position])
             started = time.perf_counter()
-            chain = source.propose(number, tokens[: position + 1], size.draft_tokens, choose)
+            chain = source.propose(number, tokens[: position + 1], size.draft_length, choose)
             drafting_s += time.perf_counter() - started
             true = tokens[position + 1 : position + 1 + len(chain)]
             n_right = next(
@@ -70,7 +70,7 @@ def acceptance(
         "chains": n_chains,
         "acceptance_by_position": [round(share, 4) for share in (right / tried).tolist()],
         "tokens_a_pass": round(1 + n_accepted / n_chains, 3),
-        "drafting_ms_a_token": round(1e3 * drafting_s / (n_chains * size.draft_tokens), 3),
+        "drafting_ms_a_token": round(1e3 * drafting_s / (n_chains * size.draft_length), 3),
     }
 
 
@@ -83,17 +83,17 @@ def measure(
     model: Path, head: Path, text: Path, size: Size, temperatures: Sequence[float], threads: int
 ) -> dict[str, Any]:
     """Figures by temperature."""
-    texts, team = read_texts([text], SEPARATOR), Team(threads)
+    texts, pool = read_texts([text], SEPARATOR), ThreadPool(threads)
     with Engine.from_pretrained(model, threads=threads) as engine:
-        teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, team)
-        figures = {
+        teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, pool)
+        metrics = {
             f"temperature {temperature:g}": acceptance(
                 teacher, source, texts, size, SamplingParams(temperature=temperature)
             )
             for temperature in temperatures
         }
-    team.close()
-    return figures
+    pool.close()
+    return metrics
 
 
 def main() -> None:
@@ -103,11 +103,11 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="file whose texts are gone on from")
     parser.add_argument("--prompts", type=int, default=Size.prompts, help="texts")
     parser.add_argument("--new-tokens", type=int, default=Size.new_tokens, help="tokens after each prompt")
-    parser.add_argument("--draft-tokens", type=int, default=Size.draft_tokens, help="tokens of a chain")
+    parser.add_argument("--draft-tokens", type=int, default=Size.draft_length, help="tokens of a chain")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     given = parser.parse_args()
-    size = Size(prompts=given.prompts, new_tokens=given.new_tokens, draft_tokens=given.draft_tokens)
+    size = Size(prompts=given.prompts, new_tokens=given.new_tokens, draft_length=given.draft_length)
     print(json.dumps(measure(given.model, given.head, given.text, size, given.temperatures, given.threads), indent=2))
 
 

@@ -5,7 +5,7 @@
 For each of --sizes the model is calibrated on the first so many tokens of the one text, and all figures are taken on
 the first --tokens of the other. Texts are split at <|endoftext|>. With --shipped, the calibration that the model has
 already is evaluated in place of new ones. With --predictors, the kinds of predictors are compared on the rows of the
-last size; with --recent N, walks to boundary N are taken with levels near the last exits. Nothing is written.
+last size; with --recent N, walks to exit layer N are taken with levels near the last exits. Nothing is written.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     if arguments.json:
         predictors = [asdict(each) for each in compared]
         rows = [document(each) for each in measured]
-        recent = [(name, *each.figures) for name, each in woken]
+        recent = [(name, *each.metrics) for name, each in woken]
         print(json.dumps({"schema": 2, "rows": rows, "predictors": predictors, "recent": recent}))
         return
     print_sizes(measured)
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="tokens to calibrate on")
     parser.add_argument("--tokens", type=int, default=10_000, help="tokens to take figures on")
     parser.add_argument("--predictors", action="store_true", help="compare the kinds of predictors as well")
-    parser.add_argument("--recent", type=int, metavar="N", help="walks to boundary N with levels near the last exits")
+    parser.add_argument("--recent", type=int, metavar="N", help="walks to exit layer N with levels near the last exits")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -132,7 +132,7 @@ def predictors_compared(
     engine: Engine, calibration: Calibration, chunks: list[Chunk], other: list[Chunk]
 ) -> list[Compared]:
     """All kinds, with the calibration's maps."""
-    maps = {each.boundary: each.exit_map for each in calibration.boundaries if each.exit_map}
+    maps = {each.exit_layer: each.exit_map for each in calibration.exit_layers if each.exit_map}
     return compare_predictors(engine.executor, maps, chunks, other, CalibrationSettings().precision)
 
 
@@ -140,56 +140,58 @@ def document(measured: Measured) -> dict[str, Any]:
     return {
         "n_tokens": measured.n_tokens,
         "seconds": measured.seconds,
-        "map_ranks": [each.exit_map.rank if each.exit_map else None for each in measured.calibration.boundaries],
-        "schedule": list(measured.calibration.schedule.boundaries),
-        "thresholds": [each.threshold for each in measured.calibration.boundaries],
+        "map_ranks": [each.exit_map.rank if each.exit_map else None for each in measured.calibration.exit_layers],
+        "schedule": list(measured.calibration.schedule.exit_layers),
+        "thresholds": [each.threshold for each in measured.calibration.exit_layers],
         "evaluation": asdict(measured.evaluation),
     }
 
 
 def mean(measured: Measured, figure: str) -> float:
-    """A figure's mean over the boundaries."""
-    values = [getattr(each, figure) for each in measured.evaluation.boundaries]
+    """A figure's mean over the exit layers."""
+    values = [getattr(each, figure) for each in measured.evaluation.exit_layers]
     return float(sum(values)) / len(values)
 
 
 def print_sizes(measured: list[Measured]) -> None:
-    print(f"means over all boundaries, on {measured[-1].evaluation.n_tokens} tokens of the other text\n")
+    print(f"means over all exit layers, on {measured[-1].evaluation.n_tokens} tokens of the other text\n")
     print("| tokens | s | maps | agreement | with map | exit rate | precision | recall | acceptance | mean depth |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for each in measured:
-        n_maps = sum(boundary.exit_map is not None for boundary in each.calibration.boundaries)
+        n_maps = sum(exit_layer.exit_map is not None for exit_layer in each.calibration.exit_layers)
         cells = [f"{each.n_tokens:,}", f"{each.seconds:.0f}", str(n_maps)]
         cells += [f"{mean(each, figure):.3f}" for figure in FIGURES]
         print(f"| {' | '.join(cells)} | {each.evaluation.depths.mean_depth:.2f} |")
 
 
 def print_boundaries(measured: Measured) -> None:
-    print("\n| boundary | rank | agreement | with map | threshold | exit rate | precision | recall | acceptance |")
+    print("\n| exit layer | rank | agreement | with map | threshold | exit rate | precision | recall | acceptance |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for each, figures in zip(measured.calibration.boundaries, measured.evaluation.boundaries, strict=True):
+    for each, metrics in zip(measured.calibration.exit_layers, measured.evaluation.exit_layers, strict=True):
         rank = str(each.exit_map.rank) if each.exit_map else "no map"
-        shares = [f"{getattr(figures, name):.3f}" for name in FIGURES]
-        cells = [str(each.boundary), rank, *shares[:2], f"{each.threshold:.2f}", *shares[2:]]
+        shares = [f"{getattr(metrics, name):.3f}" for name in FIGURES]
+        cells = [str(each.exit_layer), rank, *shares[:2], f"{each.threshold:.2f}", *shares[2:]]
         print(f"| {' | '.join(cells)} |")
 
 
 def print_walks(measured: Measured) -> None:
     evaluation, schedule = measured.evaluation, measured.calibration.schedule
-    print(f"\nwalks past the schedule's boundaries, {list(schedule.boundaries)}, against the boundary alone\n")
-    print("| boundary | exit rate | precision | refused precision | mean exit depth | judged at |")
+    print(f"\nwalks past the schedule's exit layers, {list(schedule.exit_layers)}, against the exit layer alone\n")
+    print("| exit layer | exit rate | precision | refused precision | mean exit depth | judged at |")
     print("|---|---|---|---|---|---|")
-    for each, alone, walk in zip(measured.calibration.boundaries, evaluation.boundaries, evaluation.walks, strict=True):
+    for each, alone, walk in zip(
+        measured.calibration.exit_layers, evaluation.exit_layers, evaluation.walks, strict=True
+    ):
         pairs = ((walk.exit_rate, alone.exit_rate), (walk.precision, alone.precision))
-        cells = [str(each.boundary), *(f"{ours:.3f} ({other:.3f})" for ours, other in pairs)]
+        cells = [str(each.exit_layer), *(f"{ours:.3f} ({other:.3f})" for ours, other in pairs)]
         cells.append(f"{walk.refused_precision:.3f} ({alone.refused_precision:.3f})")
-        print(f"| {' | '.join(cells)} | {walk.mean_exit_depth:.2f} ({each.boundary}) | {walk.n_evaluated:.2f} |")
+        print(f"| {' | '.join(cells)} | {walk.mean_exit_depth:.2f} ({each.exit_layer}) | {walk.n_evaluated:.2f} |")
 
 
 def print_predictors(compared: list[Compared]) -> None:
     names = [each.kind for each in compared]
     print("\npredictors: exit rate, precision, recall at the calibrated threshold\n")
-    print(f"| boundary | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
+    print(f"| exit layer | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
     for place in range(len(compared[0].qualities)):
         print(f"| {place + 1} | {' | '.join(figures_of(each.qualities[place]) for each in compared)} |")
     print(f"| mean | {' | '.join(figures_of(each.mean) for each in compared)} |")
@@ -200,7 +202,7 @@ def print_predictors(compared: list[Compared]) -> None:
 def print_recent(woken: list[tuple[str, RecentWalks]]) -> None:
     print("\n| levels | exit rate | precision | mean exit depth | judged at |\n|---|---|---|---|---|")
     for name, each in woken:
-        rate, precision, depth, n_evaluated = each.figures
+        rate, precision, depth, n_evaluated = each.metrics
         print(f"| {name} | {rate:.3f} | {precision:.3f} | {depth:.2f} | {n_evaluated:.2f} |")
 
 

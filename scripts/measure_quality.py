@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
@@ -117,8 +117,8 @@ def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int
     exact = Executor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
     kernels = CpuExecutor(checkpoint.spec, weights, window, threads=1)
     truth = [log_probabilities(exact, tokens) for tokens in windows]
-    figures = compare(kernels, truth, windows, n_text_bytes=1)
-    return {name: figures[name] for name in ("mean_kl_nats", "same_top1", "perplexity_ratio")}
+    metrics = compare(kernels, truth, windows, n_text_bytes=1)
+    return {name: metrics[name] for name in ("mean_kl_nats", "same_top1", "perplexity_ratio")}
 
 
 def compare(executor: Executor, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
@@ -157,7 +157,7 @@ def quantized(checkpoint: Checkpoint, quantization: Quantization) -> ModelWeight
 def log_probabilities(executor: Executor, window: list[int]) -> Tensor:
     """(len(window) - 1, vocab), fp32 of a float64 softmax: the prediction at every position but the last."""
     executor.cache.open(0)
-    logits = executor.logits(Rows.of_sequence(0, 0, window[:-1]), range(len(window) - 1))
+    logits = executor.logits(Batch.of_sequence(0, 0, window[:-1]), range(len(window) - 1))
     executor.cache.close(0)
     return torch.log_softmax(logits.double(), -1).float()
 

@@ -35,28 +35,28 @@ class RecentWalks:
     depths: list[int] = field(default_factory=list)
 
     @property
-    def figures(self) -> tuple[float, float, float, float]:
-        """Exit rate, precision, mean exit depth, boundaries judged at."""
+    def metrics(self) -> tuple[float, float, float, float]:
+        """Exit rate, precision, mean exit depth, exit layers judged at."""
         n_exits = max(1, len(self.depths))
         rates = len(self.depths) / self.n_tokens, self.n_right / n_exits
         return (*rates, sum(self.depths) / n_exits, self.n_evaluated / self.n_tokens)
 
 
 def recent_walks(
-    executor: Executor, calibration: Calibration, chunks: Sequence[Sequence[int]], boundary: int
+    executor: Executor, calibration: Calibration, chunks: Sequence[Sequence[int]], exit_layer: int
 ) -> Iterator[tuple[str, RecentWalks]]:
-    """Of each of KINDS, walks to `boundary`; each chunk is a sequence of its own."""
-    maps = {each.boundary: each.exit_map for each in calibration.boundaries if each.exit_map}
+    """Of each of KINDS, walks to `exit_layer`; each chunk is a sequence of its own."""
+    maps = {each.exit_layer: each.exit_map for each in calibration.exit_layers if each.exit_map}
     sliced = [draft_rows(executor, found, maps, with_unmapped=False).sliced for found in traces(executor, chunks)]
     for name, levels in KINDS.items():
         found = RecentWalks()
         for each in sliced:
-            walk_through(each, calibration, boundary, levels, found)
+            walk_through(each, calibration, exit_layer, levels, found)
         yield name, found
 
 
 def walk_through(
-    sliced: SlicedLogits, calibration: Calibration, boundary: int, levels: Levels, found: RecentWalks
+    sliced: SlicedLogits, calibration: Calibration, exit_layer: int, levels: Levels, found: RecentWalks
 ) -> None:
     """One sequence's tokens, counted into `found`. A wrong exit is remembered as full depth, as verification has it."""
 
@@ -65,12 +65,12 @@ def walk_through(
         features = sliced.features(first, level, previous)
         return calibration.at(level).opens(features, is_sliced=previous is not None)
 
-    schedule = calibration.levels(boundary)
+    schedule = calibration.levels(exit_layer)
     recent = RecentExits(schedule, calibration.n_layers)
     for token in range(sliced.rank.shape[1]):
-        ways = [level for level in levels(recent, schedule) if level < boundary]
+        ways = [level for level in levels(recent, schedule) if level < exit_layer]
         pairs = [(ways[0], level, previous) for level, previous in zip(ways, (None, *ways), strict=False)]
-        pairs.append((boundary, boundary, None))
+        pairs.append((exit_layer, exit_layer, None))
         exits = [place for place, pair in enumerate(pairs) if opens(*pair)[token]]
         found.n_tokens += 1
         found.n_evaluated += exits[0] + 1 if exits else len(pairs)

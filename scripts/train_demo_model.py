@@ -245,7 +245,7 @@ class Training:
         """Continue the run that the checkpoint holds."""
         state = torch.load(self.checkpoint, weights_only=True)
         if state["settings"] != asdict(self.settings):
-            raise SystemExit(f"{self.checkpoint} belongs to a run with other settings; move it away to start anew")
+            raise SystemExit(f"{self.checkpoint} belongs to a run with other settings; move it away to start again")
         self.done, self.seconds = state["done"], state["seconds"]
         self.model.llama.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -283,8 +283,8 @@ class Training:
             losses.append(self.step(batch))
             if self.done % self.settings.log_every == 0:
                 held_out_loss = measure(self.model.llama, held_out, self.settings.context)["nats_per_token"]
-                figures = f"train {sum(losses) / len(losses):.4f} held-out {held_out_loss:.4f}"
-                print(f"{self.seconds + time.monotonic() - started:.0f} s step {self.done} {figures}", file=sys.stderr)
+                metrics = f"train {sum(losses) / len(losses):.4f} held-out {held_out_loss:.4f}"
+                print(f"{self.seconds + time.monotonic() - started:.0f} s step {self.done} {metrics}", file=sys.stderr)
                 losses.clear()
             if time.monotonic() - saved > self.settings.save_seconds or self.done == self.settings.steps:
                 saved = time.monotonic()
@@ -384,14 +384,14 @@ def main() -> None:
     """Train if there is data, evaluate if there is a text to evaluate on."""
     arguments, settings = parse_arguments()
     torch.set_num_threads(settings.threads)
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     if arguments.data:
         texts = [arguments.data / name for name in arguments.texts]
         compiled = not (arguments.no_compile or arguments.smoke)
-        figures["training"] = train_and_export(texts, arguments.output, settings, compiled)
+        metrics["training"] = train_and_export(texts, arguments.output, settings, compiled)
     if arguments.evaluate:
-        figures["evaluation"] = evaluate(arguments.output, arguments.evaluate, settings)
-    print(json.dumps(figures, indent=2))
+        metrics["evaluation"] = evaluate(arguments.output, arguments.evaluate, settings)
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

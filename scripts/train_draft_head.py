@@ -174,8 +174,8 @@ def train(head: TrainingHead, teacher: Teacher, traces: list[Trace], watched: li
         optimizer.zero_grad()
         recent.append(right[:1])
         if step % settings.log_every == 0 or share >= 1:
-            figures = f"train {_shares(recent)} held-out {_shares(_held_out(head, teacher, watched, settings))}"
-            progress(f"step {step} of {n_steps} loss {loss.item():.4f} right {figures}")
+            metrics = f"train {_shares(recent)} held-out {_shares(_held_out(head, teacher, watched, settings))}"
+            progress(f"step {step} of {n_steps} loss {loss.item():.4f} right {metrics}")
             recent.clear()
         if share >= 1:
             break
@@ -201,12 +201,12 @@ def head_config(model: Path) -> dict[str, Any]:
 
 
 def save(
-    head: TrainingHead, teacher: Teacher, model: Path, output: Path, figures: dict[str, Any], token_ids: Any
+    head: TrainingHead, teacher: Teacher, model: Path, output: Path, metrics: dict[str, Any], token_ids: Any
 ) -> None:
     """Writes the head in fp16, and reads it as the engine does. token_ids: those that it is to draft, None for all."""
     output.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(torch.float16), output / "model.safetensors")
-    config = head_config(model) | {"torch_dtype": "float16", "training": figures}
+    config = head_config(model) | {"torch_dtype": "float16", "training": metrics}
     if token_ids is not None:
         config[DRAFT_TOKEN_IDS] = token_ids
     (output / "config.json").write_text(written(config))
@@ -233,7 +233,7 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings, start:
         head.load_tensors(load_file(start / "model.safetensors"))
     started = time.monotonic()
     n_steps = train(head, teacher, traces, watched, settings)
-    figures = {
+    metrics = {
         "model": model.resolve().name,
         "quantizer": teacher.quantizer,
         "texts": [text.name for text in texts],
@@ -244,11 +244,11 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings, start:
         "settings": asdict(settings),
     }
     if start is not None:
-        figures["start"] = json.loads((start / "config.json").read_text()).get("training")
+        metrics["start"] = json.loads((start / "config.json").read_text()).get("training")
     learned = (trace.token_ids.tolist() for trace in traces)
     token_ids = frequent_tokens(learned, settings.coverage, teacher.spec.vocab_size)
-    save(head, teacher, model, output, figures, token_ids)
-    return figures
+    save(head, teacher, model, output, metrics, token_ids)
+    return metrics
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Settings]:
@@ -271,14 +271,14 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
 def main() -> None:
     """Trains, and evaluates if there is a text to evaluate on."""
     arguments, settings = parse_arguments()
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "training": run(arguments.model, arguments.texts, arguments.output, settings, arguments.start)
     }
     if arguments.evaluate:
         size, temperatures = Size(prompts=4, new_tokens=16) if arguments.smoke else Size(), (0.0, settings.temperature)
         model, head = arguments.model, arguments.output
-        figures["acceptance"] = measure(model, head, arguments.evaluate, size, temperatures, settings.threads)
-    print(json.dumps(figures, indent=2))
+        metrics["acceptance"] = measure(model, head, arguments.evaluate, size, temperatures, settings.threads)
+    print(json.dumps(metrics, indent=2))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.metrics import MAX_DRAFTS, BoundaryFigures, DepthFigures
+from hetero_ee.calibration.metrics import MAX_DRAFTS, DepthMetrics, ExitLayerMetrics
 from hetero_ee.calibration.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
 from hetero_ee.calibration.predictor_quality import NO_EXIT
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.rounds import WalkRates
-from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
+from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictors import Predictor, ThresholdPredictor
 from hetero_ee.speculation.exits.schedule import ExitSchedule
@@ -24,38 +24,38 @@ KEY = "ab" * 32
 
 
 def small_spec() -> ModelSpec:
-    """Five layers, so that every kind of map and predictor has a boundary."""
+    """Five layers, so that every kind of map and predictor has an exit layer."""
     return read_spec(config_of("llama", num_hidden_layers=5))
 
 
 def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
-    """Every boundary with another kind of map and predictor."""
+    """Every exit layer with another kind of map and predictor."""
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
     size = spec.hidden_size
     maps = (None, ExitMap(torch.randn(3, size), torch.randn(size, 3), torch.randn(size)).rounded())
     full = ExitMap(None, torch.randn(size, size), torch.randn(size)).rounded()
-    boundaries = []
-    for boundary in range(1, spec.n_layers):
+    exit_layers = []
+    for exit_layer in range(1, spec.n_layers):
         names = ("agreement", "exit_rate", "precision", "recall", "acceptance", "refused_precision")
         shares = dict(zip(names, random.random(6), strict=True))
-        exit_map = (*maps, full)[boundary % 3]
-        figures = BoundaryFigures(
+        exit_map = (*maps, full)[exit_layer % 3]
+        metrics = ExitLayerMetrics(
             mapped_agreement=0.5 if exit_map else None,
             kept_drafts=tuple(range(MAX_DRAFTS + 1)),
             **{name: float(share) for name, share in shares.items()},
         )
-        sliced = _predictor(boundary + 1, seed) if boundary > 1 else None
+        sliced = _predictor(exit_layer + 1, seed) if exit_layer > 1 else None
         rate = float(random.random())
-        walk = WalkRates(rate, 0.9, 0.3, mean_exit_depth=boundary * 0.75, n_evaluated=1.0)
-        fits = (exit_map, _predictor(boundary, seed), 0.6, sliced, 0.7 if sliced else NO_EXIT)
-        boundaries.append(BoundaryCalibration(boundary, *fits, figures, walk))
+        walk = WalkRates(rate, 0.9, 0.3, mean_exit_depth=exit_layer * 0.75, n_evaluated=1.0)
+        fits = (exit_map, _predictor(exit_layer, seed), 0.6, sliced, 0.7 if sliced else NO_EXIT)
+        exit_layers.append(ExitLayerCalibration(exit_layer, *fits, metrics, walk))
     histogram = tuple(range(1, spec.n_layers + 1))
-    depths = DepthFigures(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
+    depths = DepthMetrics(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
     activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
     text = CalibrationText("a text", 200, 100, 90, 150)
     schedule = ExitSchedule((1, 3), (5.0, 2.0), 6.0)
-    return Calibration(spec.n_layers, size, text, tuple(boundaries), schedule, depths, activations)
+    return Calibration(spec.n_layers, size, text, tuple(exit_layers), schedule, depths, activations)
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -92,10 +92,10 @@ class FailingDisk(LocalFileSystem):
                 raise OSError(self._errno, "injected")
 
 
-def _predictor(boundary: int, seed: int) -> Predictor:
-    random = np.random.default_rng(seed + boundary)
+def _predictor(exit_layer: int, seed: int) -> Predictor:
+    random = np.random.default_rng(seed + exit_layer)
     features, labels = random.normal(size=(80, 12)).astype(np.float32), random.random(80) < 0.5
-    match boundary % 3:
+    match exit_layer % 3:
         case 0:
             return fit_mlp(features, labels, training=MlpTraining(n_hidden=4, n_steps=5))
         case 1:
@@ -108,9 +108,9 @@ def _plain(calibration: Calibration) -> object:
     def tensor(part: torch.Tensor | None) -> object:
         return None if part is None else part.tolist()
 
-    boundaries = [
+    exit_layers = [
         (
-            each.boundary,
+            each.exit_layer,
             each.exit_map and [tensor(part) for part in (each.exit_map.down, each.exit_map.up, each.exit_map.bias)],
             each.predictor.kind,
             {name: array.tolist() for name, array in each.predictor.arrays().items()},
@@ -118,11 +118,11 @@ def _plain(calibration: Calibration) -> object:
             each.sliced_predictor and each.sliced_predictor.kind,
             each.sliced_predictor and {name: array.tolist() for name, array in each.sliced_predictor.arrays().items()},
             each.sliced_threshold,
-            each.figures,
+            each.metrics,
             each.walk,
         )
-        for each in calibration.boundaries
+        for each in calibration.exit_layers
     ]
     activations = {name: array.tolist() for name, array in calibration.activations.items()}
     whole = (calibration.n_layers, calibration.hidden_size, calibration.text, calibration.schedule, calibration.depths)
-    return whole, boundaries, activations
+    return whole, exit_layers, activations

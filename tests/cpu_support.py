@@ -1,4 +1,4 @@
-"""What the tests of CPU operations share: guarded outputs, teams of threads, exact comparison."""
+"""What the tests of CPU operations share: guarded outputs, thread pools of threads, exact comparison."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 GUARD_BYTES, GUARD = 64, 0xA5
 
@@ -43,11 +43,11 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
 
 
 @contextmanager
-def teams() -> Iterator[list[Team]]:
+def teams() -> Iterator[list[ThreadPool]]:
     """Teams of one, two and three threads."""
-    made = [Team(count) for count in (1, 2, 3)]
+    made = [ThreadPool(count) for count in (1, 2, 3)]
     try:
         yield made
     finally:
-        for team in made:
-            team.close()
+        for pool in made:
+            pool.close()

@@ -78,7 +78,7 @@ def round_profile(kv_type: str = "fp32") -> HardwareProfile:
         latency=figure(0.5),
         launch=figure(0.125),
         synchronize=figure(0.125),
-        crossing=figure(0.25),
+        transfer=figure(0.25),
         **rates,
     )
     machine = Machine("cpu", 2, "avx2", 2000, "gpu", 1000, None, "none")
@@ -111,8 +111,8 @@ class EmulatedMachine:
     def copy(self, name: str, n_bytes: int, after: Sequence[Event] = (), to: str = GPU) -> Event:
         return self.link.copy(name, n_bytes, to, lambda: None, after)[1]
 
-    def cross(self, name: str, to: str, after: Sequence[Event] = (), n_rows: int = 1) -> Event:
-        return self.link.cross(name, n_rows, ROW_BYTES, to, lambda: None, after)[1]
+    def transfer(self, name: str, to: str, after: Sequence[Event] = (), n_rows: int = 1) -> Event:
+        return self.link.transfer(name, n_rows, ROW_BYTES, to, lambda: None, after)[1]
 
     def rows(self) -> list[tuple[str, str, float, float]]:
         return [(span.lane, span.name, span.start_s, span.end_s) for span in self.timeline.spans]
@@ -160,10 +160,10 @@ class FaultyDevice:
 
 
 class FaultyLink:
-    """A link whose copies and crossings fail when told to; otherwise `inner`."""
+    """A link whose copies and transfers fail when told to; otherwise `inner`."""
 
-    def __init__(self, inner: Link, copy: Fault | None = None, cross: Fault | None = None) -> None:
-        self._inner, self._copy, self._cross = inner, copy or Fault(), cross or Fault()
+    def __init__(self, inner: Link, copy: Fault | None = None, transfer: Fault | None = None) -> None:
+        self._inner, self._copy, self._cross = inner, copy or Fault(), transfer or Fault()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -172,9 +172,9 @@ class FaultyLink:
         self._copy.strike()
         return self._inner.copy(*arguments, **named)
 
-    def cross(self, *arguments: Any, **named: Any) -> Any:
+    def transfer(self, *arguments: Any, **named: Any) -> Any:
         self._cross.strike()
-        return self._inner.cross(*arguments, **named)
+        return self._inner.transfer(*arguments, **named)
 
 
 def no_memory() -> Exception:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
@@ -89,15 +89,15 @@ class BareTarget:
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.head = torch.randn(VOCAB, HIDDEN, generator=generator)
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         assert hidden is None and not layers, "a draft head asks for the embedding alone"
-        return self.embedding[list(rows.token_ids)]
+        return self.embedding[list(batch.token_ids)]
 
-    def project(self, normed: Tensor) -> Tensor:
+    def lm_head(self, normed: Tensor) -> Tensor:
         return torch.stack([self.head @ row for row in normed])
 
-    def project_on_cpu(self, normed: Tensor) -> Tensor:
-        return self.project(normed)
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
+        return self.lm_head(normed)
 
 
 def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:

@@ -6,12 +6,12 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan, planned_cache
-from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import open_on_cpu
@@ -46,16 +46,16 @@ def emulated(
     return open_plan(spec, weights, plan, wrap(machine), runner)
 
 
-def hollow(spec: ModelSpec, plan: Plan, profile: HardwareProfile, timeline: Timeline) -> PlannedExecutor:
+def dummy(spec: ModelSpec, plan: Plan, profile: HardwareProfile, timeline: Timeline) -> PlannedExecutor:
     """The same without numbers."""
 
     def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        return HollowRunner(spec, plan.context_tokens, layers)
+        return DummyRunner(spec, plan.context_tokens, layers)
 
-    return open_plan(spec, hollow_weights(spec), plan, emulated_machine(profile, spec, plan, timeline), runner)
+    return open_plan(spec, dummy_weights(spec), plan, emulated_machine(profile, spec, plan, timeline), runner)
 
 
-def prompt_of(executor: Executor, sequence: int, token_ids: Sequence[int]) -> list[Rows]:
+def prompt_of(executor: Executor, sequence: int, token_ids: Sequence[int]) -> list[Batch]:
     """The prompt in the chunks that this executor likes."""
     n = executor.prompt_chunk_tokens
-    return [Rows.of_sequence(sequence, i, list(token_ids[i : i + n])) for i in range(0, len(token_ids), n)]
+    return [Batch.of_sequence(sequence, i, list(token_ids[i : i + n])) for i in range(0, len(token_ids), n)]

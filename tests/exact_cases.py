@@ -52,9 +52,9 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """is_split: exact mode runs on an emulated machine, half of the layers on its GPU. depth: the boundary's, from no
+    """is_split: exact mode runs on an emulated machine, half of the layers on its GPU. depth: the exit layer's, from no
     layer to all but one. mapped: the exit head has a map. is_ahead: on a split machine rows are drafted ahead.
-    levels: boundaries before it where rows exit at random: none, some and those near recent exits, or every one."""
+    levels: exit layers before it where rows exit at random: none, some and those near recent exits, or every one."""
 
     seed: int
     model: str
@@ -133,7 +133,7 @@ class Run:
 def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Drafting:
     """texts: prompts with what follows them, for sources that know."""
     spec = run.engine.spec
-    boundary = round(case.depth * (spec.n_layers - 1))
+    exit_layer = round(case.depth * (spec.n_layers - 1))
     propose = {
         "exit": None,
         "n-gram": repetition,
@@ -155,22 +155,22 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
     }
     exits = case.source in ("exit", "combination") or case.seed % 2 == 0  # chains with and without pruning
     return Drafting(
-        boundary,
+        exit_layer,
         case.n_drafts + 1,
         gates[case.gate],
         ExitHead(nearly_itself if case.mapped else None) if exits else None,
         source,
         drafts_ahead=case.is_ahead,
-        levels=levels_of(case, boundary),
+        levels=levels_of(case, exit_layer),
         chain_rule=ChainRule(AdaptiveGate(0.0, lambda m: 1 + 0.1 * m), 0.1) if case.gate == "adaptive" else None,
     )
 
 
-def levels_of(case: Case, boundary: int) -> ExitLevels | None:
+def levels_of(case: Case, exit_layer: int) -> ExitLevels | None:
     """Predictors that let a third of the rows exit, whatever they look like."""
     if case.levels == "none":
         return None
-    draw, places = random.Random(case.seed), range(1, boundary)
+    draw, places = random.Random(case.seed), range(1, exit_layer)
     head = ExitHead(nearly_itself if case.mapped else None, lambda *_: draw.random())
     level = ExitLevel(head, 2 / 3, lambda *_: draw.random(), 2 / 3)
     scheduled = places if case.levels == "every" else draw.sample(places, len(places) // 2)

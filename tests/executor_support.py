@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cache import KvCache
@@ -70,6 +70,6 @@ def contents(executor: Executor, sequence: int) -> Iterator[torch.Tensor]:
 def hidden_alone(executor: Executor, token_ids: list[int]) -> torch.Tensor:
     """(n, hidden) of a text in a sequence of its own, which is closed again."""
     sequence = executor.cache.open_new()
-    hidden = executor.hidden(Rows.of_sequence(sequence, 0, token_ids))
+    hidden = executor.hidden(Batch.of_sequence(sequence, 0, token_ids))
     executor.cache.close(sequence)
     return hidden

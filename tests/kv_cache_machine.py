@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 
 N_KV_HEADS, HEAD_DIM = 3, 4
 LAYERS = (0, 1, 3, 4)  # held of a model with six
@@ -42,9 +42,9 @@ def rounded(kind: str, x: Any) -> Any:
     return np.rint(x * inverse) * scale
 
 
-def all_marks(layer: int, rows: Rows, stamp: int) -> torch.Tensor:
+def all_marks(layer: int, batch: Batch, stamp: int) -> torch.Tensor:
     """The keys of a pass; its values are -3 times as much."""
-    parts = [marks(layer, sequence, [position], stamp) for _, sequence, position in rows.places()]
+    parts = [marks(layer, sequence, [position], stamp) for _, sequence, position in batch.places()]
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
     def new_cache(self) -> Any:
         raise NotImplementedError
 
-    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> None:
         raise NotImplementedError
 
     def fits(self, longest: dict[int, int]) -> bool:
@@ -137,26 +137,26 @@ class CacheMachine(RuleBasedStateMachine):
     def extend_out_of_order(self, sequence: int, offset: int) -> None:
         if sequence in self.stamps and len(self.stamps[sequence][0]) + offset >= 0:
             with pytest.raises(ValueError, match="can't follow"):
-                self.cache.admit(Rows.of_sequence(sequence, len(self.stamps[sequence][0]) + offset, [0]), range(1))
+                self.cache.admit(Batch.of_sequence(sequence, len(self.stamps[sequence][0]) + offset, [0]), range(1))
 
     def _pass(self, counts: dict[int, int], part: range | None) -> None:
         places = [place for place, layer in enumerate(LAYERS) if part is None or layer in part]
         first = {s: len(self.stamps[s][places[0]]) if places else 0 for s in counts}
-        rows = Rows.joined([Rows.of_sequence(s, first[s], [0] * n) for s, n in counts.items()])
+        batch = Batch.joined([Batch.of_sequence(s, first[s], [0] * n) for s, n in counts.items()])
         if places and not self._may_pass(counts, first, places):
             with pytest.raises(ValueError, match=r"can't follow|in one layer|have passed"):
-                self.cache.admit(rows, part)
+                self.cache.admit(batch, part)
             return
         longest = {s: len(held[0]) for s, held in self.stamps.items()}
         if places and not self.fits(longest | {s: max(longest[s], first[s] + n) for s, n in counts.items()}):
             with pytest.raises(UsageError, match="don't fit"):
-                self.cache.admit(rows, part)
+                self.cache.admit(batch, part)
             return
         self.time += 1
-        self.cache.admit(rows, part)
+        self.cache.admit(batch, part)
         for place in places:
-            keys = all_marks(LAYERS[place], rows, self.time)
-            self.write(LAYERS[place], rows, keys, -3 * keys)
+            keys = all_marks(LAYERS[place], batch, self.time)
+            self.write(LAYERS[place], batch, keys, -3 * keys)
             for sequence, count in counts.items():
                 self.stamps[sequence][place] += [self.time] * count
 

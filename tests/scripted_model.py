@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Observe
 from hetero_ee.runtime.kv.cache import KvCache
 
@@ -22,7 +22,7 @@ class Pass:
     """One call of run: layers, and the rows' tokens, sequences and positions."""
 
     layers: range
-    rows: Rows
+    rows: Batch
 
 
 @dataclass
@@ -49,23 +49,23 @@ class ScriptedModel:
         self.spec: Any = SimpleNamespace(n_layers=N_LAYERS, vocab_size=VOCABULARY)
         self.cache = KvCache(N_LAYERS, 1, 1, self.max_tokens)
 
-    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
-        for rows in chunks:
-            hidden = self.hidden(rows)
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
+        for batch in chunks:
+            hidden = self.hidden(batch)
             if observe is not None:
-                observe(rows, self.final_norm(hidden))
+                observe(batch, self.final_norm(hidden))
         return self.head(hidden[-1:])[0]
 
-    def hidden(self, rows: Rows) -> Tensor:
-        return self.run(rows, None, range(N_LAYERS))
+    def hidden(self, batch: Batch) -> Tensor:
+        return self.run(batch, None, range(N_LAYERS))
 
-    def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
-        return self.head(self.hidden(rows)[list(wanted)])
+    def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
+        return self.head(self.hidden(batch)[list(wanted)])
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
-        self.passes.append(Pass(layers, rows))
-        self.cache.admit(rows, layers)
-        states = torch.tensor([rows.token_ids, rows.positions, [0] * len(rows)], dtype=torch.float32).T
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        self.passes.append(Pass(layers, batch))
+        self.cache.admit(batch, layers)
+        states = torch.tensor([batch.token_ids, batch.positions, [0] * len(batch)], dtype=torch.float32).T
         if hidden is not None:
             assert torch.equal(hidden[:, :2], states[:, :2])  # what waited is what is verified
             states = hidden.clone()
@@ -79,18 +79,18 @@ class ScriptedModel:
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def project(self, normed: Tensor) -> Tensor:
+    def lm_head(self, normed: Tensor) -> Tensor:
         self.n_projected += len(normed)
         return torch.stack([self._logits(*(int(x) for x in row)) for row in normed])
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         n_projected = self.n_projected
-        logits = self.project(normed).gather(1, token_ids)
+        logits = self.lm_head(normed).gather(1, token_ids)
         self.n_projected, self.n_sliced = n_projected, self.n_sliced + len(normed)
         return logits
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.project(self.final_norm(hidden))
+        return self.lm_head(self.final_norm(hidden))
 
     def _logits(self, token_id: int, position: int, n_layers: int) -> Tensor:
         is_full = n_layers == N_LAYERS

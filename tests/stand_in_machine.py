@@ -1,5 +1,5 @@
 """Plans on a computer whose GPU is a stand-in: torch's reference operations on the CPU, behind the real device, link,
-mover, streams and runner."""
+copier, streams and runner."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.devices.cuda_copier import CudaMover
+from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_layers
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import EmulatedGpuTensor, Machine
@@ -27,10 +27,10 @@ from tests.stand_in_cuda import StandInCuda
 
 PLENTY = 2**40
 MakeCpu = Callable[[ModelSpec, ModelWeights, KvCache], Executor]
-COMPUTED = ("walk", "walk_lent", "visit_lent", "final_norm", "project", "sliced", "head")
+COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "sliced", "head")
 
 
-class StandInMover(CudaMover):
+class StandInMover(CudaCopier):
     """Tensors that count as the GPU's carry another type, as there is one memory only."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
@@ -92,7 +92,7 @@ def on_stand_in(
     gpu = gpu or stand_in_gpu()
     machine = cuda_machine(gpu, spec, plan, time.perf_counter, None, lambda: PLENTY)
     if machine.link is not None:
-        machine = replace(machine, mover=StandInMover(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
+        machine = replace(machine, copier=StandInMover(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
 
     def runner(device: str, layers: tuple[int, ...]) -> Executor:
         if device == GPU:

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch  # noqa: F401 - imported before the fork, and not in each process anew
+import safetensors.torch  # noqa: F401 - imported before the fork, and not in each process again
 import torch
 
 from hetero_ee.weights.store.conversion import WAITING

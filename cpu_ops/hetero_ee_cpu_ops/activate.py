@@ -4,7 +4,7 @@ silu(v) = v / (1 + e^-v)                                        relu(v) = max(v,
 gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
 Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press
-et al., Numerical Recipes 6.2 (1.2e-7 relative). Rows are contiguous. NaN stays NaN, except in fatrelu, where it
+et al., Numerical Recipes 6.2 (1.2e-7 relative). Batch are contiguous. NaN stays NaN, except in fatrelu, where it
 becomes 0 as in torch.
 
 Each output is computed from its own inputs alone. SwiGLU takes a thread 4.0 ns per 16 outputs,
@@ -34,12 +34,12 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 F32 = np.float32(0)  # says what a load finds
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4}
 CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times a claim's cost
-SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: rousing the team costs about 1 us
+SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: rousing the thread pool costs about 1 us
 # Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
 ERFC = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
@@ -168,7 +168,7 @@ def _enter(
 
 
 def activate(
-    x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0, team: Team | None = None
+    x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0, pool: ThreadPool | None = None
 ) -> Any:
     """x: fp32 (m, 2F) where gated, else (m, F); out: fp32 (m, F), allocated where None. kind: of KINDS. Returns out.
 
@@ -179,11 +179,11 @@ def activate(
         raise ValueError(f"no activation called {kind}; there are {', '.join(KINDS)}.")
     if out is None:
         out = np.empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]), np.float32)
-    status = _enter(CHUNK_FUNCTION.address, NO_ARGUMENTS, x, number, gated, threshold, team is None, out)
+    status = _enter(CHUNK_FUNCTION.address, NO_ARGUMENTS, x, number, gated, threshold, pool is None, out)
     if status < 0:
         raise ValueError(f"x {x.shape} doesn't fit out {out.shape}, {'gated' if gated else 'not gated'}.")
-    if status > 0 and team is not None:
+    if status > 0 and pool is not None:
         arguments = np.empty(6, np.int64)
         _enter(CHUNK_FUNCTION.address, arguments, x, number, gated, threshold, False, out)
-        team.run(CHUNK_FUNCTION.address, arguments, status)
+        pool.run(CHUNK_FUNCTION.address, arguments, status)
     return out

@@ -17,10 +17,10 @@ from numba.extending import intrinsic
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, I64, _vector_type, load, splat
 from hetero_ee_cpu_ops.simd.floats import fold, integers, lane_mask, masked_load, read_integer, write_integer
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 CHUNK = 16384  # logits a thread claims at a time: about 1 us
-SHARED_FROM = 4 * CHUNK  # fewer are searched by the caller: rousing the team costs about 1 us
+SHARED_FROM = 4 * CHUNK  # fewer are searched by the caller: rousing the thread pool costs about 1 us
 LOWEST, NAN_KEY = -(2**31), 2**31 - 1  # below every value's key; above every number's
 I64X16 = ir.VectorType(I64, 16)
 
@@ -142,18 +142,18 @@ def _enter(arguments: Any, logits: Any, alone: bool, out: Any) -> int:
     return 0
 
 
-def argmax(logits: Any, out: Any = None, *, team: Team | None = None) -> Any:
+def argmax(logits: Any, out: Any = None, *, pool: ThreadPool | None = None) -> Any:
     """logits: fp32 (m, n); out: int64 (m,), allocated where None. Returns out: each row's winning id.
 
     Raises ValueError for other shapes, dtypes or layouts.
     """
     out = np.empty(logits.shape[0], np.int64) if out is None else out
-    n_chunks = _enter(NO_ARGUMENTS, logits, team is None, out)
+    n_chunks = _enter(NO_ARGUMENTS, logits, pool is None, out)
     if n_chunks < 0:
         raise ValueError(f"logits {logits.shape} don't fit out {out.shape}.")
-    if n_chunks > 0 and team is not None:
+    if n_chunks > 0 and pool is not None:
         arguments = np.empty(2 + n_chunks, np.int64)
         _enter(arguments, logits, False, out)
-        team.run(CHUNK_FUNCTION.address, arguments, n_chunks)
+        pool.run(CHUNK_FUNCTION.address, arguments, n_chunks)
         out[:] = -arguments[2:].reshape(out.size, -1).max(axis=1) & 0xFFFFFFFF
     return out

@@ -58,7 +58,7 @@ from hetero_ee_cpu_ops.simd.tuples import (
     store_sums,
     store_vectors,
 )
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 F32, HALF, BYTE, MINUS_INFINITY = np.float32(0), np.uint16(0), np.int8(0), np.float32(-np.inf)  # F32 .. BYTE: stored as
 BLOCK = 64  # positions between two rescalings: 4 registers of scores; a block's keys (fp32, d 128) fit an L1 cache
@@ -297,7 +297,7 @@ class Attention:
     """
 
     def __init__(
-        self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, kind: str, team: Team | None = None
+        self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, kind: str, pool: ThreadPool | None = None
     ) -> None:
         if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
             raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
@@ -310,7 +310,7 @@ class Attention:
             head_dim,
             kind,
         )
-        self._team, self._alone = team, team is None
+        self._pool, self._alone = pool, pool is None
         self._chunk = CHUNKS[kind]
 
     def attend(
@@ -332,8 +332,8 @@ class Attention:
                 f"queries {queries.shape} from feature {first}, places {places.shape} and out {out.shape} don't fit "
                 f"{self.n_heads} heads of {self.head_dim}."
             )
-        if status > 0 and self._team is not None:
+        if status > 0 and self._pool is not None:
             arguments = np.empty(N_ARGUMENTS, np.int64)
             _enter(self._chunk.address, arguments, *call)
-            self._team.run(self._chunk.address, arguments, status)
+            self._pool.run(self._chunk.address, arguments, status)
         return out

@@ -44,7 +44,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
     word,
     zeros,
 )
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK
 
 U8X64 = ir.VectorType(I8, 64)
@@ -117,8 +117,8 @@ def _chunk_function(kind: Any) -> Any:
 class FloatMatmul:
     """The operation; its compiled functions, one for each kind of tile, are made at first use."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
         """y (m, N padded to 16), fp32; x fp32 (m, K), K at most 32 G. Raises ValueError for other shapes or types."""
@@ -127,5 +127,5 @@ class FloatMatmul:
         arguments = weight.fresh_arguments()
         arguments[INPUT], arguments[OUTPUT] = x.ctypes.data, output.ctypes.data
         arguments[N_ROWS], arguments[BLOCKS_A_CHUNK] = x.shape[0], BLOCKS_IN_A_CHUNK
-        self._team.run(_chunk_function(weight.kind).address, arguments, -(-weight.n_blocks // BLOCKS_IN_A_CHUNK))
+        self._pool.run(_chunk_function(weight.kind).address, arguments, -(-weight.n_blocks // BLOCKS_IN_A_CHUNK))
         return output

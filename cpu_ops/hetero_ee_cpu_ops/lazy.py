@@ -47,7 +47,7 @@ class Entry:
 
 
 class Chunk:
-    """A void(address of int64 arguments, chunk index), for Team.run or atomics.call_chunk."""
+    """A void(address of int64 arguments, chunk index), for ThreadPool.run or atomics.call_chunk."""
 
     __slots__ = ("_address", "_compiled", "_compiling", "_function")
 

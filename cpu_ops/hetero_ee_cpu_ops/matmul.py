@@ -2,7 +2,7 @@
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
 Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or
-the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a
+the chunks are: row t's bits depend on row t alone. Batch are taken 8, 4, 2 and 1 at a time; a width changes how often a
 tile is unpacked, never the order of a sum.
 Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
@@ -29,7 +29,7 @@ from hetero_ee_cpu_ops.quantize import (
     whole_groups,
 )
 from hetero_ee_cpu_ops.simd.bytes import float_of_bits, prefetch, store_rows, word, zeros, zeros8
-from hetero_ee_cpu_ops.thread_pool import Team, lead
+from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group, has_wide_registers
 
 PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
@@ -186,8 +186,8 @@ def _multiply(
 class Matmul:
     """The operation with its compiled functions, made at first use. May be called from several threads."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
         self._functions: dict[Any, Any] = {}
 
     def __call__(self, x: Any, weight: TileMatrix) -> Any:
@@ -219,11 +219,11 @@ class Matmul:
         out = np.empty((x.shape[0], n_blocks * 16), np.float32)
         workspace = np.empty(x.shape[0] * weight.n_groups * BYTES_A_GROUP, np.uint8)
         functions = self._functions.get(weight.kind) or self.compile(weight.kind)
-        shared = self._team.enter()
+        shared = self._pool.enter()
         try:
-            _multiply(x, workspace, out, arguments, *functions, shared, self._team.n_threads)
+            _multiply(x, workspace, out, arguments, *functions, shared, self._pool.n_threads)
         finally:
-            self._team.leave(shared)
+            self._pool.leave(shared)
         return out
 
     def compile(self, kind: Any) -> tuple[int, int]:

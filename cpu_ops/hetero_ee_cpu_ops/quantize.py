@@ -61,7 +61,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 @njit(nogil=True, cache=True)
 def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
-    """Rows 8 * index .. of x, whose columns are whole groups."""
+    """Batch 8 * index .. of x, whose columns are whole groups."""
     top = index * ROW_BLOCK
     r = min(ROW_BLOCK, n_rows - top)
     for row in range(r):

@@ -12,7 +12,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd.bytes import I64, load, prefetch, word
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 CHUNK_BYTES = 2**18
 PREFETCH_BYTES = 4096
@@ -53,10 +53,10 @@ def _chunk_function() -> Any:
 
 
 class Read:
-    """Reads a whole buffer once, shared over the team."""
+    """Reads a whole buffer once, shared over the thread pool."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
         self._function = _chunk_function()
 
     def __call__(self, buffer: Any) -> int:
@@ -66,5 +66,5 @@ class Read:
         n_chunks = -(-buffer.nbytes // CHUNK_BYTES)
         sums = np.zeros(n_chunks * 8, np.int64)
         arguments = np.array([buffer.ctypes.data, buffer.nbytes, sums.ctypes.data], np.int64)
-        self._team.run(self._function.address, arguments, n_chunks)
+        self._pool.run(self._function.address, arguments, n_chunks)
         return int(sums.sum())

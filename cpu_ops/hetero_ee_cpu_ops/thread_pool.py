@@ -1,4 +1,4 @@
-"""A small team of threads that share an operation's chunks.
+"""A small thread pool of threads that share an operation's chunks.
 
 Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put
 aside delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when a core is busy.)
@@ -69,7 +69,7 @@ def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
         pause()
 
 
-class Team:
+class ThreadPool:
     """n_threads threads, the caller included. `run` may be called from several threads; close() ends the workers."""
 
     def __init__(self, n_threads: int) -> None:
@@ -111,7 +111,7 @@ class Team:
             self._lock.release()
 
     def close(self) -> None:
-        """Ends the workers; the team still works, with the caller alone."""
+        """Ends the workers; the thread pool still works, with the caller alone."""
         with self._lock:
             self._stopping = True
             self._memory[(self._shared - self._memory.ctypes.data + STOP) // 8] = 1

@@ -1,4 +1,5 @@
-"""Drafts of a trace at every boundary: what a predictor sees of them, and whether they are the full model's tokens."""
+"""Drafts of a trace at every exit_layer: what a predictor sees of them, and whether they are the full model's
+tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from hetero_ee.speculation.sources.candidates import HeadCandidates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
-    """is_right, is_right_unmapped: bool (n_boundaries, m), with the exit maps and without. sliced: the candidates that
-    each boundary takes, there and at all later ones."""
+    """is_right, is_right_unmapped: bool (n_exit_layers, m), with the exit maps and without. sliced: the candidates that
+    each exit layer takes, there and at all later ones."""
 
     is_right: NDArray[np.bool_]
     is_right_unmapped: NDArray[np.bool_]
@@ -25,20 +26,20 @@ class DraftRows:
 
     @property
     def features(self) -> NDArray[np.float32]:
-        """fp32 (n_boundaries, m, 12), each boundary being the first evaluated."""
-        places = range(1, self.sliced.n_boundaries + 1)
-        return np.stack([self.sliced.features(boundary, boundary, None) for boundary in places])
+        """fp32 (n_exit_layers, m, 12), each exit layer being the first evaluated."""
+        places = range(1, self.sliced.n_exit_layers + 1)
+        return np.stack([self.sliced.features(exit_layer, exit_layer, None) for exit_layer in places])
 
 
 def draft_rows(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, with_unmapped: bool) -> DraftRows:
     """with_unmapped: computes is_right_unmapped too, one more product of the head where a map is; else it is False
-    there. Memory holds the whole vocabulary's logits of one boundary at a time."""
+    there. Memory holds the whole vocabulary's logits of one exit layer at a time."""
     tokens = found.tokens.numpy()
     taken: list[NDArray[np.int64]] = []
     logits, rank, is_right, is_right_unmapped = [], [], [], []
-    for boundary, normed in enumerate(found.normed, start=1):
-        exit_map = maps.get(boundary)
-        whole = executor.project(normed if exit_map is None else exit_map.apply(normed))
+    for exit_layer, normed in enumerate(found.normed, start=1):
+        exit_map = maps.get(exit_layer)
+        whole = executor.lm_head(normed if exit_map is None else exit_map.apply(normed))
         candidates = HeadCandidates().of(whole)
         taken.append(candidates.token_ids)
         logits += [np.take_along_axis(whole.numpy(force=True), token_ids, axis=1) for token_ids in taken]
@@ -53,5 +54,5 @@ def draft_rows(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *,
 
 
 def _agrees(executor: Executor, normed: Tensor, tokens: Tensor) -> NDArray[np.bool_]:
-    agrees: NDArray[np.bool_] = (chosen_tokens(executor.project(normed)) == tokens).numpy()
+    agrees: NDArray[np.bool_] = (chosen_tokens(executor.lm_head(normed)) == tokens).numpy()
     return agrees

@@ -8,35 +8,35 @@ from numpy.typing import NDArray
 
 from hetero_ee.calibration.draft_rows import draft_rows
 from hetero_ee.calibration.metrics import (
-    BoundaryFigures,
-    DepthFigures,
+    DepthMetrics,
+    ExitLayerMetrics,
     Flags,
-    boundary_figures,
     depth_figures,
+    exit_layer_metrics,
     share_of,
 )
 from hetero_ee.calibration.traces import traces
 from hetero_ee.calibration.walks import Walks, walks
 from hetero_ee.planning.times.rounds import WalkRates
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.exits.calibration import Calibration, FittedBoundary
+from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """boundaries, walks: figures of boundary 1, 2, ..., alone and with the schedule's boundaries before it; n_tokens:
-    that count."""
+    """exit_layers, walks: figures of exit layer 1, 2, ..., alone and with the schedule's exit layers before it;
+    n_tokens: that count."""
 
-    boundaries: tuple[BoundaryFigures, ...]
+    exit_layers: tuple[ExitLayerMetrics, ...]
     walks: tuple[WalkRates, ...]
-    depths: DepthFigures
+    depths: DepthMetrics
     n_tokens: int
 
 
 def evaluate(executor: Executor, calibration: Calibration, chunks: Sequence[Sequence[int]]) -> Evaluation:
     """The calibration's maps, predictors, thresholds and schedule on these chunks, of at least two tokens each."""
-    boundaries = calibration.boundaries
-    maps = {each.boundary: each.exit_map for each in boundaries if each.exit_map is not None}
+    exit_layers = calibration.exit_layers
+    maps = {each.exit_layer: each.exit_map for each in exit_layers if each.exit_map is not None}
     is_right: list[Flags] = []
     unmapped: list[Flags] = []
     gate: list[Flags] = []
@@ -45,24 +45,24 @@ def evaluate(executor: Executor, calibration: Calibration, chunks: Sequence[Sequ
         rows = draft_rows(executor, found, maps, with_unmapped=True)
         is_right.append(rows.is_right)
         unmapped.append(rows.is_right_unmapped)
-        gate.append(opened(boundaries, list(rows.features)))
-        walked.append(walks(boundaries, calibration.schedule.boundaries, rows.sliced))
-    return figures(boundaries, is_right, unmapped, gate, walked)
+        gate.append(opened(exit_layers, list(rows.features)))
+        walked.append(walks(exit_layers, calibration.schedule.exit_layers, rows.sliced))
+    return metrics(exit_layers, is_right, unmapped, gate, walked)
 
 
-def figures(
-    boundaries: Sequence[FittedBoundary],
+def metrics(
+    exit_layers: Sequence[FittedExitLayer],
     is_right: Sequence[Flags],
     is_right_unmapped: Sequence[Flags],
     gate: Sequence[Flags],
     walked: Sequence[Walks],
 ) -> Evaluation:
-    """All flags: for each chunk (n_boundaries, m). walked: of each chunk, or of the first ones."""
+    """All flags: for each chunk (n_exit_layers, m). walked: of each chunk, or of the first ones."""
     found = []
-    for place, each in enumerate(boundaries):
+    for place, each in enumerate(exit_layers):
         mapped, unmapped = (np.concatenate([flags[place] for flags in part]) for part in (is_right, is_right_unmapped))
         found.append(
-            boundary_figures(
+            exit_layer_metrics(
                 [flags[place] for flags in is_right],
                 [flags[place] for flags in gate],
                 agreement=share_of(int(unmapped.sum()), len(unmapped)),
@@ -70,9 +70,9 @@ def figures(
             )
         )
     n_tokens = sum(flags.shape[1] for flags in is_right)
-    return Evaluation(tuple(found), Walks.joined(walked).figures(), depth_figures(is_right, gate), n_tokens)
+    return Evaluation(tuple(found), Walks.joined(walked).metrics(), depth_figures(is_right, gate), n_tokens)
 
 
-def opened(boundaries: Sequence[FittedBoundary], features: Sequence[NDArray[np.float32]]) -> Flags:
-    """Where the gate of each boundary opens, being a row's first: (n_boundaries, m). features: (m, 12) of each."""
-    return np.stack([each.opens(own, is_sliced=False) for each, own in zip(boundaries, features, strict=True)])
+def opened(exit_layers: Sequence[FittedExitLayer], features: Sequence[NDArray[np.float32]]) -> Flags:
+    """Where the gate of each exit layer opens, being a row's first: (n_exit_layers, m). features: (m, 12) of each."""
+    return np.stack([each.opens(own, is_sliced=False) for each, own in zip(exit_layers, features, strict=True)])

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.metrics import BoundaryFigures, DepthFigures
+from hetero_ee.calibration.metrics import DepthMetrics, ExitLayerMetrics
 from hetero_ee.calibration.predictor_quality import NO_EXIT
 from hetero_ee.calibration.tensors import parsed_safetensors, read_whole, safetensors_bytes, write_whole
 from hetero_ee.errors import ModelError, StoreError, shown
@@ -22,7 +22,7 @@ from hetero_ee.hub.json_text import parse_json
 from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.rounds import WalkRates
-from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration, CalibrationText
+from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import feature_names
 from hetero_ee.speculation.exits.predictors import Predictor, predictor_from_arrays
@@ -33,7 +33,7 @@ from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, make
 from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_NAME = "hetero_ee calibration"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 10**6
 MAX_TENSORS_BYTES = 4 * 2**30
 TYPES: dict[str, Any] = {"F16": np.float16, "F32": np.float32}
@@ -44,25 +44,25 @@ Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryRecord:
-    """BoundaryCalibration without its tensors: kinds in the place of predictors. map_rank: None without a map,
+class ExitLayerRecord:
+    """ExitLayerCalibration without its tensors: kinds in the place of predictors. map_rank: None without a map,
     hidden_size for a full matrix."""
 
-    boundary: int
+    exit_layer: int
     map_rank: int | None
     predictor: str
     threshold: float
     sliced_predictor: str | None
     sliced_threshold: float
-    figures: BoundaryFigures
+    metrics: ExitLayerMetrics
     walk: WalkRates
 
     def __post_init__(self) -> None:
         for threshold in (self.threshold, self.sliced_threshold):
             if not 0 <= threshold <= NO_EXIT:
                 raise ValueError(f"threshold is {threshold}, expected 0 to {NO_EXIT}")
-        if self.walk.mean_exit_depth > self.boundary or self.walk.n_evaluated > self.boundary:
-            raise ValueError(f"a walk to boundary {self.boundary} passes no more boundaries than that")
+        if self.walk.mean_exit_depth > self.exit_layer or self.walk.n_evaluated > self.exit_layer:
+            raise ValueError(f"a walk to exit layer {self.exit_layer} passes no more exit layers than that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +75,26 @@ class CalibrationRecord:
     n_layers: int
     hidden_size: int
     text: CalibrationText
-    boundaries: tuple[BoundaryRecord, ...]
+    exit_layers: tuple[ExitLayerRecord, ...]
     schedule: ExitSchedule
-    depths: DepthFigures
+    depths: DepthMetrics
     tensors_sha256: str
 
     def __post_init__(self) -> None:
-        n_boundaries = len(self.boundaries)  # compared first: n_layers may be any number
-        if n_boundaries != self.n_layers - 1 or any(
-            each.boundary != place for place, each in enumerate(self.boundaries, 1)
+        n_exit_layers = len(self.exit_layers)  # compared first: n_layers may be any number
+        if n_exit_layers != self.n_layers - 1 or any(
+            each.exit_layer != place for place, each in enumerate(self.exit_layers, 1)
         ):
-            raise ValueError(f"boundaries have to be 1 to {self.n_layers - 1}")
+            raise ValueError(f"exit layers have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
-        if max(self.schedule.boundaries, default=1) >= self.n_layers:
-            raise ValueError(f"the schedule names boundary {max(self.schedule.boundaries)} of {self.n_layers} layers")
-        for boundary in self.schedule.boundaries[1:]:
-            if self.boundaries[boundary - 1].sliced_predictor is None:
-                raise ValueError(f"the schedule names boundary {boundary}, which has no sliced predictor")
+        if max(self.schedule.exit_layers, default=1) >= self.n_layers:
+            raise ValueError(
+                f"the schedule names exit layer {max(self.schedule.exit_layers)} of {self.n_layers} layers"
+            )
+        for exit_layer in self.schedule.exit_layers[1:]:
+            if self.exit_layers[exit_layer - 1].sliced_predictor is None:
+                raise ValueError(f"the schedule names exit layer {exit_layer}, which has no sliced predictor")
 
 
 def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
@@ -151,18 +153,18 @@ def _take_back(folder: Path, unfinished: Path, replaced: Path, files: FileSystem
 
 
 def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> CalibrationRecord:
-    boundaries = (
-        BoundaryRecord(
-            each.boundary,
+    exit_layers = (
+        ExitLayerRecord(
+            each.exit_layer,
             each.exit_map.rank if each.exit_map else None,
             each.predictor.kind,
             each.threshold,
             each.sliced_predictor.kind if each.sliced_predictor else None,
             each.sliced_threshold,
-            each.figures,
+            each.metrics,
             each.walk,
         )
-        for each in calibration.boundaries
+        for each in calibration.exit_layers
     )
     return CalibrationRecord(
         format=FORMAT_NAME,
@@ -171,7 +173,7 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
         n_layers=calibration.n_layers,
         hidden_size=calibration.hidden_size,
         text=calibration.text,
-        boundaries=tuple(boundaries),
+        exit_layers=tuple(exit_layers),
         schedule=calibration.schedule,
         depths=calibration.depths,
         tensors_sha256=tensors_sha256,
@@ -180,8 +182,8 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
 
 def _tensors_of(calibration: Calibration) -> Arrays:
     arrays: Arrays = {}
-    for each in calibration.boundaries:
-        prefix = f"boundaries.{each.boundary}"
+    for each in calibration.exit_layers:
+        prefix = f"exit_layers.{each.exit_layer}"
         if each.exit_map is not None:
             parts = {"up": each.exit_map.up, "bias": each.exit_map.bias}
             if each.exit_map.down is not None:
@@ -227,7 +229,7 @@ def _read_tensors(folder: Path, record: CalibrationRecord) -> Arrays:
 
 def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) -> Calibration:
     rest = dict(tensors)
-    boundaries = tuple(_boundary(each, spec.hidden_size, rest) for each in record.boundaries)
+    exit_layers = tuple(_exit_layer(each, spec.hidden_size, rest) for each in record.exit_layers)
     activations = {}
     for name, n_features in activation_names(spec).items():
         activations[name] = _taken(rest, f"activations.{name}", (n_features,), np.float32)
@@ -237,24 +239,24 @@ def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) ->
         record.n_layers,
         record.hidden_size,
         record.text,
-        boundaries,
+        exit_layers,
         record.schedule,
         record.depths,
         activations,
     )
 
 
-def _boundary(record: BoundaryRecord, hidden_size: int, rest: Arrays) -> BoundaryCalibration:
-    prefix = f"boundaries.{record.boundary}"
+def _exit_layer(record: ExitLayerRecord, hidden_size: int, rest: Arrays) -> ExitLayerCalibration:
+    prefix = f"exit_layers.{record.exit_layer}"
     sliced = record.sliced_predictor
-    return BoundaryCalibration(
-        record.boundary,
+    return ExitLayerCalibration(
+        record.exit_layer,
         _exit_map(record, f"{prefix}.map", hidden_size, rest),
         _predictor(record.predictor, f"{prefix}.predictor.", rest),
         record.threshold,
         None if sliced is None else _predictor(sliced, f"{prefix}.sliced_predictor.", rest),
         record.sliced_threshold,
-        record.figures,
+        record.metrics,
         record.walk,
     )
 
@@ -268,12 +270,12 @@ def _predictor(kind: str, prefix: str, rest: Arrays) -> Predictor:
     return predictor
 
 
-def _exit_map(record: BoundaryRecord, prefix: str, hidden_size: int, rest: Arrays) -> ExitMap | None:
+def _exit_map(record: ExitLayerRecord, prefix: str, hidden_size: int, rest: Arrays) -> ExitMap | None:
     rank = record.map_rank
     if rank is None:
         return None
     if not 1 <= rank <= hidden_size:
-        raise ValueError(f"map_rank of boundary {record.boundary} is {rank}, expected 1 to {hidden_size}")
+        raise ValueError(f"map_rank of exit layer {record.exit_layer} is {rank}, expected 1 to {hidden_size}")
     shapes = {"up": (hidden_size, rank), "bias": (hidden_size,)}
     if rank < hidden_size:
         shapes["down"] = (rank, hidden_size)

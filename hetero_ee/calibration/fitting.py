@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.evaluation import figures, opened
+from hetero_ee.calibration.evaluation import metrics, opened
 from hetero_ee.calibration.mlp_training import MlpTraining
 from hetero_ee.calibration.predictor_fitting import fit_mlp
 from hetero_ee.calibration.predictor_quality import NO_EXIT, calibrate_threshold
@@ -17,7 +17,7 @@ from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
 from hetero_ee.calibration.tensors import Arrays
 from hetero_ee.calibration.walks import walks
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration, CalibrationText, FittedBoundary
+from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration, FittedExitLayer
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
 
@@ -35,19 +35,21 @@ def fit_calibration(
 ) -> Calibration:
     """precision: share of exits that have to be right where thresholds are chosen."""
     spec = executor.spec
-    whole = [_fitted(boundary, rows, maps.get(boundary), precision, training) for boundary in range(1, spec.n_layers)]
+    whole = [
+        _fitted(exit_layer, rows, maps.get(exit_layer), precision, training) for exit_layer in range(1, spec.n_layers)
+    ]
     gates = [opened(whole, list(features)) for features in rows.features]
     fits = [whole[0], *(_with_sliced(each, rows, gates, precision, training) for each in whole[1:])]
     read = ReadBytes.of(executor.blocks, executor.weights)
     choosing = [sliced for number, sliced in rows.sliced.items() if is_in(number, CHOOSE)]
     schedule = fit_schedule(fits, SlicedLogits.joined(choosing), read)
     held_out = [sliced for number, sliced in rows.sliced.items() if is_in(number, HELD_OUT)]
-    walked = [walks(fits, schedule.boundaries, sliced) for sliced in held_out]
+    walked = [walks(fits, schedule.exit_layers, sliced) for sliced in held_out]
     is_right, unmapped, gate = (_of_part(each, HELD_OUT) for each in (rows.is_right, rows.is_right_unmapped, gates))
-    found = figures(fits, is_right, unmapped, gate, walked)
-    boundaries = (
-        BoundaryCalibration(
-            each.boundary,
+    found = metrics(fits, is_right, unmapped, gate, walked)
+    exit_layers = (
+        ExitLayerCalibration(
+            each.exit_layer,
             each.exit_map,
             each.predictor,
             each.threshold,
@@ -56,40 +58,40 @@ def fit_calibration(
             own,
             walk,
         )
-        for each, own, walk in zip(fits, found.boundaries, found.walks, strict=True)
+        for each, own, walk in zip(fits, found.exit_layers, found.walks, strict=True)
     )
-    return Calibration(spec.n_layers, spec.hidden_size, text, tuple(boundaries), schedule, found.depths, activations)
+    return Calibration(spec.n_layers, spec.hidden_size, text, tuple(exit_layers), schedule, found.depths, activations)
 
 
 def _fitted(
-    boundary: int, rows: RowStage, exit_map: ExitMap | None, precision: float, training: MlpTraining
-) -> FittedBoundary:
-    """For rows whose first boundary it is."""
+    exit_layer: int, rows: RowStage, exit_map: ExitMap | None, precision: float, training: MlpTraining
+) -> FittedExitLayer:
+    """For rows whose first exit layer it is."""
 
     def of(values: Sequence[NDArray[T]], part: tuple[int, ...]) -> NDArray[T]:
-        return _at(boundary, _of_part(values, part))
+        return _at(exit_layer, _of_part(values, part))
 
     predictor = fit_mlp(of(rows.features, TRAIN), of(rows.is_right, TRAIN), training=training)
     chances = predictor.probability(of(rows.features, CHOOSE))
     threshold = calibrate_threshold(chances, of(rows.is_right, CHOOSE), precision)
-    return FittedBoundary(boundary, exit_map, predictor, threshold, None, NO_EXIT)
+    return FittedExitLayer(exit_layer, exit_map, predictor, threshold, None, NO_EXIT)
 
 
 def _with_sliced(
-    fitted: FittedBoundary,
+    fitted: FittedExitLayer,
     rows: RowStage,
     gates: Sequence[NDArray[np.bool_]],
     precision: float,
     training: MlpTraining,
-) -> FittedBoundary:
-    """The same with what is needed for rows whose candidates an earlier boundary took, if a threshold can be set.
+) -> FittedExitLayer:
+    """The same with what is needed for rows whose candidates an earlier exit layer took, if a threshold can be set.
 
-    gates: of each chunk, (n_boundaries, m), for rows whose first boundary it is. The threshold is set on rows that this
-    one let pass, as no others come here: of what is left fewer are right.
+    gates: of each chunk, (n_exit_layers, m), for rows whose first exit layer it is. The threshold is set on rows that
+    this one let pass, as no others come here: of what is left fewer are right.
     """
 
     def of(values: Sequence[NDArray[T]], part: tuple[int, ...]) -> NDArray[T]:
-        return _at(fitted.boundary, _of_part(values, part))
+        return _at(fitted.exit_layer, _of_part(values, part))
 
     predictor = fit_mlp(of(rows.sliced_features, TRAIN), of(rows.sliced_is_right, TRAIN), training=training)
     passed_gates = np.concatenate(_of_part(gates, CHOOSE), axis=1)
@@ -106,6 +108,6 @@ def _of_part(values: Sequence[NDArray[T]], part: tuple[int, ...]) -> list[NDArra
     return [value for number, value in enumerate(values) if is_in(number, part)]
 
 
-def _at(boundary: int, values: Sequence[NDArray[T]]) -> NDArray[T]:
-    """One boundary's rows of all chunks."""
-    return np.concatenate([value[boundary - 1] for value in values])
+def _at(exit_layer: int, values: Sequence[NDArray[T]]) -> NDArray[T]:
+    """One exit layer's rows of all chunks."""
+    return np.concatenate([value[exit_layer - 1] for value in values])

@@ -15,7 +15,7 @@ from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest
 
 
 def store_key(manifest: Manifest) -> str:
-    """Of a store: its manifest without where it came from, so that the same weights made anew have the same key."""
+    """Of a store: its manifest without where it came from, so that the same weights made again have the same key."""
     values = asdict(manifest)
     del values["source"]
     return _digest(["store", FORMAT_VERSION, values])

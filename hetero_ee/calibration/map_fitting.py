@@ -30,14 +30,14 @@ METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the head does not see 
 
 
 class NormalEquations:
-    """The sums of one boundary: products, S, and targets, T, are changed in place by add()."""
+    """The sums of one exit_layer: products, S, and targets, T, are changed in place by add()."""
 
     def __init__(self, hidden_size: int) -> None:
         self.products = torch.zeros(hidden_size + 1, hidden_size + 1, dtype=torch.float64)
         self.targets = torch.zeros(hidden_size + 1, hidden_size, dtype=torch.float64)
 
     def add(self, normed: Tensor, final: Tensor) -> None:
-        """Normed states (m, hidden) at the boundary, and the same tokens' at the end."""
+        """Normed states (m, hidden) at the exit layer, and the same tokens' at the end."""
         rows = torch.cat([normed.double(), torch.ones(len(normed), 1, dtype=torch.float64)], dim=1)
         self.products.addmm_(rows.T, rows)
         self.targets.addmm_(rows.T, (final - normed).double())
@@ -81,7 +81,7 @@ class HeadMetric:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectionRows:
-    """Rows that no equation has seen, to choose by: normed (m, hidden) at the boundary, final at the end, the tokens
+    """Rows that no equation has seen, to choose by: normed (m, hidden) at the exit layer, final at the end, the tokens
     (m,) that the full model chooses."""
 
     normed: Tensor
@@ -105,21 +105,21 @@ def head_metric(head: Weight) -> HeadMetric:
 
 
 def fit_exit_map(
-    equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionRows, project: Callable[[Tensor], Tensor]
+    equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionRows, lm_head: Callable[[Tensor], Tensor]
 ) -> ExitMap | None:
     """The smallest map that is about as often right as any, None where that is not clearly more often than no map is.
 
-    project: normed states -> logits. The result is in fp16's values.
+    lm_head: normed states -> logits. The result is in fp16's values.
     """
     if not equations.is_usable:
         return None
     ridge = min(RIDGES, key=lambda each: _error(equations.solution(each), metric, chosen_by))
-    unmapped = _is_right(project(chosen_by.normed), chosen_by)
+    unmapped = _is_right(lm_head(chosen_by.normed), chosen_by)
     maps, is_right = [], []
     for candidate in _candidates(equations, metric, ridge):
         if candidate is not None:
             maps.append(candidate)
-            is_right.append(_is_right(project(candidate.apply(chosen_by.normed)), chosen_by))
+            is_right.append(_is_right(lm_head(candidate.apply(chosen_by.normed)), chosen_by))
     n_right = [int(each.sum()) for each in is_right]
     enough = max(n_right, default=0) - WORTH_A_RANK * len(unmapped)
     place = next((place for place, found in enumerate(n_right) if found >= enough), None)

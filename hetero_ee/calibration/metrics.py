@@ -1,6 +1,6 @@
-"""Figures of early exit on held-out text: at each boundary alone, and of exits at whichever boundary comes first.
+"""Figures of early exit on held-out text: at each exit layer alone, and of exits at whichever exit layer comes first.
 
-A depth counts layers that have run: a token that exits at boundary b has depth b, one that never exits n_layers.
+A depth counts layers that have run: a token that exits at exit layer b has depth b, one that never exits n_layers.
 """
 
 from collections import deque
@@ -18,8 +18,8 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryFigures:
-    """One boundary on held-out tokens.
+class ExitLayerMetrics:
+    """One exit layer on held-out tokens.
 
     agreement: share of tokens whose likeliest token here, without a map, is the full model's; mapped_agreement: with
     the exit map, None where there is none. exit_rate: share of tokens at which the gate lets exit; precision: share of
@@ -51,8 +51,8 @@ class BoundaryFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class DepthFigures:
-    """Exits at the first boundary whose gate opens.
+class DepthMetrics:
+    """Exits at the first exit layer whose gate opens.
 
     histogram: tokens by depth 1..n_layers. mean_depth: theirs; oracle_mean_depth: with gates that open where, and only
     where, the draft is right. locality: share of tokens whose depth is within RADIUS of one of the N_LAST
@@ -75,7 +75,7 @@ class DepthFigures:
 
     @property
     def exit_shares(self) -> tuple[float, ...]:
-        """For each boundary from 0 on the share of tokens whose first open gate is there; the rest has none."""
+        """For each exit layer from 0 on the share of tokens whose first open gate is there; the rest has none."""
         n_tokens = sum(self.histogram)
         return (0.0, *(count / n_tokens for count in self.histogram[:-1]))
 
@@ -86,9 +86,9 @@ class DepthFigures:
         return tuple(1 - sum(self.histogram[:layer]) / n_tokens for layer in range(len(self.histogram)))
 
 
-def boundary_figures(
+def exit_layer_metrics(
     is_right: Sequence[Flags], gate: Sequence[Flags], agreement: float, mapped_agreement: float | None
-) -> BoundaryFigures:
+) -> ExitLayerMetrics:
     """is_right, gate: for each chunk, whether each token's draft is the full model's and whether it may exit."""
     right, opened = np.concatenate(is_right), np.concatenate(gate)
     kept = [0] * (MAX_DRAFTS + 1)
@@ -96,7 +96,7 @@ def boundary_figures(
     for rights, gates in zip(is_right, gate, strict=True):
         n_drafts += _add_rounds(rights, gates, kept)
     n_kept = sum(count * length for length, count in enumerate(kept))
-    return BoundaryFigures(
+    return ExitLayerMetrics(
         agreement=agreement,
         mapped_agreement=mapped_agreement,
         exit_rate=share_of(int(opened.sum()), len(opened)),
@@ -108,8 +108,8 @@ def boundary_figures(
     )
 
 
-def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthFigures:
-    """is_right, gate: for each chunk (n_layers - 1, m) by boundary."""
+def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
+    """is_right, gate: for each chunk (n_layers - 1, m) by exit layer."""
     n_layers = len(gate[0]) + 1
     depths = [_first_depths(each) for each in gate]
     histogram = np.bincount(np.concatenate(depths), minlength=n_layers + 1)[1:]
@@ -121,7 +121,7 @@ def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthFigu
                 near.append(any(abs(depth - other) <= RADIUS for other in recent))
                 covered.append(len(_around(recent, n_layers)) / n_layers)
             recent.append(depth)
-    return DepthFigures(
+    return DepthMetrics(
         histogram=tuple(histogram.tolist()),
         mean_depth=float(np.concatenate(depths).mean()),
         oracle_mean_depth=float(np.concatenate([_first_depths(each) for each in is_right]).mean()),
@@ -142,7 +142,7 @@ def _check_shares(*shares: float) -> None:
 
 
 def _first_depths(gate: Flags) -> NDArray[np.int64]:
-    """Depth of each token: the first boundary with a True, n_layers where there is none."""
+    """Depth of each token: the first exit layer with a True, n_layers where there is none."""
     return np.where(gate.any(axis=0), gate.argmax(axis=0) + 1, len(gate) + 1)
 
 

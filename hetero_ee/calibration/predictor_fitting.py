@@ -1,7 +1,7 @@
 """Predictors from calibration rows: features, and whether the layer's token was the full model's.
 
-Rows whose features are not finite are left out. Rows weigh alike, so that a probability is one: a class that is rare is
-not made up for, unless positive_weight says so, which then shifts every probability. Where all labels agree there is
+Rows whose features are not finite are left out. Rows weigh alike, so that a probability is one: a class that is rare
+is not made up for, unless positive_weight says so, which then shifts every probability. Where all labels agree there is
 nothing to tell apart, and the predictor answers the same for every row: (n_right + 1/2) / (n + 1), which neither 0 nor
 1 row after row can prove.
 Same rows, same numbers: whatever is random comes from a seed.

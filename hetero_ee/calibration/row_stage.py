@@ -1,4 +1,4 @@
-"""The last stage of a calibration: features and labels of every counted token at every boundary."""
+"""The last stage of a calibration: features and labels of every counted token at every exit layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +19,12 @@ BY_CHUNK = ("features", "is_right", "is_right_unmapped", "sliced_features", "sli
 
 
 class RowStage:
-    """With the maps that were fitted. Of each chunk, by boundary and token:
+    """With the maps that were fitted. Of each chunk, by exit layer and token:
 
-    features fp32 (n_boundaries, m, 12), of the first boundary evaluated for a row; is_right bool (n_boundaries, m): the
-    draft is the full model's token; is_right_unmapped: it would be without a map (held-out chunks alone, False
-    elsewhere). sliced_features, sliced_is_right, sliced_first: the same of candidates that an earlier boundary took
-    (SlicedLogits.drawn; the first boundary's mean nothing).
+    features fp32 (n_exit_layers, m, 12), of the first exit layer evaluated for a row; is_right bool (n_exit_layers,
+    m): the draft is the full model's token; is_right_unmapped: it would be without a map (held-out chunks alone, False
+    elsewhere). sliced_features, sliced_is_right, sliced_first: the same of candidates that an earlier exit layer took
+    (SlicedLogits.drawn; the first exit layer's mean nothing).
 
     sliced: all sliced logits, by chunk number, of the first choosing and held-out chunks with n_walk_tokens each.
     """

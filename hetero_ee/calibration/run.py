@@ -41,7 +41,7 @@ DONE = "done."  # in a partial file, before a stage's name: chunks it has taken,
 class CalibrationSettings:
     """precision: share of exits that have to be right where thresholds are chosen. n_selection_tokens: to choose ranks
     by; n_activation_tokens: to take activations of; n_walk_tokens: to choose the schedule by, and as many again for the
-    figures of walks; max_equations_bytes: memory of the normal equations, which decides how many boundaries get a map
+    figures of walks; max_equations_bytes: memory of the normal equations, which decides how many exit layers get a map
     where hidden states are wide; training: of the predictors; save_every_s: at least, between two saves of what was
     done."""
 
@@ -85,7 +85,7 @@ class CalibrationRun:
         """
         executor, settings = self._executor, self._settings
         activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
-        maps = MapStage(executor, chunks, self._map_boundaries(), settings.n_selection_tokens)
+        maps = MapStage(executor, chunks, self._map_exit_layers(), settings.n_selection_tokens)
         rows = RowStage(executor, chunks, maps.maps, settings.n_walk_tokens)
         stages: list[Stage] = [activations, maps, rows]
         self._n_all = sum(len(chunks[number]) for stage in stages for number in stage.numbers)
@@ -169,12 +169,12 @@ class CalibrationRun:
     def _is_time(self) -> bool:
         return self._clock() - self._saved_s >= self._pause_s
 
-    def _map_boundaries(self) -> list[int]:
+    def _map_exit_layers(self) -> list[int]:
         """All of them, or as many, evenly spread, as the memory for their equations allows."""
-        n_boundaries, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
+        n_exit_layers, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
-        n_maps = min(n_boundaries, self._settings.max_equations_bytes // equation_bytes)
-        return sorted({1 + (2 * place + 1) * n_boundaries // (2 * n_maps) for place in range(n_maps)})
+        n_maps = min(n_exit_layers, self._settings.max_equations_bytes // equation_bytes)
+        return sorted({1 + (2 * place + 1) * n_exit_layers // (2 * n_maps) for place in range(n_maps)})
 
 
 def _text(chunks: Sequence[Chunk], description: str, n_activation_tokens: int) -> CalibrationText:

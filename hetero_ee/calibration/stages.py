@@ -88,71 +88,73 @@ class ActivationStage:
 class MapStage:
     """Sums the normal equations over the training chunks, then keeps rows of choosing ones, then fits the maps.
 
-    boundaries: those that get a map, where one helps. maps: fills when the stage is finished.
+    exit_layers: those that get a map, where one helps. maps: fills when the stage is finished.
     """
 
     name = "maps"
 
     def __init__(
-        self, executor: Executor, chunks: Sequence[Chunk], boundaries: Sequence[int], n_selection_tokens: int
+        self, executor: Executor, chunks: Sequence[Chunk], exit_layers: Sequence[int], n_selection_tokens: int
     ) -> None:
         train = [number for number in range(len(chunks)) if is_in(number, TRAIN)]
         self.numbers = [*train, *first_numbers(chunks, CHOOSE, n_selection_tokens)]
         self.maps: dict[int, ExitMap] = {}
-        self._executor, self._boundaries = executor, boundaries
+        self._executor, self._exit_layers = executor, exit_layers
         hidden_size = executor.spec.hidden_size
-        self._equations = {boundary: NormalEquations(hidden_size) for boundary in boundaries}
-        self._selection: dict[str, list[Tensor]] = {}  # parts of the chunks by boundary, FINAL and TOKENS
+        self._equations = {exit_layer: NormalEquations(hidden_size) for exit_layer in exit_layers}
+        self._selection: dict[str, list[Tensor]] = {}  # parts of the chunks by exit layer, FINAL and TOKENS
         self._is_finished = False
 
     def add(self, number: int, chunk: Chunk) -> None:
         found = trace(self._executor, chunk)
         if is_in(number, CHOOSE):
             parts = {FINAL: found.final, TOKENS: found.tokens}
-            for name, part in (parts | {str(each): found.at(each) for each in self._boundaries}).items():
+            for name, part in (parts | {str(each): found.at(each) for each in self._exit_layers}).items():
                 self._selection.setdefault(name, []).append(part)
             return
-        for boundary, equations in self._equations.items():
-            equations.add(found.at(boundary), found.final)
+        for exit_layer, equations in self._equations.items():
+            equations.add(found.at(exit_layer), found.final)
 
     def finish(self) -> None:
         if self._equations and self._selection:
             block = self._executor.blocks[-1]
             metric = head_metric(self._executor.weights.matrices[block.tensors["tokens"].name])
-            for boundary, equations in self._equations.items():
-                found = fit_exit_map(equations, metric, self._selection_at(boundary), self._executor.project)
+            for exit_layer, equations in self._equations.items():
+                found = fit_exit_map(equations, metric, self._selection_at(exit_layer), self._executor.lm_head)
                 if found is not None:
-                    self.maps[boundary] = found
+                    self.maps[exit_layer] = found
         self._is_finished = True
         self._equations, self._selection = {}, {}
 
     def arrays(self) -> Arrays:
         if self._is_finished:
             return {
-                name: array for boundary, found in self.maps.items() for name, array in _map_arrays(boundary, found)
+                name: array for exit_layer, found in self.maps.items() for name, array in _map_arrays(exit_layer, found)
             }
         arrays: Arrays = {}
-        for boundary, equations in self._equations.items():
-            arrays[f"{boundary}.products"] = equations.products.numpy()
-            arrays[f"{boundary}.targets"] = equations.targets.numpy()
+        for exit_layer, equations in self._equations.items():
+            arrays[f"{exit_layer}.products"] = equations.products.numpy()
+            arrays[f"{exit_layer}.targets"] = equations.targets.numpy()
         return arrays | {SELECTION + name: torch.cat(parts).numpy() for name, parts in self._selection.items()}
 
     def restore(self, arrays: Arrays, is_finished: bool) -> None:
         self._is_finished = is_finished
         if is_finished:
             self.maps |= {
-                boundary: _map_from(boundary, arrays) for boundary in self._boundaries if f"{boundary}.up" in arrays
+                exit_layer: _map_from(exit_layer, arrays)
+                for exit_layer in self._exit_layers
+                if f"{exit_layer}.up" in arrays
             }
             return
-        for boundary, equations in self._equations.items():
-            equations.products.copy_(torch.from_numpy(arrays[f"{boundary}.products"]))
-            equations.targets.copy_(torch.from_numpy(arrays[f"{boundary}.targets"]))
+        for exit_layer, equations in self._equations.items():
+            equations.products.copy_(torch.from_numpy(arrays[f"{exit_layer}.products"]))
+            equations.targets.copy_(torch.from_numpy(arrays[f"{exit_layer}.targets"]))
         for name, array in arrays.items():
             if name.startswith(SELECTION):
                 self._selection[name.removeprefix(SELECTION)] = [torch.from_numpy(array)]
 
-    def _selection_at(self, boundary: int) -> SelectionRows:
-        normed, final, tokens = (torch.cat(self._selection[name]) for name in (str(boundary), FINAL, TOKENS))
+    def _selection_at(self, exit_layer: int) -> SelectionRows:
+        normed, final, tokens = (torch.cat(self._selection[name]) for name in (str(exit_layer), FINAL, TOKENS))
         return SelectionRows(normed, final, tokens)
 
 
@@ -166,12 +168,12 @@ def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int)
     return numbers
 
 
-def _map_arrays(boundary: int, found: ExitMap) -> list[tuple[str, NDArray[Any]]]:
+def _map_arrays(exit_layer: int, found: ExitMap) -> list[tuple[str, NDArray[Any]]]:
     parts = (("up", found.up), ("bias", found.bias), ("down", found.down))
-    return [(f"{boundary}.{name}", part.numpy()) for name, part in parts if part is not None]
+    return [(f"{exit_layer}.{name}", part.numpy()) for name, part in parts if part is not None]
 
 
-def _map_from(boundary: int, arrays: Arrays) -> ExitMap:
-    up, bias = (torch.from_numpy(arrays[f"{boundary}.{name}"]) for name in ("up", "bias"))
-    down = arrays.get(f"{boundary}.down")
+def _map_from(exit_layer: int, arrays: Arrays) -> ExitMap:
+    up, bias = (torch.from_numpy(arrays[f"{exit_layer}.{name}"]) for name in ("up", "bias"))
+    down = arrays.get(f"{exit_layer}.down")
     return ExitMap(None if down is None else torch.from_numpy(down), up, bias)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 
 FIRST_COUNTED = 1  # position 0 has nothing to attend to; its states are like no other's, and nothing is drafted there
@@ -19,7 +19,7 @@ FIRST_COUNTED = 1  # position 0 has nothing to attend to; its states are like no
 class Trace:
     """One chunk at full depth, without its position 0.
 
-    token_ids: all of the chunk's. normed: for each boundary 1..n_layers - 1 the states after so many layers, through
+    token_ids: all of the chunk's. normed: for each exit layer 1..n_layers - 1 the states after so many layers, through
     the final norm, fp32 (m, hidden); final: those after the last. tokens: (m,), what the full model would say next.
     """
 
@@ -28,9 +28,9 @@ class Trace:
     final: Tensor
     tokens: Tensor
 
-    def at(self, boundary: int) -> Tensor:
-        """Normed states in front of layer `boundary`."""
-        return self.normed[boundary - 1]
+    def at(self, exit_layer: int) -> Tensor:
+        """Normed states in front of layer `exit_layer`."""
+        return self.normed[exit_layer - 1]
 
 
 def traces(executor: Executor, chunks: Iterable[Sequence[int]]) -> Iterator[Trace]:
@@ -43,15 +43,15 @@ def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
     """The trace of one chunk of at least two tokens."""
     sequence = executor.cache.open_new()
     try:
-        rows = Rows.of_sequence(sequence, 0, list(token_ids))
-        hidden = executor.run(rows, None, range(0))
+        batch = Batch.of_sequence(sequence, 0, list(token_ids))
+        hidden = executor.run(batch, None, range(0))
         normed = []
         for layer in range(executor.spec.n_layers):
-            hidden = executor.run(rows, hidden, range(layer, layer + 1))
+            hidden = executor.run(batch, hidden, range(layer, layer + 1))
             normed.append(executor.final_norm(hidden[FIRST_COUNTED:]).clone())  # the executor may reuse its memory
     finally:
         executor.cache.close(sequence)
-    return Trace(tuple(token_ids), tuple(normed[:-1]), normed[-1], chosen_tokens(executor.project(normed[-1])))
+    return Trace(tuple(token_ids), tuple(normed[:-1]), normed[-1], chosen_tokens(executor.lm_head(normed[-1])))
 
 
 def chosen_tokens(logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from statistics import fmean, median, stdev
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
@@ -98,7 +98,7 @@ def bench_exact_run(
         tokens = list(generate_exact(executor, [prompt], params, ending, lambda _: "", clock, drafting, found))
         if repetition:
             samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
-    return BenchRun(0, n_gen, n_depth, tuple(samples)), counts.statistics(executor.spec.n_layers, drafting.boundary)
+    return BenchRun(0, n_gen, n_depth, tuple(samples)), counts.statistics(executor.spec.n_layers, drafting.exit_layer)
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
@@ -116,14 +116,14 @@ def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> floa
 
 def _make_room(executor: Executor, sequence: int, length: int, n_tokens: int) -> None:
     """So that the cache does not grow while the clock runs: it doubles, which a short run pays for a long text."""
-    executor.cache.admit(Rows.of_sequence(sequence, length, [FIRST_TOKEN_ID] * n_tokens))
+    executor.cache.admit(Batch.of_sequence(sequence, length, [FIRST_TOKEN_ID] * n_tokens))
     executor.cache.truncate(sequence, length)
 
 
 def _prefill(executor: Executor, sequence: int, first: int, n_tokens: int, chunk_tokens: int) -> None:
     for start in range(first, first + n_tokens, chunk_tokens):
         ids = [FIRST_TOKEN_ID] * min(chunk_tokens, first + n_tokens - start)
-        hidden = executor.hidden(Rows.of_sequence(sequence, start, ids))
+        hidden = executor.hidden(Batch.of_sequence(sequence, start, ids))
     if n_tokens:
         executor.head(hidden[-1:])
 
@@ -131,5 +131,5 @@ def _prefill(executor: Executor, sequence: int, first: int, n_tokens: int, chunk
 def _decode(executor: Executor, sequence: int, first: int, n_tokens: int) -> None:
     token_id = FIRST_TOKEN_ID
     for position in range(first, first + n_tokens):
-        logits = executor.logits(Rows((token_id,), (sequence,), (position,)), (0,))
+        logits = executor.logits(Batch((token_id,), (sequence,), (position,)), (0,))
         token_id = int(logits[0].argmax())

@@ -68,7 +68,7 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The system message, where there is one, then users' messages and replies in turn."""
+        """The system message, where there is one, then users' messages and replies alternately."""
         return (*self._system, *self._messages)
 
     @property

@@ -21,7 +21,7 @@ Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
-MAX_RUNS = 500  # of equal scores that are put in order one by one: half the time of sorting 32,000 anew
+MAX_RUNS = 500  # of equal scores that are put in order one by one: half the time of sorting 32,000 again
 
 
 @dataclass(frozen=True, slots=True)

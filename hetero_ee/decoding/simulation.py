@@ -10,11 +10,11 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.planning.times.round_costs import predicted_text_s
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.placement_request import check_emulates
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -96,10 +96,10 @@ def of_shapes(
     timeline = Timeline()
 
     def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        return HollowRunner(spec, plan.context_tokens, layers)
+        return DummyRunner(spec, plan.context_tokens, layers)
 
     machine = emulated_machine(profile, spec, plan, timeline)
-    executor = open_plan(spec, hollow_weights(spec), plan, machine, runner)
+    executor = open_plan(spec, dummy_weights(spec), plan, machine, runner)
     prompt_s = _run(executor, n_prompt_tokens, n_new_tokens, lambda: timeline.now_s)
     seconds = prompt_s, timeline.now_s - prompt_s
     counts = n_prompt_tokens, n_new_tokens
@@ -111,12 +111,12 @@ def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Cal
     try:
         sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
         executor.prompt(
-            Rows.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
+            Batch.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
             for first in range(0, n_prompt_tokens, chunk)
         )
         prompt_s = clock()
         for position in range(n_prompt_tokens, n_prompt_tokens + n_new_tokens - 1):
-            executor.logits(Rows((0,), (sequence,), (position,)), (0,))
+            executor.logits(Batch((0,), (sequence,), (position,)), (0,))
     finally:
         executor.close()
     return prompt_s

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor, Observe
 from hetero_ee.speculation.sources.candidates import DraftSource
 from hetero_ee.text.text_stream import Decode, TextStream
@@ -86,7 +86,7 @@ def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> T
     return executor.prompt(_chunks(executor, text), observe)
 
 
-def _chunks(executor: Executor, text: Text) -> Iterator[Rows]:
+def _chunks(executor: Executor, text: Text) -> Iterator[Batch]:
     """Says how far it is where there are several."""
     sequence, prompt = text.cached_as, text.token_ids[: text.n_prompt_tokens]
     n_cached, n_tokens = executor.cache.length(sequence), executor.prompt_chunk_tokens
@@ -94,7 +94,7 @@ def _chunks(executor: Executor, text: Text) -> Iterator[Rows]:
     for first in range(n_cached, len(prompt), n_tokens):
         if tell is not None:
             tell(READING, first - n_cached, len(prompt) - n_cached)
-        yield Rows.of_sequence(sequence, first, prompt[first : first + n_tokens])
+        yield Batch.of_sequence(sequence, first, prompt[first : first + n_tokens])
     if tell is not None:
         tell(READING, len(prompt) - n_cached, len(prompt) - n_cached)
 

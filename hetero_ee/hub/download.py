@@ -153,7 +153,7 @@ class Download:
         self._done_bytes[name] = self._done_bytes.get(name, 0) + n_bytes
 
     def begin(self, name: str, n_bytes: int) -> None:
-        """Counts anew: the file begins, or begins again, with `n_bytes` of it there."""
+        """Counts again: the file begins, or begins again, with `n_bytes` of it there."""
         self._done_bytes[name] = n_bytes
 
     def _report(self) -> None:

@@ -117,7 +117,7 @@ def _network_error(error: BaseException, model: ModelId) -> HeteroError | None:
     if _is_named(error, "UnsupportedProtocol", "InvalidURL"):
         return ModelError(f"{host} leads to no web address ({_reason(error)}); unset or correct HF_ENDPOINT.")
     if isinstance(error, UnicodeEncodeError) or _is_named(error, "LocalProtocolError"):
-        return ModelError(f"the token for {host} holds characters that no token has; {LOG_IN} anew.")
+        return ModelError(f"the token for {host} holds characters that no token has; {LOG_IN} again.")
     if _is_named(error, "RemoteProtocolError") or "Consistency check failed" in str(error):
         return CheckpointError(f"a file of {name} keeps arriving incomplete from {host}; {TRY_AGAIN}.")
     if _is_named(error, "NetworkError"):

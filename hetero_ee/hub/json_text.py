@@ -36,7 +36,7 @@ def depth_exceeds(value: Any, limit: int) -> bool:
 
 def not_json(data: bytes, error: ValueError) -> str:
     """Why `data` could not be parsed, as the end of a sentence about its file."""
-    return stand_in(data[:64]) or f"is not valid JSON ({error}); get the file anew"
+    return stand_in(data[:64]) or f"is not valid JSON ({error}); get the file again"
 
 
 def _children(parent: Any) -> list[Any]:

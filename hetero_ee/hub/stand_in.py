@@ -14,12 +14,12 @@ _BEGINNINGS = (
     (b"\xff\xfe", "is UTF-16 text; save it as UTF-8"),
     (b"\xfe\xff", "is UTF-16 text; save it as UTF-8"),
     (b"\xef\xbb\xbf", "begins with a byte order mark; save it as UTF-8 without one"),
-    (bytes(16), "begins with zeros, as an unfinished download does; get the file anew"),
+    (bytes(16), "begins with zeros, as an unfinished download does; get the file again"),
 )
 
 
 def stand_in(start: bytes) -> str | None:
     """What a file unfit for its purpose is by its first bytes, and the way out; None where nothing is recognised."""
     if not start:
-        return "is empty; get the file anew"
+        return "is empty; get the file again"
     return next((what for beginning, what in _BEGINNINGS if start.lstrip(b" \t\r\n").startswith(beginning)), None)

@@ -25,7 +25,7 @@ def indexed_files(index: Path) -> list[str]:
         raise CheckpointError(f"{index} {not_json(data, error)}.") from error
     file_of = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{index} holds no weight_map object that names tensors; get the file anew.")
+        raise CheckpointError(f"{index} holds no weight_map object that names tensors; get the file again.")
     for name in file_of.values():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{index} names {shown(name)}; expected the name of a .safetensors file beside it.")

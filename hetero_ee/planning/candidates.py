@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, chain_bytes, place_chain
@@ -89,7 +89,7 @@ def _split_candidates(
     if not splits or problem.limits.mode == "exact" or problem.limits.pinned_place("head") == "cpu":
         return
     for allowed, left in _rooms(problem, options, "gpu", chunk):
-        chain = place_split_chain(allowed, splits, left, problem.costs.crossing_s(1), ends_on_gpu=True)
+        chain = place_split_chain(allowed, splits, left, problem.costs.transfer_s(1), ends_on_gpu=True)
         if chain is None or not chain.n_blocks:
             continue
         split = with_splits(problem, chain.n_blocks)
@@ -109,9 +109,9 @@ def _placements(problem: Problem, options: Sequence[dict[str, Option]], chunk: i
     if not problem.has_gpu:
         return
     head_place = pinned_head or "gpu"
-    crossing_s = problem.costs.crossing_s(1)
+    transfer_s = problem.costs.transfer_s(1)
     for allowed, left in _rooms(problem, options, head_place, chunk):
-        chain = place_chain(allowed, left, crossing_s, ends_on_gpu=head_place == "gpu")
+        chain = place_chain(allowed, left, transfer_s, ends_on_gpu=head_place == "gpu")
         for places in (chain, _prefix(allowed, left)):
             if places is not None and (pinned_head == "gpu" or any(place in ON_GPU for place in places)):
                 yield ("cpu", *places, head_place)
@@ -161,8 +161,8 @@ def _prefix(options: Sequence[dict[str, Option]], budget_bytes: int) -> Places |
 
 
 def _reserve(problem: Problem, head_place: str, chunk: int) -> list[MemoryTerm]:
-    drafts = problem.limits.draft_tokens or BEST_OF_DRAFTS
-    assert drafts <= MAX_DRAFT_TOKENS
+    drafts = problem.limits.draft_length or BEST_OF_DRAFTS
+    assert drafts <= MAX_DRAFT_LENGTH
     terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
     return [term for term in terms if head_place == "gpu" or term.name not in ("head", "logits")]
 
@@ -268,7 +268,7 @@ def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[Bloc
             allowed = [place, "visit"] if place in ("cpu", SPLIT) and part.kind in kinds else [place]
             known[key] = {each: _prefill_option(problem, part, each, chunk) for each in allowed}
         options.append(known[key])
-    chain = place_chain(options, 0, problem.costs.crossing_s(chunk), ends_on_gpu=places[-1] in ON_GPU)
+    chain = place_chain(options, 0, problem.costs.transfer_s(chunk), ends_on_gpu=places[-1] in ON_GPU)
     assert chain is not None, "nothing here takes memory"
     return (places[0], *chain, places[-1])
 
@@ -276,7 +276,7 @@ def _visiting(problem: Problem, places: Places, chunk: int, kinds: Sequence[Bloc
 def _prefill_option(problem: Problem, part: Part, place: str, chunk: int) -> Option:
     seconds = problem.costs.part_s(part, place, chunk, chunk)
     if place == SPLIT:
-        return Option(seconds + 2 * problem.costs.crossing_s(chunk), 0, on_gpu=None)
+        return Option(seconds + 2 * problem.costs.transfer_s(chunk), 0, on_gpu=None)
     if place in STREAMED:
         seconds = max(seconds, problem.costs.copy_s(part, place, chunk))
     return Option(seconds, 0, on_gpu=place in ON_GPU)

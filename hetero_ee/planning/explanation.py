@@ -34,7 +34,7 @@ def flags(plan: Plan) -> str:
     """The flags that pin this plan, to be pasted behind a command."""
     words = [f"-c {plan.context_tokens}", f"-t {plan.threads}", f"--kv-type {plan.kv_type}", f"--mode {plan.mode}"]
     if plan.mode == "exact":
-        words.append(f"--draft-tokens {plan.draft_tokens}")
+        words.append(f"--draft-tokens {plan.draft_length}")
     words.append(f"--ram-budget {plan.ram_budget_bytes / GIB:.2f}")
     if not any(part.decode_place in ("gpu", "stream") for part in plan.parts):
         return " ".join([*words, "--gpu-layers 0"])
@@ -97,14 +97,14 @@ def _expected(plan: Plan) -> list[str]:
     how = "every token through all layers"
     if plan.drafts == CHAIN:
         how = (
-            f"chains of {plan.draft_tokens - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens in a pass of "
-            f"{plan.draft_tokens} rows"
+            f"chains of {plan.draft_length - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens in a pass of "
+            f"{plan.draft_length} rows"
         )
     elif plan.drafts == EXIT:
-        layers = any_of((*plan.exit_levels, plan.boundary or 0))
+        layers = any_of((*plan.exit_levels, plan.exit_layer or 0))
         how = (
             f"drafts exit after layer {layers}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} tokens "
-            f"in a pass of at most {plan.draft_tokens}"
+            f"in a pass of at most {plan.draft_length}"
         )
     return [
         f"{'mode':10} {plan.mode}: {how}",

@@ -8,7 +8,7 @@ from hetero_ee.planning.parts import KV_BYTES
 
 PLACES = ("gpu", "cpu", "stream")
 MODES = ("full", "exact")
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 
 
@@ -19,7 +19,7 @@ class Limits:
     gpu_layers: whole layers on the GPU, counted from the first, 0 for no GPU at all; None lets the planner choose.
     overrides: pairs of a regular expression and a place ("gpu", "cpu" or "stream") for the parts whose names it matches
     wholly; of several that match the first counts. A part on the CPU may still be read from the disk, if RAM is short.
-    context_tokens: 0 for the model's own. mode: "full" or "exact", draft_tokens: rows in one pass of verification; None
+    context_tokens: 0 for the model's own. mode: "full" or "exact", draft_length: rows in one pass of verification; None
     lets the planner choose. threads: 0 for all. Raises UsageError.
     """
 
@@ -31,7 +31,7 @@ class Limits:
     context_tokens: int = 0
     kv_type: str = "fp32"
     mode: str | None = None
-    draft_tokens: int | None = None
+    draft_length: int | None = None
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -50,8 +50,8 @@ class Limits:
             raise UsageError(f"kv_type is {shown(self.kv_type)}; expected one of {', '.join(KV_BYTES)}.")
         if self.mode is not None and self.mode not in MODES:
             raise UsageError(f"mode is {shown(self.mode)}; expected one of {', '.join(MODES)}.")
-        if self.draft_tokens is not None and not is_whole(self.draft_tokens, 1, MAX_DRAFT_TOKENS):
-            raise UsageError(f"draft_tokens is {shown(self.draft_tokens)}; expected 1 to {MAX_DRAFT_TOKENS}.")
+        if self.draft_length is not None and not is_whole(self.draft_length, 1, MAX_DRAFT_LENGTH):
+            raise UsageError(f"draft_length is {shown(self.draft_length)}; expected 1 to {MAX_DRAFT_LENGTH}.")
         _check_overrides(self.overrides)
 
     def pinned_place(self, name: str) -> str | None:

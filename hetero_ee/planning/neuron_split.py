@@ -2,7 +2,7 @@
 
 Each FFN may lie on the GPU, on the CPU, or be split behind some of its blocks of neurons, the most often active first.
 A dynamic programme chooses between these with some sizes of the GPU's share for each FFN; then the blocks of all FFNs
-that it splits are dealt out anew, by time saved a byte, and one block at a time changes places while that saves time.
+that it splits are dealt out again, by time saved a byte, and one block at a time changes places while that saves time.
 What a byte saves in the end names better sizes, with which all this is done once more.
 """
 
@@ -24,7 +24,7 @@ N_RUNS = 2
 
 @dataclass(frozen=True, slots=True)
 class SplitTimes:
-    """For 0, 1, ... blocks of neurons on the GPU: seconds, crossings included, and bytes of GPU memory.
+    """For 0, 1, ... blocks of neurons on the GPU: seconds, transfers included, and bytes of GPU memory.
 
     Of 0 blocks neither counts, since nothing is split then. More blocks never take fewer bytes and save ever less.
     """
@@ -51,7 +51,7 @@ def place_split_chain(
     parts: Sequence[PartOptions],
     splits: Mapping[int, SplitTimes],
     budget_bytes: int,
-    crossing_s: float,
+    transfer_s: float,
     *,
     ends_on_gpu: bool,
 ) -> SplitChain | None:
@@ -66,7 +66,7 @@ def place_split_chain(
     n_sizes = max(FEWEST_SIZES, SIZES_IN_ALL // max(1, len(splits)))  # of few FFNs each one's size matters more
     for _ in range(N_RUNS):
         sizes = {index: _sizes(times, n_sizes, near.get(index)) for index, times in splits.items()}
-        chain = _placed(parts, splits, sizes, budget_bytes // piece, crossing_s, ends_on_gpu)
+        chain = _placed(parts, splits, sizes, budget_bytes // piece, transfer_s, ends_on_gpu)
         if chain is None:
             return None
         chains.append(chain)
@@ -79,7 +79,7 @@ def _placed(
     splits: Mapping[int, SplitTimes],
     sizes: Mapping[int, Sequence[int]],
     budget_bytes: int,
-    crossing_s: float,
+    transfer_s: float,
     ends_on_gpu: bool,
 ) -> SplitChain | None:
     """With these sizes to choose from."""
@@ -88,14 +88,14 @@ def _placed(
         {**part, **{name: _option(splits[index], n) for name, n in named.get(index, {}).items()}}
         for index, part in enumerate(parts)
     ]
-    chain = place_chain(options, budget_bytes, crossing_s, ends_on_gpu=ends_on_gpu)
+    chain = place_chain(options, budget_bytes, transfer_s, ends_on_gpu=ends_on_gpu)
     if chain is None:
         return None
     found = {index: names[chain[index]] for index, names in named.items() if chain[index] in names}
     whole = [index for index in range(len(parts)) if index not in found]
     left = budget_bytes - chain_bytes([parts[index] for index in whole], [chain[index] for index in whole])
     n_blocks = deal_blocks({index: splits[index] for index in found}, found, left)
-    seconds = chain_s(options, chain, crossing_s, ends_on_gpu=ends_on_gpu)
+    seconds = chain_s(options, chain, transfer_s, ends_on_gpu=ends_on_gpu)
     seconds += sum(float(splits[i].seconds[n_blocks[i]] - splits[i].seconds[n]) for i, n in found.items())
     return SplitChain(seconds, tuple(None if i in n_blocks else place for i, place in enumerate(chain)), n_blocks)
 

@@ -22,7 +22,7 @@ CPU, GPU, EITHER = 0, 1, 2
 class Option:
     """One place a part may have: seconds there, bytes of GPU memory it takes, and whether the GPU computes it.
 
-    on_gpu: None where both devices do; its crossings are in the seconds, rows come from and go on to either.
+    on_gpu: None where both devices do; its transfers are in the seconds, rows come from and go on to either.
     """
 
     seconds: float
@@ -34,33 +34,33 @@ PartOptions = Mapping[str, Option]  # by the place's name
 
 
 def place_chain(
-    parts: Sequence[PartOptions], budget_bytes: int, crossing_s: float, *, ends_on_gpu: bool
+    parts: Sequence[PartOptions], budget_bytes: int, transfer_s: float, *, ends_on_gpu: bool
 ) -> tuple[str, ...] | None:
     """The places of least total time, rows beginning on the CPU; None where no choice fits the budget."""
     unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
     units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
     n_units = budget_bytes // unit_bytes
     if sum(map(max, units)) <= n_units:
-        found = _fastest(parts, crossing_s, ends_on_gpu)
+        found = _fastest(parts, transfer_s, ends_on_gpu)
     else:
-        found = _Grid(parts, units, n_units, crossing_s).fewest_seconds(ends_on_gpu)
+        found = _Grid(parts, units, n_units, transfer_s).fewest_seconds(ends_on_gpu)
     if found is None:
         return None
-    filled = _filled(parts, found, budget_bytes, crossing_s, ends_on_gpu)
+    filled = _filled(parts, found, budget_bytes, transfer_s, ends_on_gpu)
     early = _early_first(parts, filled)
-    times = [chain_s(parts, places, crossing_s, ends_on_gpu=ends_on_gpu) for places in (early, filled)]
+    times = [chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu) for places in (early, filled)]
     return early if times[0] <= SAME * times[1] else filled
 
 
-def chain_s(parts: Sequence[PartOptions], places: Sequence[str], crossing_s: float, *, ends_on_gpu: bool) -> float:
+def chain_s(parts: Sequence[PartOptions], places: Sequence[str], transfer_s: float, *, ends_on_gpu: bool) -> float:
     """Seconds of the chain in these places."""
     options = [part[place] for part, place in zip(parts, places, strict=True)]
     devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
-    n_crossings: int = sum(map(operator.ne, devices, devices[1:])) - _n_free_crossings(devices)
-    return n_crossings * crossing_s + sum([option.seconds for option in options])
+    n_transfers: int = sum(map(operator.ne, devices, devices[1:])) - _n_free_transfers(devices)
+    return n_transfers * transfer_s + sum([option.seconds for option in options])
 
 
-def _n_free_crossings(devices: Sequence[bool | None]) -> int:
+def _n_free_transfers(devices: Sequence[bool | None]) -> int:
     """Changes of device to and from parts that both compute."""
     if None not in devices:
         return 0
@@ -72,7 +72,7 @@ def chain_bytes(parts: Sequence[PartOptions], places: Sequence[str]) -> int:
     return sum([part[place].gpu_bytes for part, place in zip(parts, places, strict=True)])
 
 
-def _fastest(parts: Sequence[PartOptions], crossing_s: float, ends_on_gpu: bool) -> tuple[str, ...] | None:
+def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool) -> tuple[str, ...] | None:
     """The places of least time where memory is no matter."""
     best = [0.0, math.inf]
     chosen: list[list[tuple[str, int]]] = []
@@ -80,13 +80,13 @@ def _fastest(parts: Sequence[PartOptions], crossing_s: float, ends_on_gpu: bool)
         after, choices = [math.inf, math.inf], [("", CPU), ("", GPU)]
         for name, option in part.items():
             for device in _devices(option):
-                stay, cross = best[device], best[1 - device] + (0.0 if option.on_gpu is None else crossing_s)
-                offered = min(stay, cross) + option.seconds
+                stay, transfer = best[device], best[1 - device] + (0.0 if option.on_gpu is None else transfer_s)
+                offered = min(stay, transfer) + option.seconds
                 if offered < after[device]:
-                    after[device], choices[device] = offered, (name, device if stay <= cross else 1 - device)
+                    after[device], choices[device] = offered, (name, device if stay <= transfer else 1 - device)
         best = after
         chosen.append(choices)
-    device = _last_device(best, crossing_s, ends_on_gpu)
+    device = _last_device(best, transfer_s, ends_on_gpu)
     places = []
     for choices in reversed(chosen):
         name, device = choices[device]
@@ -99,8 +99,8 @@ def _devices(option: Option) -> Sequence[int]:
     return (CPU, GPU) if option.on_gpu is None else (int(option.on_gpu),)
 
 
-def _last_device(best: Sequence[float], crossing_s: float, ends_on_gpu: bool) -> int:
-    totals = [best[device] + (crossing_s if device != ends_on_gpu else 0.0) for device in (CPU, GPU)]
+def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) -> int:
+    totals = [best[device] + (transfer_s if device != ends_on_gpu else 0.0) for device in (CPU, GPU)]
     return GPU if totals[GPU] < totals[CPU] else CPU
 
 
@@ -120,9 +120,9 @@ class _Grid:
     """The dynamic programme over units of memory. units: of each part's places, in their order."""
 
     def __init__(
-        self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, crossing_s: float
+        self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float
     ) -> None:
-        self._parts, self._units, self._n_units, self._crossing_s = parts, units, n_units, crossing_s
+        self._parts, self._units, self._n_units, self._transfer_s = parts, units, n_units, transfer_s
         most = [max(each) for each in units]
         # Beyond what the parts so far can take nothing changes, and less than what the others can't use up is no use.
         self._lasts = [min(n_units, taken) for taken in itertools.accumulate(most, initial=0)]
@@ -139,12 +139,12 @@ class _Grid:
         totals = [float(best[device][-1]) for device in (CPU, GPU)]
         if not np.isfinite(min(totals)):
             return None
-        return self._traced(steps, _last_device(totals, self._crossing_s, ends_on_gpu))
+        return self._traced(steps, _last_device(totals, self._transfer_s, ends_on_gpu))
 
     def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
         """Offers the part's places to every state."""
         options = list(self._parts[index].values())
-        arrived = [*np.minimum(best, best[::-1] + self._crossing_s)]
+        arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
         if any(option.on_gpu is None for option in options):
             arrived.append(best.min(axis=0))
         first, last = self._firsts[index + 1], self._lasts[index + 1]
@@ -177,8 +177,8 @@ class _Grid:
             places.append(name)
             n_units = min(n_units - units[code], step.last_before)
             before = step.before[:, n_units - step.first_before]
-            crossing_s = 0.0 if option.on_gpu is None else self._crossing_s
-            device = device if before[device] <= before[1 - device] + crossing_s else 1 - device
+            transfer_s = 0.0 if option.on_gpu is None else self._transfer_s
+            device = device if before[device] <= before[1 - device] + transfer_s else 1 - device
         return tuple(reversed(places))
 
 
@@ -190,7 +190,7 @@ def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
 
 
 def _early_first(parts: Sequence[PartOptions], places: tuple[str, ...]) -> tuple[str, ...]:
-    """The same places dealt out anew among parts with the same options, the GPU's to the first of them."""
+    """The same places dealt out again among parts with the same options, the GPU's to the first of them."""
     alike: dict[tuple[tuple[str, Option], ...], list[int]] = {}
     for index, part in enumerate(parts):
         alike.setdefault(tuple(part.items()), []).append(index)
@@ -203,10 +203,10 @@ def _early_first(parts: Sequence[PartOptions], places: tuple[str, ...]) -> tuple
 
 
 def _filled(
-    parts: Sequence[PartOptions], places: tuple[str, ...], budget_bytes: int, crossing_s: float, ends_on_gpu: bool
+    parts: Sequence[PartOptions], places: tuple[str, ...], budget_bytes: int, transfer_s: float, ends_on_gpu: bool
 ) -> tuple[str, ...]:
     """Changes one part's place at a time while that saves time and fits."""
-    current, seconds = places, chain_s(parts, places, crossing_s, ends_on_gpu=ends_on_gpu)
+    current, seconds = places, chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu)
     while True:
         free_bytes = budget_bytes - chain_bytes(parts, current)
         trials = [
@@ -217,7 +217,7 @@ def _filled(
         ]
         if not trials:
             return current
-        trial_s, trial = min((chain_s(parts, t, crossing_s, ends_on_gpu=ends_on_gpu), t) for t in trials)
+        trial_s, trial = min((chain_s(parts, t, transfer_s, ends_on_gpu=ends_on_gpu), t) for t in trials)
         if trial_s >= seconds:
             return current
         current, seconds = trial, trial_s

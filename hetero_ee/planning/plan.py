@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_TOKENS, MAX_THREADS, MODES, is_whole
+from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_THREADS, MODES, is_whole
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.times.memory import MemoryTerm
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk", "split")
 EXIT, CHAIN = "exit", "chain"  # where drafts come from
 NGRAM = "n-gram"  # those of a chain that repeat the text
@@ -92,8 +92,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """model: the architecture and what its shapes hash to. boundary: layers before the exit, 0 where drafts come in a
-    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode. exit_levels: boundaries
+    """model: the architecture and what its shapes hash to. exit_layer: layers before the exit, 0 where drafts come in a
+    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode. exit_levels: exit layers
     before it where rows may exit too, ascending.
 
     reasons: one sentence for each decision, for people. Raises UsageError for values that contradict each other.
@@ -109,9 +109,9 @@ class Plan:
     kv_type: str
     mode: str
     drafts: str | None
-    boundary: int | None
+    exit_layer: int | None
     exit_levels: tuple[int, ...]
-    draft_tokens: int
+    draft_length: int
     prefill_chunk_tokens: int
     vram_budget_bytes: int
     ram_budget_bytes: int
@@ -165,7 +165,7 @@ def _check_numbers(made: Plan) -> None:
     for name, smallest, largest in (
         ("threads", 1, MAX_THREADS),
         ("context_tokens", 1, MAX_CONTEXT_TOKENS),
-        ("draft_tokens", 1, MAX_DRAFT_TOKENS),
+        ("draft_length", 1, MAX_DRAFT_LENGTH),
         ("prefill_chunk_tokens", 1, MAX_CONTEXT_TOKENS),
         ("vram_budget_bytes", 0, None),
         ("ram_budget_bytes", 0, None),
@@ -173,30 +173,34 @@ def _check_numbers(made: Plan) -> None:
         value = getattr(made, name)
         if not is_whole(value, smallest, largest):
             to = "" if largest is None else f" to {largest}"
-            raise UsageError(f"{name} is {shown(value)}, expected a whole number from {smallest}{to}; plan anew")
+            raise UsageError(f"{name} is {shown(value)}, expected a whole number from {smallest}{to}; plan again")
     for name, choices in (("kv_type", tuple(KV_BYTES)), ("mode", MODES)):
         if getattr(made, name) not in choices:
-            raise UsageError(f"{name} is {shown(getattr(made, name))}, expected one of {', '.join(choices)}; plan anew")
+            raise UsageError(
+                f"{name} is {shown(getattr(made, name))}, expected one of {', '.join(choices)}; plan again"
+            )
 
 
 def _check_drafts(made: Plan) -> None:
     """Full mode has none, chains need no layer, an exit comes after one at least; see check_fits for the last."""
-    boundary = made.boundary
+    exit_layer = made.exit_layer
     goes_with = {
-        None: made.mode == "full" and boundary is None,
-        EXIT: made.mode == "exact" and is_whole(boundary, 1),
-        CHAIN: made.mode == "exact" and is_whole(boundary, 0, 0),
+        None: made.mode == "full" and exit_layer is None,
+        EXIT: made.mode == "exact" and is_whole(exit_layer, 1),
+        CHAIN: made.mode == "exact" and is_whole(exit_layer, 0, 0),
     }
     if made.drafts not in tuple(goes_with):
-        raise UsageError(f"drafts is {shown(made.drafts)}, expected {EXIT}, {CHAIN} or nothing; plan anew")
+        raise UsageError(f"drafts is {shown(made.drafts)}, expected {EXIT}, {CHAIN} or nothing; plan again")
     if not goes_with[made.drafts]:
         raise UsageError(
-            f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and boundary {shown(boundary)}; "
-            "plan anew"
+            f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and exit layer {shown(exit_layer)}; "
+            "plan again"
         )
-    levels, end = made.exit_levels, boundary if made.drafts == EXIT and boundary is not None else 0
+    levels, end = made.exit_levels, exit_layer if made.drafts == EXIT and exit_layer is not None else 0
     if list(levels) != sorted(set(levels)) or not all(is_whole(level, 1, end - 1) for level in levels):
-        raise UsageError(f"exit_levels is {shown(levels)}, expected layers before the boundary, ascending; plan anew")
+        raise UsageError(
+            f"exit_levels is {shown(levels)}, expected layers before the exit layer, ascending; plan again"
+        )
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
@@ -204,7 +208,7 @@ def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
     names: set[str] = set()
     for part in parts:
         if part.name in names:
-            raise UsageError(f"part {shown(part.name)} is there twice; plan anew")
+            raise UsageError(f"part {shown(part.name)} is there twice; plan again")
         names.add(part.name)
         decode, prefill = part.decode_place, part.prefill_place
         allowed = PREFILL_PLACES.get(decode, ())
@@ -212,7 +216,7 @@ def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
             allowed = (decode,) if decode in NO_LAYER_PLACES.get(part.name, PART_PLACES) else ()
         if prefill not in allowed:
             raise UsageError(
-                f"part {shown(part.name)} can't be on {decode!r} for tokens and {prefill!r} for prompts; plan anew"
+                f"part {shown(part.name)} can't be on {decode!r} for tokens and {prefill!r} for prompts; plan again"
             )
 
 
@@ -221,14 +225,14 @@ def _check_memory(made: Plan) -> None:
         if term.device not in DEVICES or not is_whole(term.n_bytes, 0):
             raise UsageError(
                 f"memory {shown(term.name)} is {shown(term.n_bytes)} bytes on {shown(term.device)}, expected 0 or more "
-                f"on {', '.join(DEVICES)}; plan anew"
+                f"on {', '.join(DEVICES)}; plan again"
             )
     for device, budget_bytes in (("gpu", made.vram_budget_bytes), ("cpu", made.ram_budget_bytes)):
         if made.n_bytes(device) > budget_bytes:
             raise UsageError(
                 f"it takes {made.n_bytes(device)} bytes of the {device}'s memory and its budget is {budget_bytes}; "
-                "plan anew"
+                "plan again"
             )
     computes_on_gpu = [part.name for part in made.parts if {part.decode_place, part.prefill_place} & set(GPU_PLACES)]
     if computes_on_gpu and not made.n_bytes("gpu"):
-        raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan anew")
+        raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan again")

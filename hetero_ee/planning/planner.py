@@ -46,9 +46,9 @@ def plan(
         kv_type=problem.limits.kv_type,
         mode=best.schedule.mode,
         drafts=best.schedule.drafts,
-        boundary=best.schedule.boundary,
+        exit_layer=best.schedule.exit_layer,
         exit_levels=best.schedule.exit_levels,
-        draft_tokens=best.schedule.draft_tokens,
+        draft_length=best.schedule.draft_length,
         prefill_chunk_tokens=best.chunk_tokens,
         vram_budget_bytes=problem.vram_budget_bytes,
         ram_budget_bytes=problem.ram_budget_bytes,
@@ -65,9 +65,9 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
     """Raises UsageError where the plan was made for a model of other shapes, or names other parts than this one's."""
     if made.shapes_sha256 != shapes_sha256(spec):
         raise UsageError(f"the plan is of a {shown(made.model)} with other shapes; make one for this model.")
-    if made.boundary is not None and made.boundary >= spec.n_layers:
+    if made.exit_layer is not None and made.exit_layer >= spec.n_layers:
         raise UsageError(
-            f"the plan exits after layer {shown(made.boundary)} and the model has {spec.n_layers}; make a new one."
+            f"the plan exits after layer {shown(made.exit_layer)} and the model has {spec.n_layers}; make a new one."
         )
     if spec.context_is_fixed and made.context_tokens > spec.max_context_tokens:
         raise UsageError(

@@ -52,7 +52,7 @@ def _times(problem: Problem, part: Part, known_bytes: dict[int, Any]) -> SplitTi
     gpu_shares = sizes / n_neurons
     gpu_s = nothing[0] + (everything[0] - nothing[0]) * gpu_shares
     cpu_s = everything[1] + (nothing[1] - everything[1]) * (1 - gpu_shares) * active_shares
-    seconds = np.maximum(gpu_s, cpu_s) + 2 * costs.crossing_s(1)
+    seconds = np.maximum(gpu_s, cpu_s) + 2 * costs.transfer_s(1)
     if part.shape not in known_bytes:
         known_bytes[part.shape] = np.array([rounded(part.bytes_of_neurons(int(size))) for size in sizes])
     return SplitTimes(seconds * problem.survival(part), known_bytes[part.shape])

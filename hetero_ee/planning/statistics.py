@@ -12,53 +12,53 @@ MAX_ACCEPTANCE_POSITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryRates:
-    """Rates of exits in front of layer `boundary`, counted from 0: `boundary` layers have run.
+class ExitLayerRates:
+    """Rates of exits in front of layer `exit_layer`, counted from 0: `exit_layer` layers have run.
 
-    walk: of rows judged at the schedule's boundaries before this one too; None where that was not measured.
+    walk: of rows judged at the schedule's exit layers before this one too; None where that was not measured.
     """
 
-    boundary: int
+    exit_layer: int
     rates: ExitRates
     walk: WalkRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
-    """source: where it comes from, for people. boundaries: ascending. survival: for each layer the chance that a token
-    needs it, for modes that skip layers for good; None where every token passes every layer. schedule: the boundaries
+    """source: where it comes from, for people. exit_layers: ascending. survival: for each layer the chance that a token
+    needs it, for modes that skip layers for good; None where every token passes every layer. schedule: the exit layers
     worth a predictor, ascending, at which the rows of each `walk` were judged on their way.
     """
 
     source: str
     n_layers: int
-    boundaries: tuple[BoundaryRates, ...]
+    exit_layers: tuple[ExitLayerRates, ...]
     survival: tuple[float, ...] | None = None
     schedule: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        places = [entry.boundary for entry in self.boundaries]
+        places = [entry.exit_layer for entry in self.exit_layers]
         if not places or places != sorted(set(places)) or not 0 < places[0] <= places[-1] < self.n_layers:
-            raise ValueError(f"boundaries must ascend between 1 and {self.n_layers - 1}")
+            raise ValueError(f"exit layers must ascend between 1 and {self.n_layers - 1}")
         if self.survival is not None and len(self.survival) != self.n_layers:
             raise ValueError(f"survival has {len(self.survival)} values for {self.n_layers} layers")
         if self.survival is not None and not all(0 <= chance <= 1 for chance in self.survival):
             raise ValueError("survival holds chances from 0 to 1")
         if list(self.schedule) != sorted(set(self.schedule)) or not all(0 < b < self.n_layers for b in self.schedule):
-            raise ValueError(f"the schedule's boundaries must ascend between 1 and {self.n_layers - 1}")
+            raise ValueError(f"the schedule's exit layers must ascend between 1 and {self.n_layers - 1}")
 
-    def walk_at(self, boundary: int) -> WalkRates | None:
-        """Of rows judged at the schedule's boundaries before this one and here; None where it was not measured."""
-        return next((entry.walk for entry in self.boundaries if entry.boundary == boundary), None)
+    def walk_at(self, exit_layer: int) -> WalkRates | None:
+        """Of rows judged at the schedule's exit layers before this one and here; None where it was not measured."""
+        return next((entry.walk for entry in self.exit_layers if entry.exit_layer == exit_layer), None)
 
-    def level_walk(self, boundary: int) -> LevelWalk | None:
-        """The schedule's way to this boundary; None where no level lies before it, or a walk there was not measured or
-        has no exits.
+    def level_walk(self, exit_layer: int) -> LevelWalk | None:
+        """The schedule's way to this exit layer; None where no level lies before it, or a walk there was not measured
+        or has no exits.
 
         How many are judged on average tells how many have exited: of a walk with one level more, all those that have
         not are judged once more.
         """
-        places = (*(level for level in self.schedule if level < boundary), boundary)
+        places = (*(level for level in self.schedule if level < exit_layer), exit_layer)
         walks = [walk for place in places[1:] if (walk := self.walk_at(place)) is not None]
         if len(places) < 2 or len(walks) < len(places) - 1:
             return None
@@ -70,18 +70,20 @@ class ExitStatistics:
         scale = walks[-1].exit_rate / sum(shares)
         return LevelWalk(walks[-1], places, tuple(scale * share for share in shares))
 
-    def rates_at(self, boundary: int) -> ExitRates:
-        """Linear between the boundaries that are known; no exits before the first, the last one's rates behind it."""
-        if boundary < self.boundaries[0].boundary:
+    def rates_at(self, exit_layer: int) -> ExitRates:
+        """Linear between the exit layers that are known; no exits before the first, the last one's rates behind it."""
+        if exit_layer < self.exit_layers[0].exit_layer:
             return ExitRates(0.0, 0.0)
-        later = [entry for entry in self.boundaries if entry.boundary >= boundary]
+        later = [entry for entry in self.exit_layers if entry.exit_layer >= exit_layer]
         if not later:
-            return self.boundaries[-1].rates
+            return self.exit_layers[-1].rates
         right = later[0]
-        left = max((entry for entry in self.boundaries if entry.boundary <= boundary), key=lambda entry: entry.boundary)
+        left = max(
+            (entry for entry in self.exit_layers if entry.exit_layer <= exit_layer), key=lambda entry: entry.exit_layer
+        )
         if left is right:
             return right.rates
-        share = (boundary - left.boundary) / (right.boundary - left.boundary)
+        share = (exit_layer - left.exit_layer) / (right.exit_layer - left.exit_layer)
         names = ("exit_rate", "precision", "refused_precision")
         pairs = ((getattr(left.rates, name), getattr(right.rates, name)) for name in names)
         return ExitRates(*(first + share * (second - first) for first, second in pairs))
@@ -150,19 +152,19 @@ def published_statistics(n_layers: int) -> ExitStatistics:
 
     Raises UsageError for a model with too few.
     """
-    boundaries: dict[int, ExitRates] = {}
+    exit_layers: dict[int, ExitRates] = {}
     for layer, oracle_percent, precision, recall in PUBLISHED_ROWS:
-        boundary = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
-        if 0 < boundary < n_layers:
+        exit_layer = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
+        if 0 < exit_layer < n_layers:
             # A share `recall` of the right rows exit, and they are a share `precision` of all that do.
             right = oracle_percent / 100
             exit_rate = min(1.0, right * recall / precision)
             refused = min(1.0, max(0.0, (right - exit_rate * precision) / (1 - exit_rate))) if exit_rate < 1 else 0.0
-            boundaries[boundary] = ExitRates(exit_rate, precision, refused)
-    if not boundaries:
+            exit_layers[exit_layer] = ExitRates(exit_rate, precision, refused)
+    if not exit_layers:
         raise UsageError(f"a model with {n_layers} layers has none to exit from; drop --published-exits.")
     return ExitStatistics(
         source="published rates of Llama-2-7B-chat (w28ahmad/EarlyExitLLM), scaled by depth",
         n_layers=n_layers,
-        boundaries=tuple(BoundaryRates(boundary, rates) for boundary, rates in sorted(boundaries.items())),
+        exit_layers=tuple(ExitLayerRates(exit_layer, rates) for exit_layer, rates in sorted(exit_layers.items())),
     )

@@ -9,16 +9,16 @@ import torch
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.pass_probe import PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.pass_sampling import LEAST_ROWS, PassSampling, Point, affordable_points
-from hetero_ee.profiling.preset import Thoroughness
+from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.cpu_probe import READ_BYTES, probe_read_bytes_per_s
 from hetero_ee_profiles.hardware import (
     AttentionTime,
@@ -77,7 +77,7 @@ def measured_cpu(
     points: Sequence[Point],
     n_threads: int,
     free_bytes: int,
-    thoroughness: Thoroughness,
+    preset: Preset,
     budget_s: float,
     origin: Origin,
     clock: Clock,
@@ -90,8 +90,8 @@ def measured_cpu(
         return measured(seconds, "s", origin)
 
     spec = model.spec
-    rates = _read_bytes_per_s(_buffers(model.weights), n_threads, max(5, thoroughness.repeats), clock)
-    passes = _passes(model, points, n_threads, thoroughness.pass_sample_s, end_s, clock)
+    rates = _read_bytes_per_s(_buffers(model.weights), n_threads, max(5, preset.repeats), clock)
+    passes = _passes(model, points, n_threads, preset.pass_sample_s, end_s, clock)
     shortest = {m: passes[m, min(tokens for rows, tokens in passes if rows == m)] for m, _ in passes}
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     return DeviceTimes(
@@ -139,11 +139,11 @@ def _buffers(weights: ModelWeights | None) -> list[Any]:
 
 
 def _read_bytes_per_s(buffers: Sequence[Any], n_threads: int, repeats: int, clock: Clock) -> list[float]:
-    team = Team(n_threads)
+    pool = ThreadPool(n_threads)
     try:
-        return probe_read_bytes_per_s(team, buffers, repeats, clock)
+        return probe_read_bytes_per_s(pool, buffers, repeats, clock)
     finally:
-        team.close()
+        pool.close()
 
 
 def _passes(
@@ -161,8 +161,8 @@ def _passes(
         chunk_s = _chunk_seconds(executor, points, model.n_chunk_layers, clock)
         points, kept_s = affordable_points(points, chunk_s, end_s - clock())
         for n_done, (m, tokens) in enumerate(points):
-            is_chunk = m > FEW_ROWS
-            n_left = len(points) - n_done if is_chunk else sum(rows <= FEW_ROWS for rows, _ in points[n_done:])
+            is_chunk = m > MAX_DECODE_TOKENS
+            n_left = len(points) - n_done if is_chunk else sum(rows <= MAX_DECODE_TOKENS for rows, _ in points[n_done:])
             limit_s = (end_s - clock() - (0.0 if is_chunk else kept_s)) / n_left
             n_layers = model.n_chunk_layers if is_chunk else None
             found[m, tokens] = probe_pass(executor, m, tokens, PassSampling(sample_s, limit_s), clock, n_layers)
@@ -175,7 +175,7 @@ def _chunk_seconds(
     executor: CpuExecutor, points: Sequence[Point], n_layers: int, clock: Clock
 ) -> Callable[[int, int], float]:
     """Seconds expected of chunks' passes at (rows, context), from two passes of few rows."""
-    chunks = [point for point in points if point[0] > FEW_ROWS]
+    chunks = [point for point in points if point[0] > MAX_DECODE_TOKENS]
     if not chunks:
         return lambda m, context_tokens: 0.0
     n_rows = min(LEAST_ROWS, *(m for m, _ in chunks))

@@ -6,7 +6,7 @@ from typing import Any
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.gpu_overhead import probe_gpu_overheads
-from hetero_ee.profiling.preset import Thoroughness
+from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Registry
@@ -33,7 +33,7 @@ WAY_OUT = "plans use the CPU alone; `hetero-ee doctor` says more, `hetero-ee pro
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFigures:
+class GpuMetrics:
     """times and link: both or none. warning: why there are none, empty where there is nothing to say."""
 
     times: DeviceTimes | None = None
@@ -47,21 +47,21 @@ def measured_gpu(
     points: Sequence[tuple[int, int]],
     platform: GpuPlatform,
     registry: Registry,
-    thoroughness: Thoroughness,
+    preset: Preset,
     origin: Origin,
     clock: Clock,
-) -> GpuFigures:
+) -> GpuMetrics:
     """shapes, points: products and (rows, context) of attention to time. A GPU that fails at any of it gives a warning.
 
     Whatever fails: drivers, compilers and kernels raise what they like, and the CPU's figures hold without the GPU's.
     """
     try:
         with platform.current():
-            link = _link_times(spec, platform, thoroughness, origin, clock)
-            times = _gpu_times(spec, shapes, points, platform, registry, thoroughness, origin, clock)
-        return GpuFigures(times, link)
+            link = _link_times(spec, platform, preset, origin, clock)
+            times = _gpu_times(spec, shapes, points, platform, registry, preset, origin, clock)
+        return GpuMetrics(times, link)
     except Exception as error:
-        return GpuFigures(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
+        return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
 
 
 def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, problem: str = "") -> HardwareProfile:
@@ -94,28 +94,26 @@ def _gpu_times(
     points: Sequence[tuple[int, int]],
     platform: GpuPlatform,
     registry: Registry,
-    thoroughness: Thoroughness,
+    preset: Preset,
     origin: Origin,
     clock: Clock,
 ) -> DeviceTimes:
     def timed(seconds: Sequence[float]) -> Measurement:
         return measured(seconds, "s", origin)
 
-    sampling, repeats = thoroughness.gpu_sampling, thoroughness.repeats
+    sampling, repeats = preset.gpu_sampling, preset.repeats
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     operations = gpu_operations(registry, platform.kind)
     kernels = _product_kernels(platform, operations, registry)
     free_bytes = probe_free_bytes(platform)
-    rates = probe_gpu_copy_bytes_per_s(platform, max(5, repeats), thoroughness.warm_up_s, clock)
-    products = probe_gpu_products(
-        platform, shapes, thoroughness.rows, MAX_ROWS, kernels, sampling, thoroughness.cycle_bytes
-    )
+    rates = probe_gpu_copy_bytes_per_s(platform, max(5, repeats), preset.warm_up_s, clock)
+    products = probe_gpu_products(platform, shapes, preset.rows, MAX_ROWS, kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
     attentions = probe_gpu_attention(
         platform, heads, spec.n_layers, points, MAX_ROWS, operations.attention, can_record, sampling
     )
     argmax = registry.choose("argmax", platform.kind).load()
-    overhead_points = [(m, max(m, MAX_ROWS)) for m in thoroughness.rows]
+    overhead_points = [(m, max(m, MAX_ROWS)) for m in preset.rows]
     overheads = probe_gpu_overheads(spec, platform, operations, argmax, overhead_points, 3 * repeats, clock)
     return DeviceTimes(
         threads=0,
@@ -133,11 +131,9 @@ def _gpu_times(
     )
 
 
-def _link_times(
-    spec: ModelSpec, platform: GpuPlatform, thoroughness: Thoroughness, origin: Origin, clock: Clock
-) -> LinkTimes:
-    repeats, n_short = thoroughness.repeats, SHORT_REPEATS * thoroughness.repeats
-    n_bytes = min(thoroughness.link_bytes, platform.free_bytes() // FREE_SHARE)
+def _link_times(spec: ModelSpec, platform: GpuPlatform, preset: Preset, origin: Origin, clock: Clock) -> LinkTimes:
+    repeats, n_short = preset.repeats, SHORT_REPEATS * preset.repeats
+    n_bytes = min(preset.link_bytes, platform.free_bytes() // FREE_SHARE)
     found = probe_link(platform, spec.hidden_size, n_bytes, repeats, clock)
     return LinkTimes(
         to_gpu_bytes_per_s=measured(found.to_gpu, "B/s", origin),
@@ -148,7 +144,7 @@ def _link_times(
         latency=measured(found.latency_s, "s", origin),
         launch=measured(probe_launch_s(platform, n_short, clock), "s", origin),
         synchronize=measured(probe_synchronize_s(platform, n_short, clock), "s", origin),
-        crossing=measured(found.crossing_s, "s", origin),
+        transfer=measured(found.transfer_s, "s", origin),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.kv.gpu import GpuKvCache
@@ -44,7 +44,7 @@ def probe_gpu_overheads(
     """Samples for each (m, context_tokens); layers are counted out by the difference of two depths.
 
     A pass has in it what surrounds a segment: slots and positions to the GPU, final norm, the winning token back to the
-    CPU. Its hidden states are made on the GPU: bringing them there is the link's crossing.
+    CPU. Its hidden states are made on the GPU: bringing them there is the link's transfer.
     """
     max_tokens = max(context for _, context in points)
     bare = _without_products(operations)
@@ -82,7 +82,7 @@ def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, 
     cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), max_tokens, platform.device, n_slots=1)
     recorder = platform.recorded if operations.is_capturable else None
     return GpuSegment(
-        spec, _hollow_weights(spec), decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers], cache, operations, recorder
+        spec, _dummy_weights(spec), decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers], cache, operations, recorder
     )
 
 
@@ -92,13 +92,13 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
     cache.close(0)
     cache.open(0)
     if before:
-        cache.admit(Rows.of_sequence(0, 0, [0] * before))
-    rows = Rows.of_sequence(0, before, [0] * m)
+        cache.admit(Batch.of_sequence(0, 0, [0] * before))
+    batch = Batch.of_sequence(0, before, [0] * m)
     hidden = torch.ones(m, segment.spec.hidden_size, device=cache.pages.codes.device)
 
     def run() -> None:
-        cache.admit(rows)
-        finish(segment.run(hidden, rows))
+        cache.admit(batch)
+        finish(segment.run(hidden, batch))
         cache.truncate(0, before)
 
     run()
@@ -140,7 +140,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
     """In the place of a product, whose output keeps what it holds."""
 
 
-def _hollow_weights(spec: ModelSpec) -> ModelWeights:
+def _dummy_weights(spec: ModelSpec) -> ModelWeights:
     """Matrices without their tiles, which nothing multiplies by; norms are 1, biases 0."""
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):

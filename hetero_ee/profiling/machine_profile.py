@@ -20,7 +20,7 @@ OpenGpu = Callable[[str | None], GpuPlatform | None]  # see cuda_platform
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which profile is asked for. quick: some seconds and rough. refresh: measured anew whatever is kept. threads:
+    """Which profile is asked for. quick: some seconds and rough. refresh: measured again whatever is kept. threads:
     counts to measure besides all cores, and one alone in a full profile. command: what asked, for the record."""
 
     quick: bool
@@ -42,9 +42,9 @@ def machine_profile(
 ) -> HardwareProfile:
     """The profile of this machine at the model's shapes; a kept one where it is of this very machine and versions.
 
-    How much memory is free, on the GPU too, is asked anew each time. Why a profile is measured, and why the GPU is left
-    out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same. Raises StoreError
-    where the kernels have nowhere to lie.
+    How much memory is free, on the GPU too, is asked again each time. Why a profile is measured, and why the GPU is
+    left out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same. Raises
+    StoreError where the kernels have nowhere to lie.
     """
     use_kernel_cache(cache_folder)
     # The kernels look where to be cached when imported.
@@ -78,7 +78,7 @@ def machine_profile(
         Origin(wanted.command, datetime.date.today().isoformat(), versions()),
         threads=sorted(counts | known),  # what was measured once stays known
         free_bytes=free_bytes,
-        thoroughness=QUICK if wanted.quick else FULL,
+        preset=QUICK if wanted.quick else FULL,
         disk_file=disk_file,
         clock=clock,
         gpu=gpu,

@@ -7,8 +7,8 @@ from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
-from hetero_ee.profiling.gpu import GpuFigures, measured_gpu
-from hetero_ee.profiling.preset import Thoroughness
+from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
+from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.gpu.registry import Registry, default_registry
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu.platform import GpuPlatform
@@ -35,7 +35,7 @@ def measure_profile(
     *,
     threads: Sequence[int],
     free_bytes: int,
-    thoroughness: Thoroughness,
+    preset: Preset,
     disk_file: Path | None,
     clock: Callable[[], float],
     gpu: GpuPlatform | None = None,
@@ -50,20 +50,20 @@ def measure_profile(
     """
     n_stages = len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda stage, done, in_all: None)
-    shapes, points, end_s = product_shapes(spec), attention_points(thoroughness), clock() + thoroughness.cpu_budget_s
-    model = probed_model(spec, shapes, thoroughness.cycle_bytes, max(tokens for _, tokens in points))
+    shapes, points, end_s = product_shapes(spec), attention_points(preset), clock() + preset.cpu_budget_s
+    model = probed_model(spec, shapes, preset.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []
     for n_done, n_threads in enumerate(sorted(threads)):
         remark(PROFILING, n_done, n_stages)
         budget_s = (end_s - clock()) / (len(threads) - n_done)
-        cpu.append(measured_cpu(model, points, n_threads, free_bytes, thoroughness, budget_s, origin, clock))
+        cpu.append(measured_cpu(model, points, n_threads, free_bytes, preset, budget_s, origin, clock))
     remark(PROFILING, len(threads), n_stages)
     disk = _disk_rate(disk_file, origin, clock)
-    figures = GpuFigures(warning=gpu_problem)
+    metrics = GpuMetrics(warning=gpu_problem)
     if gpu is not None:
         remark(PROFILING, len(threads) + 1, n_stages)
         chosen = registry or default_registry()
-        figures = measured_gpu(spec, shapes, points, gpu, chosen, thoroughness, origin, clock)
+        metrics = measured_gpu(spec, shapes, points, gpu, chosen, preset, origin, clock)
     remark(PROFILING, n_stages, n_stages)
     return HardwareProfile(
         version=PROFILE_VERSION,
@@ -71,16 +71,16 @@ def measure_profile(
         kind=MEASURED,
         machine=machine,
         cpu=tuple(cpu),
-        gpu=figures.times,
-        link=figures.link,
+        gpu=metrics.times,
+        link=metrics.link,
         disk_read_bytes_per_s=disk,
-        warnings=(*_warnings(cpu, figures.times), *([figures.warning] if figures.warning else [])),
+        warnings=(*_warnings(cpu, metrics.times), *([metrics.warning] if metrics.warning else [])),
     )
 
 
-def attention_points(thoroughness: Thoroughness) -> list[tuple[int, int]]:
+def attention_points(preset: Preset) -> list[tuple[int, int]]:
     """(rows, context) that attention is timed at: those asked for, and the shortest context of each number of rows."""
-    return sorted({*thoroughness.attention, *((m, max(m, BASE_TOKENS)) for m in thoroughness.rows)})
+    return sorted({*preset.attention, *((m, max(m, BASE_TOKENS)) for m in preset.rows)})
 
 
 def product_shapes(spec: ModelSpec) -> list[ProductShape]:

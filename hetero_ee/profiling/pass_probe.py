@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.pass_sampling import PassSampling
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight
 
@@ -43,7 +43,7 @@ class PassSamples:
     layer_s: of what else a layer has; executor_s: of what of that is no kernel (norms, rotation, writing the cache and
     activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass has. pass_s: of
     whole passes, without stop watches and with the head of every row; of long ones with them, and where rows are more
-    than FEW_ROWS with the head of the last row.
+    than MAX_DECODE_TOKENS with the head of the last row.
     """
 
     m: int
@@ -90,11 +90,11 @@ def probe_pass(
     try:
         watched.fill(sequence, context_tokens - m)
         first_s = turn.run(watched)  # the first passes compile and warm
-        runners = [executor, watched] if m <= FEW_ROWS and first_s < LONG_PASS_S else [watched]
+        runners = [executor, watched] if m <= MAX_DECODE_TOKENS and first_s < LONG_PASS_S else [watched]
         for runner in runners[:-1]:
             turn.run(runner)
         watched.forget()
-        heads_s = watched.head_seconds(m) if m > FEW_ROWS else None
+        heads_s = watched.head_seconds(m) if m > MAX_DECODE_TOKENS else None
         passes: list[list[float]] = [[] for _ in runners]
         ready_s = clock()
         while sampling.goes_on(len(passes[-1]), clock() - ready_s, ready_s - begun_s):
@@ -135,9 +135,9 @@ class _Turn:
     def run(self, runner: CpuExecutor) -> float:
         """Seconds. The cache is cut again."""
         start_s = self.clock()
-        rows = Rows.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
-        hidden = runner.run(rows, None, range(self.n_layers))
-        runner.head(hidden if self.all_heads or self.m <= FEW_ROWS else hidden[-1:]).argmax(-1).tolist()
+        batch = Batch.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
+        hidden = runner.run(batch, None, range(self.n_layers))
+        runner.head(hidden if self.all_heads or self.m <= MAX_DECODE_TOKENS else hidden[-1:]).argmax(-1).tolist()
         seconds = self.clock() - start_s
         runner.cache.truncate(self.sequence, self.before)
         return seconds
@@ -207,21 +207,21 @@ class _WatchedExecutor(CpuExecutor):
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)
         for first in range(0, n_tokens, FILL_TOKENS):
-            rows = Rows.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
-            self.cache.admit(rows, range(self.n_layers))
-            places = super()._places(rows)
+            batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
+            self.cache.admit(batch, range(self.n_layers))
+            places = super()._places(batch)
             for place in range(self.n_layers):
-                self._kv_write.write(qkv[: len(rows)], places, place, *starts)
+                self._kv_write.write(qkv[: len(batch)], places, place, *starts)
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         start_s = self._walking.now_s()
-        found = super().walk(hidden, rows, blocks)
+        found = super().forward(hidden, batch, blocks)
         self._walking.note(start_s)
         return found
 
-    def _places(self, rows: Rows) -> Any:
+    def _places(self, batch: Batch) -> Any:
         start_s = self._placing.now_s()
-        found = super()._places(rows)
+        found = super()._places(batch)
         self._placing.note(start_s)
         return found
 
@@ -269,7 +269,7 @@ class _WatchedExecutor(CpuExecutor):
     def head_seconds(self, m: int) -> list[float]:
         """Of the head's product of m rows."""
         for _ in range(N_LONG_HEADS):
-            self.project(torch.ones(m, self.spec.hidden_size))
+            self.lm_head(torch.ones(m, self.spec.hidden_size))
         self._multiplied_by.clear()
         return self._multiplying.taken()
 

@@ -1,6 +1,6 @@
 """How many passes are timed, and of how many rows: what seconds allow, by priority.
 
-Chunks of a prompt, of more than FEW_ROWS, get CHUNKS_SHARE of the seconds at most. Where that does not hold
+Chunks of a prompt, of more than MAX_DECODE_TOKENS, get CHUNKS_SHARE of the seconds at most. Where that does not hold
 LEAST_PASSES of each, they give up rows, down to LEAST_ROWS, and then those behind a context. Of what remains, passes of
 few rows first, every point has an equal share, in which it gives up passes beyond USUAL_PASSES and then those beyond
 LEAST_PASSES. What is left then takes as long as it takes.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 
 LEAST_PASSES, USUAL_PASSES, MOST_PASSES = 2, 5, 200  # timed at a point, behind one that is not
 LEAST_ROWS = 32  # of a chunk whose rows cost what many rows cost: weights are unpacked for eight at a time
@@ -46,14 +46,14 @@ def affordable_points(
     n_rows = max((m for m, _ in points), default=0)
 
     def least_s(some: Sequence[Point]) -> float:
-        return sum((1 + LEAST_PASSES) * pass_s(*point) for point in some if point[0] > FEW_ROWS)
+        return sum((1 + LEAST_PASSES) * pass_s(*point) for point in some if point[0] > MAX_DECODE_TOKENS)
 
     found = list(points)
     while least_s(found) > CHUNKS_SHARE * left_s and n_rows > LEAST_ROWS:
         n_rows = max(LEAST_ROWS, n_rows // 2)
         found = list(dict.fromkeys(_with_rows(point, n_rows) for point in points))
     if least_s(found) > CHUNKS_SHARE * left_s:
-        found = [(m, context_tokens) for m, context_tokens in found if m <= FEW_ROWS or context_tokens == m]
+        found = [(m, context_tokens) for m, context_tokens in found if m <= MAX_DECODE_TOKENS or context_tokens == m]
     return found, least_s(found)
 
 

@@ -6,7 +6,7 @@ from hetero_ee_profiles.gpu.probe import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Thoroughness:
+class Preset:
     """What is measured: rows of products, (rows, context) of attention, how often.
 
     cycle_bytes: weights that products take turns over; link_bytes: of one large copy between CPU and GPU. On a GPU, at
@@ -30,7 +30,7 @@ class Thoroughness:
         return Sampling(self.repeats, self.gpu_sample_s)
 
 
-QUICK = Thoroughness(
+QUICK = Preset(
     rows=(1, 4, 128),
     attention=((1, 16), (1, 1024), (128, 128), (128, 1024)),
     repeats=3,
@@ -41,7 +41,7 @@ QUICK = Thoroughness(
     pass_sample_s=0.2,
     cpu_budget_s=2.0,
 )
-FULL = Thoroughness(
+FULL = Preset(
     rows=(1, 2, 4, 8, 16, 128, 512),
     attention=((1, 16), (1, 256), (1, 1024), (1, 4096), (16, 1024), (128, 128), (128, 1024), (512, 512), (512, 2048)),
     repeats=7,

@@ -1,11 +1,11 @@
-"""Rows: the tokens of one pass, each with its sequence and position, so that any mixture of sequences is one batch."""
+"""Batch: the tokens of one pass, each with its sequence and position, so that any mixture of sequences is one batch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Batch:
     """token_ids, sequences, positions: one entry a row. Within a sequence, rows come in order of position.
 
     Raises ValueError when the three differ in length or there are none.
@@ -30,13 +30,13 @@ class Rows:
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
     @classmethod
-    def of_sequence(cls, sequence: int, first_position: int, token_ids: list[int]) -> "Rows":
+    def of_sequence(cls, sequence: int, first_position: int, token_ids: list[int]) -> "Batch":
         """Consecutive tokens of one sequence."""
         positions = range(first_position, first_position + len(token_ids))
         return cls(tuple(token_ids), (sequence,) * len(token_ids), tuple(positions))
 
     @classmethod
-    def joined(cls, parts: list["Rows"]) -> "Rows":
+    def joined(cls, parts: list["Batch"]) -> "Batch":
         """All rows of `parts`, one after the other."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),

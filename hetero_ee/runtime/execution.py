@@ -11,7 +11,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.allocation import Allocation
 from hetero_ee.runtime.devices.device import CPU, GPU, Device
 from hetero_ee.runtime.devices.machine import Machine
@@ -63,16 +63,16 @@ def _streams(
         return None
     assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
     kv_bytes_per_token = max(part.kv_bytes_per_token for part in model_parts(spec, plan.kv_type))
-    cache, gpu, mover = runners[CPU].cache, runners[GPU], machine.mover
+    cache, gpu, copier = runners[CPU].cache, runners[GPU], machine.copier
 
     def kv_bytes(layer: int) -> int:
         return kv_bytes_per_token * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
 
-    def compute(block: Block, lent: ModelWeights, hidden: Tensor, rows: Rows) -> Tensor:
-        return mover.to_gpu(gpu.walk_lent(hidden, rows, block, lent))
+    def compute(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
+        return copier.to_gpu(gpu.forward_with(hidden, batch, block, borrowed))
 
-    def visit(block: Block, lent: ModelWeights, hidden: Tensor, rows: Rows) -> Tensor:
-        return mover.to_gpu(gpu.visit_lent(hidden, rows, block, lent, runners[CPU]))
+    def visit(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
+        return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, runners[CPU]))
 
     source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes), machine.link)
     stream = WeightStream(source, range(len(blocks)), machine.new_worker())

@@ -93,11 +93,11 @@ def open_placed(
     placement: Placement,
     threads: int,
     clock: Callable[[], float],
-    notice: Callable[[str], None],
+    warn: Callable[[str], None],
     find_gpu: FindGpu | None = None,
     progress: Progress | None = None,
 ) -> Opened:
-    """What runs the placement's plan, made now where there is none. notice: of what had to be changed, in a sentence.
+    """What runs the placement's plan, made now where there is none. warn: of what had to be changed, in a sentence.
     find_gpu: cuda_machine.usable_gpu where None.
 
     Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
@@ -112,17 +112,17 @@ def open_placed(
     same = replace(limits, kv_type=plan.kv_type, context_tokens=plan.context_tokens, threads=plan.threads, overrides=())
 
     def replan(vram_budget_bytes: int) -> Plan:
-        assert profile is not None, "only a plan with a GPU is made anew"
+        assert profile is not None, "only a plan with a GPU is made again"
         smaller = replace(
             same, vram_budget_bytes=vram_budget_bytes or None, gpu_layers=None if vram_budget_bytes else 0
         )
         return make_plan(spec, profile, smaller, placement.statistics)
 
     if placement.emulates and profile is not None:
-        return _emulated(spec, weights, profile, plan, replan, threads, notice)
+        return _emulated(spec, weights, profile, plan, replan, threads, warn)
     if plan.n_bytes(GPU):
-        gpu = _found_gpu(plan, weights, placement, notice, find_gpu)
-        return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, notice, placement.traces)
+        gpu = _found_gpu(plan, weights, placement, warn, find_gpu)
+        return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, warn, placement.traces)
     if placement.traces:
         return _traced_on_cpu(spec, weights, plan, clock, progress)
     return Opened(_planned_on_cpu(spec, weights, plan, progress), clock, plan)
@@ -142,7 +142,7 @@ def _traced_on_cpu(
 ) -> Opened:
     """The plan on this machine's CPU, as a device that records what it does."""
     from hetero_ee.runtime.devices.cpu import CpuDevice
-    from hetero_ee.runtime.devices.machine import CpuMover
+    from hetero_ee.runtime.devices.machine import CpuCopier
     from hetero_ee.runtime.execution import open_plan
     from hetero_ee.runtime.trace import SpanRecorder
     from hetero_ee_profiles.host.host import this_host
@@ -150,7 +150,7 @@ def _traced_on_cpu(
 
     recorder = SpanRecorder()
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
-    machine = Machine(device, None, None, CpuMover())
+    machine = Machine(device, None, None, CpuCopier())
     executor = open_plan(
         spec, weights, plan, machine, lambda name, layers: _planned_on_cpu(spec, weights, plan, progress)
     )
@@ -161,14 +161,14 @@ def _found_gpu(
     plan: Plan,
     weights: ModelWeights,
     placement: Placement,
-    notice: Callable[[str], None],
+    warn: Callable[[str], None],
     find_gpu: FindGpu | None,
 ) -> "Gpu":
     """Raises UsageError where no GPU can run these weights."""
     from hetero_ee.runtime.devices.cuda_machine import usable_gpu
 
     profile = placement.profile
-    gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, notice)
+    gpu = (find_gpu or usable_gpu)(profile.machine.gpu_model if profile is not None else None, warn)
     if gpu is None:
         raise UsageError(
             f"the plan, made for {plan.hardware}, puts parts on a GPU that can't be used here; make one for this "
@@ -189,7 +189,7 @@ def _on_gpu(
     plan: Plan,
     replan: Callable[[int], Plan] | None,
     clock: Callable[[], float],
-    notice: Callable[[str], None],
+    warn: Callable[[str], None],
     traces: bool,
 ) -> Opened:
     """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
@@ -198,7 +198,7 @@ def _on_gpu(
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
-    from hetero_ee.runtime.warmup import proven
+    from hetero_ee.runtime.warmup import warmed_up
 
     recorder = SpanRecorder() if traces else None
 
@@ -212,9 +212,9 @@ def _on_gpu(
 
         executor = open_plan(spec, weights, made, cuda_machine(gpu, spec, made, clock, recorder), runner)
         with recorder.forgetting() if recorder is not None else nullcontext():
-            return proven(executor)
+            return warmed_up(executor)
 
-    executor = ReplanningExecutor(plan, replan, opened, notice, gpu.reachable_bytes)
+    executor = ReplanningExecutor(plan, replan, opened, warn, gpu.reachable_bytes)
     return Opened(executor, clock, plan, recorder.spans if recorder is not None else list)
 
 
@@ -229,7 +229,7 @@ def _emulated(
     plan: Plan,
     replan: Callable[[int], Plan],
     threads: int,
-    notice: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Opened:
     """threads: of this machine, which computes the numbers.
 
@@ -250,5 +250,5 @@ def _emulated(
 
         return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), runner)
 
-    executor = ReplanningExecutor(plan, replan, opened, notice)
+    executor = ReplanningExecutor(plan, replan, opened, warn)
     return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)

@@ -74,7 +74,7 @@ class PlacementRequest:
         """A plan has decided all of that already; what it contradicts is not dropped in silence."""
         for name, value in (("limits", self.limits), ("vram_budget", self.vram_budget)):
             if value is not None:
-                raise UsageError(f"a plan says already what {name} would say; leave out {name}, or plan anew with it.")
+                raise UsageError(f"a plan says already what {name} would say; leave out {name}, or plan again with it.")
         if self.context_tokens not in (0, made.context_tokens):
             raise UsageError(
                 f"context_tokens is {self.context_tokens} and the plan is for {made.context_tokens}; leave "
@@ -111,20 +111,20 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
     n_gpu_bytes, n_ram_bytes = made.n_bytes(GPU), made.n_bytes("cpu")
     if n_gpu_bytes and profile.gpu is None:
         raise UsageError(
-            f"the plan takes {n_gpu_bytes} bytes of a GPU's memory and {profile.name} has none; plan anew."
+            f"the plan takes {n_gpu_bytes} bytes of a GPU's memory and {profile.name} has none; plan again."
         )
     if profile.gpu is not None and n_gpu_bytes > profile.gpu.free_bytes:
         raise UsageError(
             f"the plan takes {n_gpu_bytes} bytes of the GPU's memory and {profile.name} has {profile.gpu.free_bytes} "
-            "free; plan anew for that machine."
+            "free; plan again for that machine."
         )
     if n_ram_bytes > profile.machine.ram_bytes:
         raise UsageError(
-            f"the plan takes {n_ram_bytes} bytes of RAM and {profile.name} has {profile.machine.ram_bytes}; plan anew "
+            f"the plan takes {n_ram_bytes} bytes of RAM and {profile.name} has {profile.machine.ram_bytes}; plan again "
             "for that machine."
         )
 
 
-def notice_of(progress: Progress | None) -> Callable[[str], None]:
+def warner(progress: Progress | None) -> Callable[[str], None]:
     """Remarks as progress takes them."""
     return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))

@@ -1,4 +1,4 @@
-"""The way of a pass through a plan: stretches of blocks that follow each other in one place."""
+"""The way of a pass through a plan: segments of blocks that follow each other in one place."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ DECODE, PREFILL = "decode", "prefill"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """Attentions and FFNs in one place, see PlacedPart."""
 
     place: str
@@ -43,19 +43,19 @@ class Route:
             PREFILL: {part.name: part.prefill_place for part in plan.parts},
         }
         self.overlap = overlap([part.decode_place for part in plan.parts])
-        self._known: dict[tuple[str, range], tuple[Stretch, ...]] = {}
+        self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> str:
         """Where the block is; kind: "decode" or "prefill"."""
         return self._places[kind][block.name]
 
-    def stretches(self, kind: str, layers: range) -> tuple[Stretch, ...]:
+    def segments(self, kind: str, layers: range) -> tuple[Segment, ...]:
         """Through these layers in order."""
         key = kind, layers
         if key not in self._known:
             blocks = [block for block in self.blocks if block.layer in layers]
             groups = itertools.groupby(blocks, key=lambda block: self.place(block, kind))
-            self._known[key] = tuple(Stretch(place, tuple(group)) for place, group in groups)
+            self._known[key] = tuple(Segment(place, tuple(group)) for place, group in groups)
         return self._known[key]
 
     def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The operations of a decoder in plain torch, fp32: the reference the fast kernels are held against.
+"""The operations of a decoder in plain torch, fp32: the reference the fast kernels are checked against.
 
 Exact early exit compares tokens computed in different batches, so a row's bits must not depend on its batch. torch's
 matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise,
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.weight import Weight
 
@@ -50,14 +50,14 @@ class TorchOps:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
-    def attention(self, queries: Tensor, cache: KvCache, layer: int, rows: Rows, window: int | None) -> Tensor:
+    def attention(self, queries: Tensor, cache: KvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         """Each row against its own sequence up to its own position: (m, heads, head_dim) -> the same.
 
         window: positions seen, the row's own included; None for all. Query heads share key heads in equal groups.
         """
         n_heads, head_dim = queries.shape[1:]
         outputs = []
-        for row, sequence, position in rows.places():
+        for row, sequence, position in batch.places():
             first = 0 if window is None else max(0, position + 1 - window)
             keys, values = cache.read(layer, sequence, first, position + 1)
             grouped = queries[row].view(keys.shape[0], n_heads // keys.shape[0], head_dim)
@@ -80,11 +80,11 @@ class BatchedTorchOps(TorchOps):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
 
-    def attention(self, queries: Tensor, cache: KvCache, layer: int, rows: Rows, window: int | None) -> Tensor:
+    def attention(self, queries: Tensor, cache: KvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         outputs = torch.empty_like(queries)
-        positions = torch.tensor(rows.positions)
-        for sequence in sorted(set(rows.sequences)):
-            mine = torch.tensor([row for row, owner, _ in rows.places() if owner == sequence])
+        positions = torch.tensor(batch.positions)
+        for sequence in sorted(set(batch.sequences)):
+            mine = torch.tensor([row for row, owner, _ in batch.places() if owner == sequence])
             keys, values = cache.read(layer, sequence, 0, int(positions[mine].max()) + 1)
             distance = positions[mine, None] - torch.arange(keys.shape[1])
             seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -1,13 +1,13 @@
 """A pass of the largest size right after loading: what the first long prompt would have no memory for fails at once."""
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 
 TOKEN_ID = 0
 
 
-def proven(executor: PlannedExecutor) -> PlannedExecutor:
+def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
     """The executor, after a whole chunk of a prompt and one row of decoding have passed all of its blocks.
 
     Kernels are compiled and graphs recorded on the way; nothing stays in the cache. A plan without a GPU is left as it
@@ -29,8 +29,8 @@ def _pass_largest(executor: PlannedExecutor) -> None:
     n_tokens = min(executor.prompt_chunk_tokens, cache.max_tokens)
     sequence = cache.open_new()
     try:
-        executor.prompt([Rows.of_sequence(sequence, 0, [TOKEN_ID] * n_tokens)])
+        executor.prompt([Batch.of_sequence(sequence, 0, [TOKEN_ID] * n_tokens)])
         cache.truncate(sequence, n_tokens - 1)
-        executor.logits(Rows.of_sequence(sequence, n_tokens - 1, [TOKEN_ID]), (0,))
+        executor.logits(Batch.of_sequence(sequence, n_tokens - 1, [TOKEN_ID]), (0,))
     finally:
         cache.close(sequence)

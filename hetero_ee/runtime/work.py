@@ -10,10 +10,10 @@ from enum import Enum
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee_profiles.hardware import DeviceTimes
 
-FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
+MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
 Layout = Callable[[TensorSpec], str]
 
 
@@ -61,7 +61,7 @@ def stored_layout(tensor: TensorSpec) -> str:
 def block_works(
     spec: ModelSpec,
     blocks: Sequence[Block],
-    rows: Rows,
+    batch: Batch,
     *,
     kv_bytes_per_token: int,
     layout: Layout = stored_layout,
@@ -71,7 +71,7 @@ def block_works(
 
     layout: of a matrix; disk_bytes: that a block has to be read from the disk for each pass.
     """
-    m, context_tokens = len(rows), max(rows.positions) + 1
+    m, context_tokens = len(batch), max(batch.positions) + 1
     works = []
     for block in blocks:
         attention = None
@@ -111,7 +111,7 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
 
 def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
     """Few rows take the time of reading what is kept; its type may be another than the one that was timed."""
-    few = m <= FEW_ROWS
+    few = m <= MAX_DECODE_TOKENS
     seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, attention.n_positions, few=few)
     if few:
         seconds *= attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)

@@ -14,7 +14,7 @@ from hetero_ee.speculation.draft_gate import AdaptiveGate
 
 @dataclass(frozen=True, slots=True)
 class ChainRule:
-    """gate: learns what drafts are worth; a row costs nothing before its boundary. draft_s: of one computed draft.
+    """gate: learns what drafts are worth; a row costs nothing before its exit layer. draft_s: of one computed draft.
 
     chances: that each draft of a chain is right where all before it are.
     """

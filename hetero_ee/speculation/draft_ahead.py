@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import DeviceMemoryError, UsageError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.speculation.draft_round import DraftRound, stacked
 from hetero_ee.speculation.drafting import Drafting
@@ -37,26 +37,26 @@ class DraftAhead:
     def __init__(
         self, executor: Executor, drafting: Drafting, params: SamplingParams, ending: Ending, counts: DraftCounts
     ) -> None:
-        self._executor, self._boundary, self._counts = executor, drafting.boundary, counts
+        self._executor, self._exit_layer, self._counts = executor, drafting.exit_layer, counts
         self._params, self._ending = params, ending
-        most = drafting.boundary if drafting.layers_ahead is None else drafting.layers_ahead
-        self._most_layers = min(drafting.boundary, most) if drafting.drafts_ahead else 0
+        most = drafting.exit_layer if drafting.layers_ahead is None else drafting.layers_ahead
+        self._most_layers = min(drafting.exit_layer, most) if drafting.drafts_ahead else 0
         self._rows: dict[int, _Ahead] = {}  # by Text.sequence
 
     def run_later(self, rounds: Sequence[DraftRound]) -> Tensor:
         """All waiting rows through the later layers, (m, hidden); the guessed rows run meanwhile where they can."""
-        rows = Rows.joined([round_.rows(0) for round_ in rounds])
+        batch = Batch.joined([round_.rows(0) for round_ in rounds])
         waiting = stacked([state for round_ in rounds for state in round_.hidden])
-        first, n_layers = self._boundary, self._executor.spec.n_layers
+        first, n_layers = self._exit_layer, self._executor.spec.n_layers
         overlap = self._executor.overlap if self._most_layers else None
         guessed = [round_ for round_ in rounds if overlap is not None and self._may_follow(round_)]
         if overlap is not None and guessed:
             behind = overlap.layers_behind(first)
             if behind > first:
-                waiting = self._executor.run(rows, waiting, range(first, behind))
+                waiting = self._executor.run(batch, waiting, range(first, behind))
             waiting, first = self._executor.on_cpu(waiting), behind
             self._launch(guessed, overlap.layers_ahead(self._most_layers))
-        return self._executor.run(rows, waiting, range(first, n_layers))
+        return self._executor.run(batch, waiting, range(first, n_layers))
 
     def keeps(self, text: Text) -> bool:
         """Whether the row ahead is that of the text's last token, now that a round has been verified; else, or where
@@ -93,7 +93,7 @@ class DraftAhead:
         """The guessed rows through the first layers; nobody waits for them."""
         parts = [_guessed_row(round_) for round_ in rounds]
         try:
-            states = self._executor.run(Rows.joined(parts), None, range(n_layers))
+            states = self._executor.run(Batch.joined(parts), None, range(n_layers))
         except (DeviceMemoryError, UsageError):  # of memory, or of a cache that all texts share
             # No reason to fail, where no smaller plan was made for them; there will hardly be room for more later.
             self._most_layers = 0
@@ -103,7 +103,7 @@ class DraftAhead:
         self._counts.n_ahead += len(rounds)
 
 
-def _guessed_row(round_: DraftRound) -> Rows:
+def _guessed_row(round_: DraftRound) -> Batch:
     assert round_.guess is not None
     position = round_.first_position + len(round_.token_ids)
-    return Rows.of_sequence(round_.text.cached_as, position, [round_.guess])
+    return Batch.of_sequence(round_.text.cached_as, position, [round_.guess])

@@ -56,7 +56,7 @@ class FixedGate:
 class AdaptiveGate:
     """The marginal rule, with chances learned from what verification finds: the same answers for the same drafts.
 
-    draft_s: one row through the layers before the boundary, exit head included. verify_s(m): m rows through the rest
+    draft_s: one row through the layers before the exit layer, exit head included. verify_s(m): m rows through the rest
     and the head. calibrated: the chance that a draft of some confidence is right, as known before; None takes the
     confidence for it.
     """

@@ -21,8 +21,8 @@ UNSOUND_LOGITS = "exits' logits are not finite"
 
 
 class Judge:
-    """Of one call's texts. noise: of the drafts' positions. notice: told of what can't be judged; such rows wait at the
-    boundary and nothing follows them."""
+    """Of one call's texts. noise: of the drafts' positions. warn: told of what can't be judged; such rows wait at the
+    exit layer and nothing follows them."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class Judge:
         params: SamplingParams,
         ending: Ending,
         noise: RememberedNoise,
-        notice: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._executor, self._drafting, self._params, self._ending = executor, drafting, params, ending
-        self._noise, self._notice = noise, notice
-        self._exit_head = drafting.exit_head if drafting.boundary > 0 else None
+        self._noise, self._warn = noise, warn
+        self._exit_head = drafting.exit_head if drafting.exit_layer > 0 else None
         levels = None if self._exit_head is None else drafting.levels
-        self._levels = {} if levels is None else levels.by_boundary
+        self._levels = {} if levels is None else levels.by_exit_layer
         self._active = None if levels is None else ActiveLevels(levels, executor.spec.n_layers)
 
     @property
@@ -46,7 +46,7 @@ class Judge:
         return self._exit_head is not None
 
     def walk_of(self, round_: DraftRound) -> Walk | None:
-        """Where the round's last row kept is judged: at the boundary alone where a chain hangs on it, or where no row
+        """Where the round's last row kept is judged: at the exit layer alone where a chain hangs on it, or where no row
         has room behind it; at no level that it has passed already."""
         if self._exit_head is None or round_.n_kept > round_.n_judged:
             return None
@@ -54,12 +54,12 @@ class Judge:
         levels = []
         if self._active is not None and has_room and not has_chain:
             levels = [level for level in self._active.of(round_.text.sequence) if level >= round_.front]
-        return Walk([*levels, self._drafting.boundary])
+        return Walk([*levels, self._drafting.exit_layer])
 
     def judge(self, rounds: Sequence[DraftRound], depth: int) -> None:
-        """Decides what follows the last rows, which have got to a boundary where they are judged."""
-        if depth == self._drafting.boundary:
-            self._judge_at_boundary(rounds)
+        """Decides what follows the last rows, which have got to an exit layer where they are judged."""
+        if depth == self._drafting.exit_layer:
+            self._judge_at_exit_layer(rounds)
             return
         level, walks = self._levels[depth], [(round_, round_.walk) for round_ in rounds if round_.walk is not None]
         known = [(round_, walk) for round_, walk in walks if walk.candidates is not None]
@@ -114,7 +114,7 @@ class Judge:
         if not is_end_token(token_id, self._params, self._ending) and self._passes(round_, token_id, confidence):
             self._exit(round_, token_id, depth)
 
-    def _judge_at_boundary(self, rounds: Sequence[DraftRound]) -> None:
+    def _judge_at_exit_layer(self, rounds: Sequence[DraftRound]) -> None:
         """By the whole head, whatever was seen before."""
         exit_head = self._exit_head
         assert exit_head is not None, "rows are judged where there is an exit head"
@@ -153,7 +153,7 @@ class Judge:
         return True
 
     def _exit_or_guess(self, round_: DraftRound, logits: Tensor, confidence_of: Callable[[int, bool], float]) -> None:
-        """The last row kept exits at the boundary; where it does not, its draft stays known."""
+        """The last row kept exits at the exit layer; where it does not, its draft stays known."""
         token_id = self._chosen(round_, logits)
         if is_end_token(token_id, self._params, self._ending):
             return  # right or wrong, no row behind it would count
@@ -162,7 +162,7 @@ class Judge:
             return
         confidence = confidence_of(token_id, True)
         if self._is_number(round_, confidence) and self._passes(round_, token_id, confidence):
-            self._exit(round_, token_id, self._drafting.boundary)
+            self._exit(round_, token_id, self._drafting.exit_layer)
 
     def _exit(self, round_: DraftRound, token_id: int, depth: int) -> None:
         """The draft is the next row."""
@@ -189,13 +189,13 @@ class Judge:
     def _projected(self, states: Tensor, exit_head: ExitHead) -> tuple[Tensor, Tensor]:
         """(m, hidden) -> what the head multiplies (m, hidden), and logits (m, vocab)."""
         normed = self._normed(states, exit_head)
-        return normed, self._executor.project(normed)
+        return normed, self._executor.lm_head(normed)
 
     def _is_sound(self, round_: DraftRound, logits: Tensor) -> bool:
         """Whether they can be judged; if not, the round's last row is judged no more."""
         if all_finite(logits):
             return True
-        self._notice(UNSOUND_LOGITS)
+        self._warn(UNSOUND_LOGITS)
         round_.walk = None
         return False
 
@@ -203,7 +203,7 @@ class Judge:
         """The same of a confidence."""
         if isfinite(confidence):
             return True
-        self._notice("exits' confidences are not finite")
+        self._warn("exits' confidences are not finite")
         round_.walk = None
         return False
 

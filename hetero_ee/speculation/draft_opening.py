@@ -26,10 +26,10 @@ from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
 if TYPE_CHECKING:
-    from hetero_ee_cpu_ops.thread_pool import Team
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder
-Notice = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +56,32 @@ class DraftKnowledge:
 
 
 def found_knowledge(
-    calibrations: CalibrationPlace | None, draft_head: Path | None, folder: Path, spec: ModelSpec, notice: Notice
+    calibrations: CalibrationPlace | None, draft_head: Path | None, folder: Path, spec: ModelSpec, warn: Warn
 ) -> DraftKnowledge:
     """What there is to draft with. draft_head: as the caller named it, else the one in the model's folder is taken.
 
     A calibration of other weights or a damaged one, and the model folder's own head where it can't be read, are left
-    out with a notice. Raises ModelError for a named head that can't be read.
+    out with a warning. Raises ModelError for a named head that can't be read.
     """
     try:
         calibration = None if calibrations is None else calibrations.find()
     except StoreError as error:
-        notice(str(error))
+        warn(str(error))
         calibration = None
     if draft_head is not None:
         draft_head_facts(draft_head, spec)
         return DraftKnowledge(calibration, draft_head, is_asked=True)
-    return DraftKnowledge(calibration, _own_head(folder, spec, notice))
+    return DraftKnowledge(calibration, _own_head(folder, spec, warn))
 
 
-def _own_head(folder: Path, spec: ModelSpec, notice: Notice) -> Path | None:
+def _own_head(folder: Path, spec: ModelSpec, warn: Warn) -> Path | None:
     own = folder / DRAFT_HEAD_FOLDER
     try:
         if find_file(own, CONFIG_FILE) is None:
             return None
         draft_head_facts(own, spec)
     except HeteroError as error:
-        notice(f"{error} Drafting without this model's own draft head.")
+        warn(f"{error} Drafting without this model's own draft head.")
         return None
     return own
 
@@ -91,7 +91,7 @@ class OpenDrafting:
     """Drafting that holds threads of its own, to be closed."""
 
     drafting: Drafting
-    team: "Team | None" = None
+    pool: "ThreadPool | None" = None
 
     @property
     def origin(self) -> str:
@@ -99,16 +99,16 @@ class OpenDrafting:
         source = self.drafting.source
         if source is None:
             levels = () if self.drafting.levels is None else self.drafting.levels.scheduled
-            return f"exit after layer {any_of((*levels, self.drafting.boundary))}"
+            return f"exit after layer {any_of((*levels, self.drafting.exit_layer))}"
         return "repeated n-grams" if isinstance(source, NgramSource) else "draft head"
 
     def close(self) -> None:
-        if self.team is not None:
-            self.team.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
 def open_drafting(
-    knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, notice: Notice
+    knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, warn: Warn
 ) -> OpenDrafting | None:
     """The plan's way to draft, None for full mode. The model folder's own draft head is replaced by repeated n-grams
     where it can't be read.
@@ -116,15 +116,15 @@ def open_drafting(
     Raises UsageError for a plan whose exits were not calibrated, ModelError for a named head that can't be read.
     """
     plan, spec = opened.plan, opened.executor.spec
-    if plan.mode == "full" or plan.boundary is None:
+    if plan.mode == "full" or plan.exit_layer is None:
         return None
     wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
     pace = None if opened.machine is not None or wants_exact else Pace()  # an emulated clock knows no Python
     if plan.drafts == CHAIN:
-        chain = open_chain(knowledge.draft_head, opened, profile, notice, is_asked=knowledge.is_asked)
+        chain = open_chain(knowledge.draft_head, opened, profile, warn, is_asked=knowledge.is_asked)
         gate = FixedGate(0.0) if chain.rule is None else chain.rule.gate
-        drafting = Drafting(0, chain.draft_tokens, gate, None, chain.source, notice, pace, chain_rule=chain.rule)
-        return OpenDrafting(drafting, chain.team)
+        drafting = Drafting(0, chain.draft_length, gate, None, chain.source, warn, pace, chain_rule=chain.rule)
+        return OpenDrafting(drafting, chain.pool)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED  # else nothing has said where kernels are kept
-    drafting = exit_drafting(knowledge.calibration, plan, spec, profile, notice, pace, compiled=compiled)
+    drafting = exit_drafting(knowledge.calibration, plan, spec, profile, warn, pace, compiled=compiled)
     return OpenDrafting(drafting)

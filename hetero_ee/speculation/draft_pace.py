@@ -62,7 +62,7 @@ class Pace:
 
     def _begin(self, drafts: bool, n_tokens: float, *, is_trial: bool) -> None:
         kind = self._kinds[drafts]
-        if not is_trial:  # what it will be held against later is what it does now
+        if not is_trial:  # what it will be checked against later is what it does now
             kind.seconds, kind.tokens = DECAY * kind.seconds, DECAY * kind.tokens
         self._is_cold = drafts != self._now
         self._now, self._left, self._is_trial = drafts, n_tokens, is_trial

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.exit_levels import Walk
 
 
@@ -16,7 +16,7 @@ class DraftRound:
     """One text's round. token_ids: of its rows, the first the text's last token, the others drafts; of those the first
     n_kept rows will be verified, the rest is a chain that is not judged yet.
 
-    max_rows: the most that may wait, of which the first n_judged are judged at the boundary. origins: of the drafts;
+    max_rows: the most that may wait, of which the first n_judged are judged at the exit layer. origins: of the drafts;
     depths: the layers after which each was known. hidden: (hidden,) of each row that has begun; passed: the layers it
     has passed, never more than the row before. walk: the last row's way where it is still to be judged. asked: row ->
     what the gate was asked there, drafts with their confidences. guess: what its last row would draft, although no row
@@ -60,18 +60,18 @@ class DraftRound:
         """The first row that is where the last one is: they go on together."""
         return self.passed.index(self.front) if self.has_begun else len(self.hidden)
 
-    def is_drafted(self, boundary: int) -> bool:
-        """Whether all rows wait at the boundary, and none is to be judged."""
-        return self.has_begun and self.walk is None and self.front == boundary
+    def is_drafted(self, exit_layer: int) -> bool:
+        """Whether all rows wait at the exit layer, and none is to be judged."""
+        return self.has_begun and self.walk is None and self.front == exit_layer
 
     def arrive(self, first: int, states: Sequence[Tensor], n_passed: int) -> None:
         """The rows from the first-th on have passed so many layers."""
         self.hidden[first:] = states
         self.passed[first:] = [n_passed] * len(states)
 
-    def rows(self, first: int) -> Rows:
+    def rows(self, first: int) -> Batch:
         """Its rows from the first-th on."""
-        return Rows.of_sequence(self.text.cached_as, self.first_position + first, self.token_ids[first:])
+        return Batch.of_sequence(self.text.cached_as, self.first_position + first, self.token_ids[first:])
 
     def add(self, token_id: int, origin: str, depth: int) -> None:
         """A draft becomes the last row."""

@@ -1,9 +1,9 @@
 """Drafter: rounds of drafts for all texts, their rows sharing each pass through the earlier layers.
 
-A row that exits at a level before the boundary waits there. The row behind it begins anew, and takes it along when it
-gets there: both pass what is left in one pass, so that each layer reads its weights once for all that wait, and no row
-attends before the keys and values of those before it are there. Source: derived, of rows that wait as in EE-LLM (arXiv
-2312.04916).
+A row that exits at a level before the exit layer waits there. The row behind it begins again, and takes it along when
+it gets there: both pass what is left in one pass, so that each layer reads its weights once for all that wait, and no
+row attends before the keys and values of those before it are there. Source: derived, of rows that wait as in EE-LLM
+(arXiv 2312.04916).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_finite, choose_token
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.speculation.draft_chain import DraftChain
 from hetero_ee.speculation.draft_judge import Judge
@@ -32,22 +32,22 @@ class Drafter:
     def __init__(self, executor: Executor, drafting: Drafting, params: SamplingParams, ending: Ending) -> None:
         self._executor, self._drafting, self._params, self._ending = executor, drafting, params, ending
         self.noise = RememberedNoise()
-        self._judge = Judge(executor, drafting, params, ending, self.noise, self._notice)
-        self._was_noticed = False
+        self._judge = Judge(executor, drafting, params, ending, self.noise, self._warn)
+        self._has_warned = False
 
     def draft(self, texts: Sequence[Text], begun: Mapping[int, tuple[Tensor, int]]) -> list[DraftRound]:
-        """A round of each unfinished text, its rows at the boundary.
+        """A round of each unfinished text, its rows at the exit layer.
 
         begun: by Text.sequence, of last tokens' rows that have begun already, states (hidden,) and the layers passed.
         """
         rounds = [self._begun(text, begun.get(text.sequence)) for text in texts]
-        self._bring_to_boundary(rounds)
+        self._bring_to_exit_layer(rounds)
         return rounds
 
     def plain(self, texts: Sequence[Text]) -> list[DraftRound]:
         """The same without drafts: the last token's row of each text."""
         rounds = [DraftRound(text, 1, 0, [text.token_ids[-1]]) for text in texts]
-        self._bring_to_boundary(rounds)
+        self._bring_to_exit_layer(rounds)
         return rounds
 
     def settle(self, round_: DraftRound, n_accepted: int, n_tokens: int) -> None:
@@ -58,7 +58,7 @@ class Drafter:
 
     def _begun(self, text: Text, begun: tuple[Tensor, int] | None) -> DraftRound:
         n_left = text.tokens_left(self._params, self._ending)
-        max_rows = min(self._drafting.draft_tokens, n_left)
+        max_rows = min(self._drafting.draft_length, n_left)
         n_judged = max_rows if self._drafting.drafts_ahead and max_rows < n_left else max_rows - 1
         making = DraftChain(partial(self._chosen, text), self._ends, self._drafting.chain_rule)
         chain = self._chain(text, max_rows - 1, making) if max_rows > 1 else []
@@ -80,15 +80,15 @@ class Drafter:
         try:
             proposed = source.propose(text.cached_as, text.token_ids, n_tokens, making.choose, making)[:n_tokens]
         except (DeviceMemoryError, DeviceLostError) as error:
-            self._notice(f"{error} This round has no drafts")
+            self._warn(f"{error} This round has no drafts")
             return []
         except _UnsoundLogitsError:
-            self._notice("the draft source's logits are not finite")
+            self._warn("the draft source's logits are not finite")
             return []
         chain: list[int] = []
         for token_id in proposed:
             if not 0 <= token_id < self._executor.spec.vocab_size:
-                self._notice(f"the draft source proposes token {token_id}, which this model does not have")
+                self._warn(f"the draft source proposes token {token_id}, which this model does not have")
                 break
             if self._ends(token_id):
                 break
@@ -104,9 +104,9 @@ class Drafter:
     def _ends(self, token_id: int) -> bool:
         return is_end_token(token_id, self._params, self._ending)
 
-    def _bring_to_boundary(self, rounds: Sequence[DraftRound]) -> None:
+    def _bring_to_exit_layer(self, rounds: Sequence[DraftRound]) -> None:
         """Every row, judged where it is to be; the shallowest first, so that they are there when those before go on."""
-        while walking := [round_ for round_ in rounds if not round_.is_drafted(self._drafting.boundary)]:
+        while walking := [round_ for round_ in rounds if not round_.is_drafted(self._drafting.exit_layer)]:
             depth = min(round_.front for round_ in walking)
             shallowest = [round_ for round_ in walking if round_.front == depth]
             ready = [round_ for round_ in shallowest if round_.is_ready]
@@ -117,7 +117,7 @@ class Drafter:
 
     def _next_stop(self, walking: Sequence[DraftRound], depth: int) -> int:
         """Where rows of this depth get to in one pass: where one of them is judged, or others are."""
-        stops = [self._drafting.boundary]
+        stops = [self._drafting.exit_layer]
         for round_ in walking:
             if round_.front > depth:
                 stops.append(round_.front)
@@ -132,12 +132,12 @@ class Drafter:
         firsts = [round_.first_moving for round_ in rounds]
         parts = [round_.rows(first) for round_, first in zip(rounds, firsts, strict=True)]
         states = [state for round_, first in zip(rounds, firsts, strict=True) for state in round_.hidden[first:]]
-        hidden = self._executor.run(Rows.joined(parts), stacked(states) if states else None, layers)
+        hidden = self._executor.run(Batch.joined(parts), stacked(states) if states else None, layers)
         split = parted(hidden, [len(part) for part in parts])
         for round_, first, mine in zip(rounds, firsts, split, strict=True):
             round_.arrive(first, mine.unbind(), layers.stop)
 
-    def _notice(self, what: str) -> None:
-        if self._drafting.notice is not None and not self._was_noticed:
-            self._drafting.notice(f"{what}; these tokens pass every layer one by one, as in mode full.")
-        self._was_noticed = True
+    def _warn(self, what: str) -> None:
+        if self._drafting.warn is not None and not self._has_warned:
+            self._drafting.warn(f"{what}; these tokens pass every layer one by one, as in mode full.")
+        self._has_warned = True

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import MAX_DRAFT_TOKENS
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee.speculation.draft_gate import Gate
 from hetero_ee.speculation.draft_pace import Pace
@@ -24,7 +24,7 @@ SlicedConfidence = Callable[[NDArray[np.float32], NDArray[np.float32]], float]
 
 @dataclass(frozen=True, slots=True)
 class ExitHead:
-    """Makes drafts of hidden states at the boundary: final norm, map, the model's head.
+    """Makes drafts of hidden states at the exit_layer: final norm, map, the model's head.
 
     map: normed states (m, hidden) to estimates of the final normed ones; None takes them as they are. confidence: None
     for the draft's own probability, at an exit the largest one.
@@ -43,7 +43,7 @@ class ExitHead:
 
 @dataclass(frozen=True, slots=True)
 class ExitLevel:
-    """A boundary in front of the plan's, where a row exits from a confidence of `threshold`.
+    """An exit layer in front of the plan's, where a row exits from a confidence of `threshold`.
 
     head: of rows that are judged here first. sliced: of rows that have candidates from a level before; None lets them
     pass unseen.
@@ -57,33 +57,33 @@ class ExitLevel:
 
 @dataclass(frozen=True, slots=True)
 class ExitLevels:
-    """by_boundary: those that there are. scheduled: the ones that every row is judged at, beside those where the last
+    """by_exit_layer: those that there are. scheduled: the ones that every row is judged at, beside those where the last
     rows of its text have exited."""
 
-    by_boundary: Mapping[int, ExitLevel] = field(default_factory=dict)
+    by_exit_layer: Mapping[int, ExitLevel] = field(default_factory=dict)
     scheduled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """boundary: layers that a row passes before it waits, 0 to all but one. draft_tokens: rows of one text in one pass
-    of verification, 1 to 16.
+    """exit_layer: layers that a row passes before it waits, 0 to all but one. draft_length: rows of one text in one
+    pass of verification, 1 to 16.
 
-    gate: decides row by row whether to go on drafting. exit_head: None for no drafts by exit; at boundary 0 there are
-    none either. source: proposes chains, which the exit head and the gate may shorten at the boundary; where a chain
-    ends, exits go on. notice: told, once in a text, that something could not draft. pace: says, round by round, whether
+    gate: decides row by row whether to go on drafting. exit_head: None for no drafts by exit; at exit layer 0 there are
+    none either. source: proposes chains, which the exit head and the gate may shorten at the exit layer; where a chain
+    ends, exits go on. warn: told, once in a text, that something could not draft. pace: says, round by round, whether
     drafting is faster than not; None drafts always. drafts_ahead: what the last row would draft begins on the GPU while
     the CPU verifies, and passes at most layers_ahead layers there, None for all there are. levels: where rows may exit
-    before the boundary; None for nowhere. chain_rule: how far the source drafts; None as far as there is room. Raises
+    before the exit layer; None for nowhere. chain_rule: how far the source drafts; None as far as there is room. Raises
     UsageError.
     """
 
-    boundary: int
-    draft_tokens: int
+    exit_layer: int
+    draft_length: int
     gate: Gate
     exit_head: ExitHead | None = None
     source: DraftSource | None = None
-    notice: Callable[[str], None] | None = None
+    warn: Callable[[str], None] | None = None
     pace: Pace | None = None
     drafts_ahead: bool = False
     layers_ahead: int | None = None
@@ -91,15 +91,17 @@ class Drafting:
     chain_rule: ChainRule | None = None
 
     def __post_init__(self) -> None:
-        if self.boundary < 0:
-            raise UsageError(f"boundary is {self.boundary}; expected a layer, counted from 0.")
-        if not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"draft_tokens is {self.draft_tokens}; expected 1 to {MAX_DRAFT_TOKENS}.")
-        for level in () if self.levels is None else (*self.levels.by_boundary, *self.levels.scheduled):
-            if not 0 < level < self.boundary:
-                raise UsageError(f"an exit level is {level}; expected 1 to {self.boundary - 1}, before the boundary.")
+        if self.exit_layer < 0:
+            raise UsageError(f"exit layer is {self.exit_layer}; expected a layer, counted from 0.")
+        if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
+            raise UsageError(f"draft_length is {self.draft_length}; expected 1 to {MAX_DRAFT_LENGTH}.")
+        for level in () if self.levels is None else (*self.levels.by_exit_layer, *self.levels.scheduled):
+            if not 0 < level < self.exit_layer:
+                raise UsageError(
+                    f"an exit level is {level}; expected 1 to {self.exit_layer - 1}, before the exit layer."
+                )
 
-    def check_boundary(self, n_layers: int) -> None:
-        """Raises UsageError where no layer is left behind the boundary."""
-        if self.boundary >= n_layers:
-            raise UsageError(f"boundary is {self.boundary}; expected 0 to {n_layers - 1} for {n_layers} layers.")
+    def check_exit_layer(self, n_layers: int) -> None:
+        """Raises UsageError where no layer is left behind the exit layer."""
+        if self.exit_layer >= n_layers:
+            raise UsageError(f"exit layer is {self.exit_layer}; expected 0 to {n_layers - 1} for {n_layers} layers.")

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, all_finite
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.speculation.draft_ahead import DraftAhead
 from hetero_ee.speculation.draft_round import DraftRound, parted
@@ -37,7 +37,7 @@ def generate_exact(
 ) -> Iterator[GeneratedToken]:
     """Yields the tokens that full.generate yields, each text's in the same order; texts take turns by rounds.
 
-    counts: counts them. Closing the iterator frees the sequences' memory. Raises UsageError for a boundary that the
+    counts: counts them. Closing the iterator frees the sequences' memory. Raises UsageError for an exit layer that the
     model does not have.
     """
     start_s = clock()
@@ -82,7 +82,7 @@ class _ExactDecoding:
         counts: DraftCounts,
         elapsed_s: Callable[[], float],
     ) -> None:
-        drafting.check_boundary(executor.spec.n_layers)
+        drafting.check_exit_layer(executor.spec.n_layers)
         self._executor, self._params, self._ending = executor, params, ending
         self._drafting, self._counts, self._elapsed_s = drafting, counts, elapsed_s
         self._drafter = Drafter(executor, drafting, params, ending)
@@ -128,7 +128,7 @@ class _ExactDecoding:
     def _run_later(self, rounds: list[DraftRound]) -> tuple[list[Tensor], list[Tensor]]:
         """All waiting rows through the later layers and the head: final normed states and logits of each round's."""
         normed = self._executor.final_norm(self._ahead.run_later(rounds))
-        logits = self._executor.project(normed)
+        logits = self._executor.lm_head(normed)
         self._counts.n_passes += 1
         sizes = [len(round_.token_ids) for round_ in rounds]
         return [*parted(normed, sizes)], [*parted(logits, sizes)]
@@ -165,11 +165,11 @@ class _ExactDecoding:
         if self._drafting.source is None:
             return
         token_ids = text.token_ids[first_position:n_true]
-        self._observe(Rows.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])
+        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])
 
-    def _observe(self, rows: Rows, normed: Tensor) -> None:
+    def _observe(self, batch: Batch, normed: Tensor) -> None:
         """Tells the source of verified rows of one sequence in place of what it has guessed there."""
         if self._drafting.source is not None:
-            sequence, first_position = rows.sequences[0], rows.positions[0]
+            sequence, first_position = batch.sequences[0], batch.positions[0]
             self._drafting.source.truncate(sequence, first_position)
-            self._drafting.source.observe(sequence, first_position, rows.token_ids, normed.cpu())
+            self._drafting.source.observe(sequence, first_position, batch.token_ids, normed.cpu())

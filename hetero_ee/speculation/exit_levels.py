@@ -1,4 +1,5 @@
-"""Exit levels: the boundaries a row is judged at on its way to the one it waits at, and what it remembers between them.
+"""Exit levels: the exit layers a row is judged at on its way to the one it waits at, and what it remembers between
+them.
 
 At its first level the whole head takes a row's candidates; the levels behind look at those alone, and at how their
 softmax has changed since the level before. Which levels a row is judged at: those of a schedule, and those near the
@@ -21,7 +22,7 @@ from hetero_ee.speculation.sources.candidates import HeadCandidates
 
 @dataclass(slots=True)
 class Walk:
-    """One row's way. stops: the boundaries it is still to be judged at, ascending, the last of them the plan's.
+    """One row's way. stops: the exit layers it is still to be judged at, ascending, the last of them the plan's.
 
     candidates: int64 (k,), taken at its first level; softmax: fp32 (k,), theirs where it was judged last.
     """
@@ -47,9 +48,9 @@ class ActiveLevels:
 
     def of(self, sequence: int) -> list[int]:
         """Ascending. Behind the first only those that can judge candidates taken before."""
-        by_boundary = self._levels.by_boundary
-        active = [level for level in self._exits(sequence).active() if level in by_boundary]
-        return active[:1] + [level for level in active[1:] if by_boundary[level].sliced is not None]
+        by_exit_layer = self._levels.by_exit_layer
+        active = [level for level in self._exits(sequence).active() if level in by_exit_layer]
+        return active[:1] + [level for level in active[1:] if by_exit_layer[level].sliced is not None]
 
     def exited(self, sequence: int, depth: int) -> None:
         """The next row of the text has exited after `depth` layers."""

@@ -37,7 +37,7 @@ class DraftStatistics:
     """
 
     n_layers: int
-    boundary: int
+    exit_layer: int
     n_passes: int
     n_rounds: int
     n_rows: int
@@ -104,7 +104,7 @@ class DraftCounts:
         self._checked_runs[n_checked] += 1
         self.n_tokens += n_tokens
 
-    def statistics(self, n_layers: int, boundary: int) -> DraftStatistics:
+    def statistics(self, n_layers: int, exit_layer: int) -> DraftStatistics:
         """The counts so far."""
         origins = (
             OriginCounts(name, self._drafted[name], self._checked[name], self._accepted[name])
@@ -115,7 +115,7 @@ class DraftCounts:
         known = self._depths + Counter({n_layers: self.n_tokens - self._depths.total()})
         return DraftStatistics(
             n_layers,
-            boundary,
+            exit_layer,
             self.n_passes,
             n_rounds,
             n_rounds + self._drafted.total(),

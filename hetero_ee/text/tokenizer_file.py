@@ -131,7 +131,7 @@ def _check_stages(values: Mapping[str, Any]) -> None:
                 raise RefusedError(f"its {stage} could make one byte more than {MAX_GROWTH:g}")
             _check_pattern(step.get("pattern"))
         if stage == "post_processor":
-            growth = 1.0  # the decoder begins anew, with one token
+            growth = 1.0  # the decoder begins again, with one token
 
 
 def _steps(step: Any, sequence: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -45,7 +45,7 @@ class RawTensors:
     read: Callable[[str], Tensor]
 
     def failure(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint anew.")
+        return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint again.")
 
 
 @dataclass(frozen=True, slots=True)

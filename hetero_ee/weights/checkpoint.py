@@ -85,7 +85,7 @@ class Checkpoint:
             tensor: Tensor = self._opened[file].get_tensor(self._name_in_file[name])
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
             raise CheckpointError(
-                f"{file}: tensor {name} can't be read ({_printable(error)}); get the file anew."
+                f"{file}: tensor {name} can't be read ({_printable(error)}); get the file again."
             ) from error
         return tensor
 
@@ -198,7 +198,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is damaged or no safetensors file ({_printable(error)}); get the file anew."
+            f"{file} is damaged or no safetensors file ({_printable(error)}); get the file again."
         ) from error
 
 

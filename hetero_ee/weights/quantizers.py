@@ -24,7 +24,7 @@ SEARCH_STEPS = 4  # trial scales on each side of the plain one; 9 gave 0.3 % les
 SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
 CODEBOOK_SAMPLE_GROUPS = 2**12  # groups a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
-QUANTIZER_VERSION = 1  # raised whenever the same weights would give other bytes: cached stores are then made anew
+QUANTIZER_VERSION = 1  # raised whenever the same weights would give other bytes: cached stores are then made again
 INT4_QUANTIZERS = ("codebook", "search", "rtn", "nf4")
 DEFAULT_QUANTIZER = "codebook"  # least KL divergence of those of its size: docs/quality.md
 

@@ -87,7 +87,7 @@ def _looks_right(start: bytes, n_header_bytes: int) -> bool:
 
 
 def _damaged(reason: object) -> str:
-    return f"is damaged or no safetensors file ({reason}); get the file anew"
+    return f"is damaged or no safetensors file ({reason}); get the file again"
 
 
 def header_tensors(header: bytes, n_data_bytes: int) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""The tile layouts, in plain torch: the reference that every kernel is held against. Bit by bit in docs/FORMAT.md.
+"""The tile layouts, in plain torch: the reference that every kernel is checked against. Bit by bit in docs/FORMAT.md.
 
 W is (N, K) = (out, in), N padded to 16 rows and K to 32 columns, cut into tiles of 16 x 32, row block after row block.
 int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble and W[16b+r, 32g+16+4j+c] in its

@@ -84,7 +84,7 @@ class TileWeight:
         return expanded[within, : self.n_columns]
 
     def gathered(self, indices: Tensor) -> "TileWeight":
-        """W[indices] as a matrix of its own, of the same codes and scales: nothing is rounded anew."""
+        """W[indices] as a matrix of its own, of the same codes and scales: nothing is rounded again."""
         n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
         unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
         chosen = (unpacked[indices], layout.unpack_scales(self.scales)[indices])

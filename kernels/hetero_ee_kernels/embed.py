@@ -1,4 +1,4 @@
-"""Rows of an embedding matrix in tiles: out[r] = W[ids[r]], fp32 or fp16 (m, K), ids on the device.
+"""Batch of an embedding matrix in tiles: out[r] = W[ids[r]], fp32 or fp16 (m, K), ids on the device.
 
 The product scale x 2^exponent is rounded to fp32, then entry x that, as in the torch reference: fp32 bits are the same.
 An id that has no row gives a row of NaN: the ids are never seen by the CPU, which could refuse them.

@@ -3,7 +3,7 @@
 Rule: every bandwidth is 0.8 of the data sheet's. A product takes the longer of reading its weights and computing: a CPU
 computes at the operations per cycle and 64 bytes of vector width that this repository's CPU kernels were measured at,
 times its cores, clock and vector width; a GPU at 0.8 of its fp32 rate for up to 16 rows and 0.6 of its dense fp16
-tensor rate above. What no data sheet has (launches, crossings, overhead of a layer) is assumed and named below.
+tensor rate above. What no data sheet has (launches, transfers, overhead of a layer) is assumed and named below.
 """
 
 from dataclasses import dataclass
@@ -245,7 +245,7 @@ def _link_times(sheet: DataSheet, origin: Origin) -> LinkTimes:
         latency=derived(COPY_LATENCY_S, "s", origin),
         launch=derived(CPU_LAUNCH_S, "s", origin),
         synchronize=derived(SYNCHRONIZE_S, "s", origin),
-        crossing=derived(CROSSING_S, "s", origin),
+        transfer=derived(CROSSING_S, "s", origin),
     )
 
 

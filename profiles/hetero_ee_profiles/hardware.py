@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_ee_profiles.measurement import Measurement
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 KV_TYPES = ("fp32", "fp16", "int8")  # of a cache
 MEASURED, DERIVED = "measured", "derived"
 
@@ -156,7 +156,7 @@ class LinkTimes:
     """Between CPU and GPU. Rates of pinned and pageable memory, of pinned both ways at once their sum.
 
     latency: a small copy that the CPU waits for. launch: handing over one kernel; synchronize: one kernel that the CPU
-    waits for. crossing: until a row of hidden states that one device has computed can be used on the other.
+    waits for. transfer: until a row of hidden states that one device has computed can be used on the other.
     """
 
     to_gpu_bytes_per_s: Measurement
@@ -167,7 +167,7 @@ class LinkTimes:
     latency: Measurement
     launch: Measurement
     synchronize: Measurement
-    crossing: Measurement
+    transfer: Measurement
 
 
 @dataclass(frozen=True, slots=True)

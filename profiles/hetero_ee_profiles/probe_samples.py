@@ -35,7 +35,7 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True)
 class ProductSamples:
-    """Seconds of one product at m rows, the weights in turn being cycle_bytes."""
+    """Seconds of one product at m rows, the weights alternately being cycle_bytes."""
 
     shape: ProductShape
     m: int

@@ -58,11 +58,11 @@ def main() -> None:
 
 def measure(threads: int, passes: int) -> dict[str, Any]:
     from hetero_ee_cpu_ops.matmul import Matmul
-    from hetero_ee_cpu_ops.thread_pool import Team
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-    team = Team(threads)
-    figures: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(team, passes)}
-    matmul = Matmul(team)
+    pool = ThreadPool(threads)
+    metrics: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(pool, passes)}
+    matmul = Matmul(pool)
     for name, codebook in KINDS.items():
         times = matmul_times(matmul, codebook, passes)
         n_bytes = SHAPE[0] * SHAPE[1] * 4.5 / 8
@@ -71,15 +71,15 @@ def measure(threads: int, passes: int) -> dict[str, Any]:
             "kappa": {str(m): times[m] / times[1] for m in ROWS[1:]},
             "gops_16": 2 * SHAPE[0] * SHAPE[1] * 16 / times[16] / 1e9,
         }
-        figures |= row if name == "linear" else {name: row}
-    team.close()
-    return figures
+        metrics |= row if name == "linear" else {name: row}
+    pool.close()
+    return metrics
 
 
-def read_gbps(team: Any, passes: int) -> float:
+def read_gbps(pool: Any, passes: int) -> float:
     from hetero_ee_cpu_ops.read import Read
 
-    read, buffer = Read(team), np.ones(CYCLE_BYTES // 2048 * 256, np.int64)
+    read, buffer = Read(pool), np.ones(CYCLE_BYTES // 2048 * 256, np.int64)
     read(buffer)
     return float(buffer.nbytes / median_s(lambda: read(buffer), 2 + passes) / 1e9)
 
@@ -128,7 +128,7 @@ def overhead_us_per_layer() -> float:
 
     from hetero_ee.hub.config_file import read_spec
     from hetero_ee.models.blocks import all_tensors, decoder_blocks
-    from hetero_ee.runtime.batch import Rows
+    from hetero_ee.runtime.batch import Batch
     from hetero_ee.runtime.executors.cpu import CpuExecutor
     from hetero_ee.weights.model_weights import ModelWeights, is_quantized
     from hetero_ee.weights.quantizers import RoundToNearest
@@ -153,10 +153,10 @@ def overhead_us_per_layer() -> float:
             weights.vectors[tensor.name] = values
     executor = CpuExecutor(spec, weights, 64, 1)
     executor.cache.open(0)
-    executor.hidden(Rows.of_sequence(0, 0, list(range(16))))
+    executor.hidden(Batch.of_sequence(0, 0, list(range(16))))
 
     def step() -> None:
-        executor.hidden(Rows.of_sequence(0, 16, [1]))
+        executor.hidden(Batch.of_sequence(0, 16, [1]))
         executor.cache.truncate(0, 16)
 
     step()
@@ -176,8 +176,8 @@ def in_child_for_avx2(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_tables(document: dict[str, Any]) -> None:
     print("| code | threads | tiles | read GB/s | m = 1 GB/s | kappa 2 | 4 | 8 | 16 | GOPS at 16 |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for code, figures in (("native", document), ("AVX2", document.get("avx2"))):
-        for part in (figures, figures["one_thread"]) if figures else ():
+    for code, metrics in (("native", document), ("AVX2", document.get("avx2"))):
+        for part in (metrics, metrics["one_thread"]) if metrics else ():
             for name, row in (("linear", part), ("codebook", part["codebook"])):
                 kappa = " | ".join(f"{row['kappa'][str(m)]:.2f}" for m in ROWS[1:])
                 speeds = f"{part['read_gbps']:.1f} | {row['gemv_gbps']:.1f}"

@@ -34,16 +34,16 @@ def main() -> None:
             first_ever.append(seconds_to_first_text(Path(cache), flags))
             first.append(seconds_to_first_text(Path(cache), flags))
             documents.append(rates(Path(cache), flags))
-    figures = {
+    metrics = {
         "first_ever_s": statistics.median(first_ever),
         "first_token_s": statistics.median(first),
         "prompt_tokens_per_s": statistics.median(d["prompt_tokens_per_s"] for d in documents),
         "generated_tokens_per_s": statistics.median(d["generated_tokens_per_s"] for d in documents),
         "peak_memory_bytes": max(d["peak_memory_bytes"] for d in documents),
     }
-    for name, value in figures.items():
+    for name, value in metrics.items():
         print(f"{name:24} {value:,.2f}")
-    print(json.dumps({"runs": arguments.runs, "threads": arguments.threads, **figures}))
+    print(json.dumps({"runs": arguments.runs, "threads": arguments.threads, **metrics}))
 
 
 def folders(cache: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     python tests/bench/bench_exits.py [--json] [--no-wall] [--texts 8] [--tokens 128] [--parts demo,replay]
 
-Three kinds of lines. "measured": the demo model on this CPU by the wall clock, both modes in turn, medians; needs a
+Three kinds of lines. "measured": the demo model on this CPU by the wall clock, both modes alternately, medians; needs a
 quiet machine. "emulated": the demo model's true tokens, time as the profile's machine would take. "timing replay, no
 quality claim": a model of Llama-2-7B's shape without numbers, whose exits and drafts are right as often as was asked.
 Every line asserts that both modes say the same tokens. formula: the speed-up that the measured p and q, or acceptance,
@@ -28,8 +28,8 @@ from exit_wall import WallClock, this_profile
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.statistics import (
-    BoundaryRates,
     DraftRates,
+    ExitLayerRates,
     ExitStatistics,
     Statistics,
     published_statistics,
@@ -114,11 +114,11 @@ def replayed_rows(stories: Stories, profile: HardwareProfile) -> Iterator[Row]:
 
 def scaled(statistics: ExitStatistics, n_layers: int) -> ExitStatistics:
     """The same rates at the same relative depths of another model."""
-    boundaries = (
-        BoundaryRates(round(each.boundary * n_layers / statistics.n_layers), each.rates)
-        for each in statistics.boundaries
+    exit_layers = (
+        ExitLayerRates(round(each.exit_layer * n_layers / statistics.n_layers), each.rates)
+        for each in statistics.exit_layers
     )
-    return replace(statistics, n_layers=n_layers, boundaries=tuple(boundaries))
+    return replace(statistics, n_layers=n_layers, exit_layers=tuple(exit_layers))
 
 
 def document(rows: Sequence[Row], beside: Sequence[Overhead]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ HEADING = (
 
 def table_line(row: Row) -> str:
     """Of the table in HEADING."""
-    did = "full" if row.drafts is None else f"{row.drafts} at {row.boundary}" if row.boundary else row.drafts
+    did = "full" if row.drafts is None else f"{row.drafts} at {row.exit_layer}" if row.exit_layer else row.drafts
     cells = (
         row.label,
         f"{row.model}, {row.machine}",
@@ -159,7 +159,7 @@ def table_line(row: Row) -> str:
         row.asked,
         row.sampling,
         did,
-        str(row.draft_tokens),
+        str(row.draft_length),
         _number(row.exit_rate, 2),
         _number(row.precision, 2),
         " ".join(f"{chance:.2f}" for chance in row.acceptance) or "-",

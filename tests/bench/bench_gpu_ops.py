@@ -292,8 +292,8 @@ def table(report: Report) -> str:
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for r in report.rows:
-        figures = f"{r.us:.1f} | {r.gbps:.0f} | {r.share:.0%} | {r.error:.0e}"
-        lines.append(f"| {r.operation} | {r.tiles} | {r.n} x {r.k} | {r.m} | {figures} |")
+        metrics = f"{r.us:.1f} | {r.gbps:.0f} | {r.share:.0%} | {r.error:.0e}"
+        lines.append(f"| {r.operation} | {r.tiles} | {r.n} x {r.k} | {r.m} | {metrics} |")
     lines += ["", "| library | N x K | m | us |", "|---|---|---|---|"]
     for p in report.peers:
         lines.append(

@@ -1,12 +1,13 @@
-"""One random model in both formats, run by this engine and by llama.cpp in turn. The last line is one JSON document.
+"""One random model in both formats, run by this engine and by llama.cpp alternately. The last line is one JSON
+document.
 
     pip install -e ".[bench]" && python tests/bench/bench_vs_llamacpp.py [--json] [--layers 8] [--repeats 9]
 
 Llama-2-7B's layer shapes, 8 layers, 32,000 tokens, every matrix at 4.5 bits a weight (theirs Q4_0, ours codebook tiles,
 head and embedding too), fp32 KV cache in ours and fp16 in theirs. A step is a whole pass: m tokens of one sequence
 behind a context of 16, logits for all of them (for the prompt's last token in prefill). Ratios are their median time
-over ours, both measured in turn in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is
-installed on.
+over ours, both measured alternately in one run; run it on a quiet machine. llama.cpp is built by pip for the machine
+it is installed on.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
@@ -101,11 +102,11 @@ def compare(spec: ModelSpec, weights: ModelWeights, file: Path, threads: int, re
 
 def our_steps(executor: Executor) -> Callable[[int], float]:
     executor.cache.open(0)
-    executor.hidden(Rows.of_sequence(0, 0, list(range(CONTEXT))))
+    executor.hidden(Batch.of_sequence(0, 0, list(range(CONTEXT))))
 
     def step(m: int) -> float:
         start = time.perf_counter()
-        executor.logits(Rows.of_sequence(0, CONTEXT, list(range(100, 100 + m))), wanted_rows(m))
+        executor.logits(Batch.of_sequence(0, CONTEXT, list(range(100, 100 + m))), wanted_rows(m))
         elapsed = time.perf_counter() - start
         executor.cache.truncate(0, CONTEXT)
         return elapsed

@@ -131,7 +131,7 @@ def _row(
         return full_row(described, costs, full)
     counts = DraftCounts()
     exact = stories.told(opened, described.sampling, drafting.drafting, counts)
-    found = counts.statistics(spec.n_layers, drafting.drafting.boundary)
+    found = counts.statistics(spec.n_layers, drafting.drafting.exit_layer)
     return row(described, found, costs, plan.drafts, full, exact)
 
 
@@ -143,5 +143,5 @@ def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledg
     return replace(opened, placement=placement)
 
 
-def _fail(notice: str) -> None:
-    raise AssertionError(notice)
+def _fail(warn: str) -> None:
+    raise AssertionError(warn)

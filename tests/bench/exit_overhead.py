@@ -32,7 +32,7 @@ from hetero_ee.speculation.sources.combined import CombinedSource
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
-PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "project", "project_on_cpu", "sliced")
+PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "lm_head_on_cpu", "sliced")
 LAYER = ("guess", "embed", "logits")
 GATE = ("goes_on", "audit", "settle", "spend", "chance")
 BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512
@@ -269,5 +269,5 @@ def _opened(stories: Stories, profile: HardwareProfile, kind: str) -> Opened:
     return open_placed(engine.spec, engine.executor.weights, placement, 1, time.perf_counter, _fail)
 
 
-def _fail(notice: str) -> None:
-    raise AssertionError(notice)
+def _fail(warn: str) -> None:
+    raise AssertionError(warn)

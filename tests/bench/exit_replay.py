@@ -23,12 +23,12 @@ from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.round_costs import round_costs
 from hetero_ee.planning.times.rounds import ExitRates
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executors.dummy import HollowRunner, hollow_weights
+from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
@@ -48,7 +48,7 @@ PROMPT_TOKENS = 16
 class Fates:
     """What becomes of the rows and drafts of one text, drawn once from a seed.
 
-    rates: of exits at the boundary, and of rows that are refused there. acceptance_at: of a chain's positions.
+    rates: of exits at the exit layer, and of rows that are refused there. acceptance_at: of a chain's positions.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Fates:
         return bool(self._exits[position])
 
     def exit_is_right(self, position: int) -> bool:
-        """Whether its likeliest token at the boundary is the full model's."""
+        """Whether its likeliest token at the exit layer is the full model's."""
         return bool(self._right[position])
 
     def guess_is_right(self, position: int, place: int) -> bool:
@@ -73,25 +73,25 @@ class Fates:
         return bool(self._accepted[position, place])
 
 
-class ReplayedRunner(HollowRunner):
+class ReplayedRunner(DummyRunner):
     """Its head says what the fates have in store. They are changed between texts."""
 
     fates: Fates
 
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """See Executor.embed."""
-        hidden = torch.zeros(len(rows), self.spec.hidden_size)
-        hidden[:, POSITION] = torch.tensor(rows.positions)
+        hidden = torch.zeros(len(batch), self.spec.hidden_size)
+        hidden[:, POSITION] = torch.tensor(batch.positions)
         return hidden
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk."""
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward."""
         deeper = hidden.clone()
         deeper[:, DEPTH] = max(block.layer + 1 for block in blocks if block.layer is not None)
         return deeper
 
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
         logits = torch.zeros(len(normed), self.spec.vocab_size)
         for index, state in enumerate(normed):
             logits[index, self._token(state)] = 1.0
@@ -113,9 +113,9 @@ class ReplayedHeadLayer:
     def __init__(self, max_tokens: int) -> None:
         self.cache = KvCache(1, 0, 0, max_tokens)
 
-    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess."""
-        self.cache.admit(rows)
+        self.cache.admit(batch)
         guessed = states.clone()
         guessed[:, POSITION] += 1
         guessed[:, GUESSES] += 1
@@ -157,7 +157,7 @@ class Replay:
             return full_row(described, costs, full)
         counts = DraftCounts()
         exact = self._run(plan, statistics, counts)
-        found = counts.statistics(self.spec.n_layers, plan.boundary or 0)
+        found = counts.statistics(self.spec.n_layers, plan.exit_layer or 0)
         return row(described, found, costs, plan.drafts, full, exact)
 
     def _run(self, plan: Plan, statistics: Statistics, counts: DraftCounts | None) -> Timed:
@@ -169,7 +169,7 @@ class Replay:
             return runners[-1]
 
         machine = emulated_machine(self.profile, self.spec, plan, timeline)
-        executor = open_plan(self.spec, hollow_weights(self.spec), plan, machine, runner)
+        executor = open_plan(self.spec, dummy_weights(self.spec), plan, machine, runner)
         params, ending = SamplingParams(self.n_tokens), Ending(frozenset(), plan.context_tokens)
         common = executor, [[1] * PROMPT_TOKENS], params, ending, _decode, lambda: timeline.now_s
 
@@ -189,18 +189,18 @@ class Replay:
 
     def _fates(self, seed: int, plan: Plan, statistics: Statistics) -> Fates:
         rates = ExitRates(0.0, 0.0)
-        if statistics.exits is not None and plan.boundary:
-            rates = statistics.exits.rates_at(plan.boundary)
+        if statistics.exits is not None and plan.exit_layer:
+            rates = statistics.exits.rates_at(plan.exit_layer)
         at = statistics.drafts.acceptance_at if statistics.drafts is not None else lambda place: 0.0
-        return Fates(seed, PROMPT_TOKENS + self.n_tokens, rates, at, plan.draft_tokens)
+        return Fates(seed, PROMPT_TOKENS + self.n_tokens, rates, at, plan.draft_length)
 
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
-        if plan.drafts == EXIT and plan.boundary is not None:
+        if plan.drafts == EXIT and plan.exit_layer is not None:
             exit_head = ExitHead(None, _confidence(fates))
-            n_ahead = round_costs(self.spec, self.profile, plan, plan.boundary).layers_ahead
+            n_ahead = round_costs(self.spec, self.profile, plan, plan.exit_layer).layers_ahead
             return Drafting(
-                plan.boundary,
-                plan.draft_tokens,
+                plan.exit_layer,
+                plan.draft_length,
                 FixedGate(0.5),
                 exit_head,
                 drafts_ahead=n_ahead > 0,
@@ -210,16 +210,16 @@ class Replay:
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0
         placed = PlacedDraftHeadLayer(layer, head_spec, lambda: machine, on_gpu=on_gpu)
-        return Drafting(0, plan.draft_tokens, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
+        return Drafting(0, plan.draft_length, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
 
 
 def head_draft_s(spec: ModelSpec, profile: HardwareProfile, *, on_gpu: bool) -> float:
-    """Seconds of one draft of such a head: its layer, the model's head, and on a GPU the crossings."""
+    """Seconds of one draft of such a head: its layer, the model's head, and on a GPU the transfers."""
     times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(0)
-    works = draft_head_works(draft_head_spec(spec), Rows.of_sequence(0, PROMPT_TOKENS, [0]))
+    works = draft_head_works(draft_head_spec(spec), Batch.of_sequence(0, PROMPT_TOKENS, [0]))
     works.append(block_work(decoder_blocks(spec)[-1], 1))
     seconds = sum(work_s(work, times, profile.disk_read_bytes_per_s.value, spec) for work in works)
-    return seconds + (2 * profile.link.crossing.value if on_gpu and profile.link is not None else 0.0)
+    return seconds + (2 * profile.link.transfer.value if on_gpu and profile.link is not None else 0.0)
 
 
 def draft_head_spec(spec: ModelSpec) -> ModelSpec:

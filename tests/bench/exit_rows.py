@@ -19,12 +19,13 @@ MEASURED, EMULATED, REPLAYED = "measured", "emulated", "timing replay, no qualit
 @dataclass(frozen=True, slots=True)
 class Row:
     """label: MEASURED, EMULATED or REPLAYED. cpu_share: of the layers. asked: what was to draft; drafts: what did, None
-    in full mode. draft_tokens: rows of one verification at most, m.
+    in full mode. draft_length: rows of one verification at most, m.
 
     exit_rate, precision: p and q as counted; acceptance: of a chain's positions, as counted. r: seconds of a row behind
-    the boundary (of a chain: on the CPU) over those before; kappa: of m rows there over one's. head_s: the exit head or
-    the head; draft_s: one draft, head included. speedup: of exact over full; formula: the same from p, q or acceptance
-    and these seconds. ahead: share of rounds whose first row had been drafted ahead, which the formula takes as it is.
+    the exit layer (of a chain: on the CPU) over those before; kappa: of m rows there over one's. head_s: the exit
+    head or the head; draft_s: one draft, head included. speedup: of exact over full; formula: the same from p, q or
+    acceptance and these seconds. ahead: share of rounds whose first row had been drafted ahead, which the formula
+    takes as it is.
     """
 
     label: str
@@ -35,8 +36,8 @@ class Row:
     sampling: str
     mode: str
     drafts: str | None
-    boundary: int | None
-    draft_tokens: int
+    exit_layer: int | None
+    draft_length: int
     n_tokens: int
     exit_rate: float | None
     precision: float | None
@@ -87,8 +88,8 @@ def timed(texts: Iterable[Iterable[GeneratedToken]]) -> Timed:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds by which a round is reckoned. full_s: a token at full depth. earlier_s: one row before the boundary, and
-    head_s the head on it; verify_s(m): m rows behind it, or of a chain through all. draft_s: of one draft.
+    """Seconds by which a round is reckoned. full_s: a token at full depth. earlier_s: one row before the exit layer,
+    and head_s the head on it; verify_s(m): m rows behind it, or of a chain through all. draft_s: of one draft.
 
     r: see Row. ahead_s: of one row through the layers that it can pass ahead, 0 where there are none.
     """
@@ -108,13 +109,13 @@ def planned_costs(
     limits = Limits(context_tokens=plan.context_tokens, kv_type=plan.kv_type, threads=plan.threads)
     problem = resolve(spec, profile, limits, None)
     places = [part.decode_place for part in plan.parts]
-    chain = chain_of(problem, places, context_tokens, plan.draft_tokens)
+    chain = chain_of(problem, places, context_tokens, plan.draft_length)
     full_s = chain.sums[1][-1]
-    if plan.drafts == EXIT and plan.boundary is not None:
-        n_parts = 1 + 2 * plan.boundary
+    if plan.drafts == EXIT and plan.exit_layer is not None:
+        n_parts = 1 + 2 * plan.exit_layer
         draft_s, later_s = chain.draft_s(n_parts), chain.verify_s(n_parts, 1)
         r = later_s / chain.sums[1][n_parts]
-        head_s, ahead_s = chain.exit_head_s[n_parts], chain.ahead_s(plan.boundary)
+        head_s, ahead_s = chain.exit_head_s[n_parts], chain.ahead_s(plan.exit_layer)
         return StepCosts(full_s, head_s, draft_s, lambda m: chain.verify_s(n_parts, m), r, ahead_s)
     gpu_s = _gpu_s(problem, places, context_tokens)
     head_s = problem.costs.part_s(problem.head, places[-1], 1, context_tokens)
@@ -132,7 +133,7 @@ def _gpu_s(problem: Problem, places: Sequence[str], context_tokens: int) -> floa
 def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: str, full: Timed, exact: Timed) -> Row:
     """The line of a run in exact mode. described: with what is known before it."""
     assert full.token_ids == exact.token_ids, f"{described.asked}: exact mode says something else than full mode"
-    n_rows = described.draft_tokens
+    n_rows = described.draft_length
     rates = exit_rates(statistics, n_rows) if drafts == EXIT else None
     acceptance = chain_acceptance(statistics) if drafts == CHAIN else ()
     if rates is not None:
@@ -165,10 +166,10 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
 
 def described_row(label: str, model: str, machine: str, cpu_share: float, asked: str, sampling: str, plan: Plan) -> Row:
     """A line with nothing measured yet."""
-    n = plan.draft_tokens
+    n = plan.draft_length
     return Row(
-        label, model, machine, cpu_share, asked, sampling, plan.mode, plan.drafts, plan.boundary, n, 0, None, None, (),
-        None, None, 0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0,
+        label, model, machine, cpu_share, asked, sampling, plan.mode, plan.drafts, plan.exit_layer, n, 0, None, None,
+        (), None, None, 0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0,
     )  # fmt: skip
 
 
@@ -184,10 +185,10 @@ def full_row(described: Row, costs: StepCosts, full: Timed) -> Row:
     )
 
 
-def exit_rates(statistics: DraftStatistics, draft_tokens: int) -> ExitRates:
+def exit_rates(statistics: DraftStatistics, draft_length: int) -> ExitRates:
     """Of the rows that might exit those that did; of the exits that were judged those that were right."""
     n_exits = sum(n * rounds for n, rounds in enumerate(statistics.drafted_runs))
-    n_closed = sum(rounds for n, rounds in enumerate(statistics.drafted_runs) if n < draft_tokens - 1)
+    n_closed = sum(rounds for n, rounds in enumerate(statistics.drafted_runs) if n < draft_length - 1)
     exits = next((counts for counts in statistics.origins if counts.origin == EXIT), None)
     return ExitRates(n_exits / max(1, n_exits + n_closed), exits.precision if exits else 0.0)
 

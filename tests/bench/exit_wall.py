@@ -1,4 +1,4 @@
-"""The demo model's stories on this machine's CPU by the wall clock: exact and full mode in turn."""
+"""The demo model's stories on this machine's CPU by the wall clock: exact and full mode alternately."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.planning.limits import Limits
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.draft_opening import open_drafting
@@ -26,7 +26,7 @@ N_STEPS = 40  # whose median is a step's time
 
 @dataclass(frozen=True, slots=True)
 class WallClock:
-    """profile: of this machine, by which drafts are planned. n_rounds: full and exact mode in turn."""
+    """profile: of this machine, by which drafts are planned. n_rounds: full and exact mode alternately."""
 
     stories: Stories
     profile: HardwareProfile
@@ -76,7 +76,7 @@ class WallClock:
             exact.append(self.stories.told(opened, sampling, clocked, counts))
         machine = f"this CPU, {self.threads} threads"
         described = described_row(MEASURED, "demo", machine, 1.0, kind, sampling, opened.plan)
-        found = counts.statistics(self.stories.engine.spec.n_layers, drafting.boundary)
+        found = counts.statistics(self.stories.engine.spec.n_layers, drafting.exit_layer)
         assert opened.plan.drafts is not None
         costs = self._costs(opened, clocked)
         return row(described, found, costs, opened.plan.drafts, _median(full), _median(exact))
@@ -84,9 +84,9 @@ class WallClock:
     def _costs(self, opened: Opened, drafting: Drafting) -> StepCosts:
         """Medians of single steps behind a text of medium length."""
         steps = Steps(opened.executor, self.stories.mean_context_tokens)
-        first, every = drafting.boundary, opened.executor.spec.n_layers
+        first, every = drafting.exit_layer, opened.executor.spec.n_layers
         head_s, full_s = steps.head_s(), steps.pass_s(1, range(every))
-        later = {m: steps.pass_s(m, range(first, every)) for m in range(1, opened.plan.draft_tokens + 1)}
+        later = {m: steps.pass_s(m, range(first, every)) for m in range(1, opened.plan.draft_length + 1)}
         if isinstance(drafting.source, ClockedSource):
             return StepCosts(full_s, head_s, drafting.source.draft_s, lambda m: later[m], None)
         earlier_s = steps.pass_s(1, range(first))
@@ -124,15 +124,15 @@ class Steps:
 
     def head_s(self) -> float:
         """The head on one row."""
-        hidden = self._executor.embed(Rows.of_sequence(0, 0, [5]))
+        hidden = self._executor.embed(Batch.of_sequence(0, 0, [5]))
         return statistics.median(_seconds(lambda: self._executor.head(hidden)) for _ in range(N_STEPS))
 
     def pass_s(self, m: int, layers: range) -> float:
         """m rows through these layers, and the head behind the last."""
         executor, n_layers = self._executor, self._executor.spec.n_layers
         sequence = executor.cache.open_new()
-        executor.prompt([Rows.of_sequence(sequence, 0, [5] * self._n_known)])
-        rows, found = Rows.of_sequence(sequence, self._n_known, [5] * m), []
+        executor.prompt([Batch.of_sequence(sequence, 0, [5] * self._n_known)])
+        rows, found = Batch.of_sequence(sequence, self._n_known, [5] * m), []
         for _ in range(N_STEPS):
             executor.cache.cut(sequence, self._n_known)
             waiting = executor.run(rows, None, range(layers.start)) if layers.start else None
@@ -171,5 +171,5 @@ def _median(runs: list[Timed]) -> Timed:
     return replace(runs[0], seconds=statistics.median(run.seconds for run in runs))
 
 
-def _fail(notice: str) -> None:
-    raise AssertionError(notice)
+def _fail(warn: str) -> None:
+    raise AssertionError(warn)

@@ -86,9 +86,9 @@ def test_threads_change_nothing():
                 expected = activate(np.ascontiguousarray(x[:, :n]), kind, gated=False, threshold=THRESHOLD)
                 expected = expected * x[:, n:] if gated else expected
                 assert_accurate(activate(x, kind, gated=False, threshold=THRESHOLD), x, kind)
-                for team in all_teams:
+                for pool in all_teams:
                     out = Guarded((m, n), np.float32)
-                    activate(x, kind, out.array, gated=gated, threshold=THRESHOLD, team=team)
+                    activate(x, kind, out.array, gated=gated, threshold=THRESHOLD, pool=pool)
                     out.check()
                     assert_same_bits(out.array, expected)
 

@@ -48,9 +48,9 @@ def test_threads_change_nothing():
             n = int(rng.choice([CHUNK - 1, CHUNK, CHUNK + 1, 32_000, SHARED_FROM + 3]))
             m = max(1, int(rng.integers(1, 18)) * CHUNK // n)
             x = tied(rng, m, n) if seed % 2 else rng.normal(size=(m, n)).astype(np.float32)
-            for team in all_teams:
+            for pool in all_teams:
                 out = Guarded((m,), np.int64)
-                argmax(x, out.array, team=team)
+                argmax(x, out.array, pool=pool)
                 out.check()
                 assert_same_bits(out.array, x.argmax(1))
 
@@ -62,7 +62,7 @@ def test_a_tie_across_chunks_goes_to_the_lowest():
         for first in range(len(places)):
             x[:] = 0
             x[0, places[first:]] = 1
-            assert [int(argmax(x, team=team)[0]) for team in [None, *all_teams]] == [places[first]] * 4
+            assert [int(argmax(x, pool=pool)[0]) for pool in [None, *all_teams]] == [places[first]] * 4
 
 
 def test_wrong_arguments_are_refused():

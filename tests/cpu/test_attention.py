@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
@@ -65,12 +65,12 @@ class Case:
     def shape(self):
         return N_LAYERS, self.n_kv_heads, self.head_dim
 
-    def attend(self, caches, rows=None, team=None, window="own"):
+    def attend(self, caches, rows=None, pool=None, window="own"):
         chosen = range(len(self.rows)) if rows is None else rows
         places = [self.rows[row] for row in chosen]
         table = place_rows([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
         n_heads = self.group * self.n_kv_heads
-        attention = Attention(N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, team)
+        attention = Attention(N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, pool)
         out = Guarded((len(places), n_heads * self.head_dim), np.float32)
         queries = self.queries[list(chosen)]
         attention.attend(queries, table, LAYER, self.window if window == "own" else window, out.array, first=3)
@@ -136,7 +136,7 @@ def test_bits_depend_on_the_row_alone():
             caches, other = case.caches(spare=0), case.caches(spare=1 + seed % 300)
             whole = case.attend(caches)
             assert_same_bits(case.attend(other), whole)
-            assert_same_bits(case.attend(other, team=all_teams[seed % 3]), whole)
+            assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
             for row in range(len(case.rows)):
                 assert_same_bits(case.attend(other, [row])[0], whole[row])
 
@@ -151,10 +151,10 @@ def test_threads_change_nothing(kind):
     caches = case.caches(spare=4)
     whole = case.attend(caches)
     with teams() as all_teams:
-        for team in all_teams:
+        for pool in all_teams:
             for window in (None, 200):
-                assert_same_bits(case.attend(caches, team=team, window=window), case.attend(caches, window=window))
-            assert_same_bits(case.attend(caches, [5], team=team)[0], whole[5])
+                assert_same_bits(case.attend(caches, pool=pool, window=window), case.attend(caches, window=window))
+            assert_same_bits(case.attend(caches, [5], pool=pool)[0], whole[5])
 
 
 def test_a_window_longer_than_the_text_changes_nothing():
@@ -197,7 +197,7 @@ def test_matches_the_torch_reference():
         n = 90
         k, v = rng.normal(size=(2, n, n_kv_heads, head_dim)).astype(np.float32)
         queries = rng.normal(size=(n, n_heads * head_dim)).astype(np.float32)
-        cache, rows = KvCache(1, n_kv_heads, head_dim, 100), Rows.of_sequence(0, 0, [0] * n)
+        cache, rows = KvCache(1, n_kv_heads, head_dim, 100), Batch.of_sequence(0, 0, [0] * n)
         cache.open(0)
         cache.admit(rows)
         cache.write(0, rows, torch.from_numpy(k), torch.from_numpy(v))

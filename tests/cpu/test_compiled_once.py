@@ -10,7 +10,7 @@ import pytest
 from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.read import Read
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 MAPPINGS = Path("/proc/self/maps")
 CODEBOOKS = {"bytes": None, "linear": tuple(range(-8, 8)), "codebook": tuple(range(-16, 16, 2))}
@@ -21,12 +21,12 @@ def matrix(codebook: tuple[int, ...] | None) -> TileMatrix:
     return TileMatrix(tiles, np.ones((1, 1, 16), np.float16), 0, codebook)
 
 
-def used_once(team: Team) -> None:
+def used_once(pool: ThreadPool) -> None:
     x = np.ones((1, 32), np.float32)
     for codebook in CODEBOOKS.values():
-        Matmul(team)(x, matrix(codebook))
-        FloatMatmul(team)(x, matrix(codebook))
-    Read(team)(np.zeros(256, np.uint8))
+        Matmul(pool)(x, matrix(codebook))
+        FloatMatmul(pool)(x, matrix(codebook))
+    Read(pool)(np.zeros(256, np.uint8))
 
 
 @pytest.mark.skipif(not MAPPINGS.exists(), reason="needs /proc")
@@ -34,15 +34,15 @@ def test_more_executors_take_no_more_mappings() -> None:
     def n_mappings() -> int:
         return len(MAPPINGS.read_text().splitlines())
 
-    team = Team(1)
-    used_once(team)
+    pool = ThreadPool(1)
+    used_once(pool)
     before = n_mappings()
     for _ in range(25):
-        used_once(team)
+        used_once(pool)
     assert n_mappings() < before + 25
 
 
 @pytest.mark.parametrize("kind", CODEBOOKS)
 def test_every_instance_calls_the_same_code(kind: str) -> None:
     weight: Any = matrix(CODEBOOKS[kind])
-    assert len({Matmul(Team(1)).compile(weight.kind) for _ in range(3)}) == 1
+    assert len({Matmul(ThreadPool(1)).compile(weight.kind) for _ in range(3)}) == 1

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.cpu_probe import probe_read_bytes_per_s
 from hetero_ee_profiles.probe_samples import ProductShape
 
@@ -13,11 +13,11 @@ TICK_S = 0.25
 
 def test_memory_read() -> None:
     buffers = [np.ones((2, 2**12), np.int64), np.ones(2**15, np.uint8)]
-    ticks, team = itertools.count(), Team(1)
+    ticks, pool = itertools.count(), ThreadPool(1)
     try:
-        assert probe_read_bytes_per_s(team, buffers, 4, lambda: next(ticks) * TICK_S) == [(2**16 + 2**15) / TICK_S] * 4
+        assert probe_read_bytes_per_s(pool, buffers, 4, lambda: next(ticks) * TICK_S) == [(2**16 + 2**15) / TICK_S] * 4
     finally:
-        team.close()
+        pool.close()
 
 
 def test_bytes_of_a_shape_are_tiles_and_scales() -> None:

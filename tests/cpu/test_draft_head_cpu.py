@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_cpu import CpuDraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
 from hetero_ee.weights.quantizers import EightBit
 from hetero_ee.weights.weight import DenseWeight
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
 
 N_TOKENS, MAX_TOKENS = 20, 64
@@ -21,10 +21,10 @@ TOKENS, STATES = random_text(N_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    team = Team(2)
-    yield team
-    team.close()
+def pool() -> Iterator[ThreadPool]:
+    pool = ThreadPool(2)
+    yield pool
+    pool.close()
 
 
 def guessed(layer: DraftHeadLayer, chunks: Sequence[int]) -> Tensor:
@@ -35,7 +35,7 @@ def guessed(layer: DraftHeadLayer, chunks: Sequence[int]) -> Tensor:
         embedded = layer.embed(TOKENS[first:end])
         if embedded is None:
             embedded = BareTarget().embedding[TOKENS[first:end]]
-        found.append(layer.guess(embedded, STATES[first:end], Rows.of_sequence(sequence, first, TOKENS[first:end])))
+        found.append(layer.guess(embedded, STATES[first:end], Batch.of_sequence(sequence, first, TOKENS[first:end])))
         first = end
     layer.cache.close(sequence)
     return torch.cat(found)
@@ -46,45 +46,45 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("quantizer", "tolerance"), [("int8", 0.02), ("codebook", 0.2)])
-def test_it_computes_what_the_reference_does(team: Team, quantizer: str, tolerance: float) -> None:
+def test_it_computes_what_the_reference_does(pool: ThreadPool, quantizer: str, tolerance: float) -> None:
     """The rest is quantization: of weights and activations to 8 bits, or of weights to 4."""
     weights = head_weights(qkv_bias=torch.linspace(-1, 1, 80), embedding=BareTarget(seed=8).embedding)
-    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, quantizer=quantizer)
+    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, pool, quantizer=quantizer)
     expected = guessed(TorchDraftHeadLayer(weights, MAX_TOKENS), [N_TOKENS])
     error = relative_error(guessed(layer, [N_TOKENS]), expected)
     assert 0 < error < tolerance
 
 
-def test_a_rows_bits_do_not_depend_on_its_batch(team: Team) -> None:
-    layer = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team)
+def test_a_rows_bits_do_not_depend_on_its_batch(pool: ThreadPool) -> None:
+    layer = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool)
     whole = guessed(layer, [N_TOKENS])
     for chunks in ([1] * N_TOKENS, [3, 1, 9, 7]):
         assert torch.equal(guessed(layer, chunks), whole)
 
 
-def test_the_draft_vocabularys_logits_are_the_heads(team: Team) -> None:
+def test_the_draft_vocabularys_logits_are_the_heads(pool: ThreadPool) -> None:
     head = BareTarget().head[[2, 5, 17]]
     weights = head_weights()
-    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, team, DenseWeight(head))
+    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, pool, DenseWeight(head))
     logits = layer.logits(STATES[:1])
     assert logits is not None and logits.shape == (1, 3)
     assert relative_error(logits, STATES[:1] @ head.T) < 0.02
-    assert CpuDraftHeadLayer(weights, MAX_TOKENS, team).logits(STATES[:1]) is None
+    assert CpuDraftHeadLayer(weights, MAX_TOKENS, pool).logits(STATES[:1]) is None
 
 
 @pytest.mark.parametrize("ids", [[2, 5, 17], [0, 15, 16, VOCAB - 1], list(range(VOCAB)), [9]])
-def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(team: Team, ids: list[int]) -> None:
+def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, ids: list[int]) -> None:
     head = EightBit().quantize(BareTarget().head)
     gathered = head.gathered(torch.tensor(ids))
     assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
-    whole = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team, head).logits(STATES)
-    some = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team, gathered).logits(STATES)
+    whole = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool, head).logits(STATES)
+    some = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool, gathered).logits(STATES)
     assert whole is not None and some is not None and torch.equal(some, whole[:, ids])
 
 
-def test_after_a_rollback_it_proposes_as_a_fresh_one_does(team: Team) -> None:
+def test_after_a_rollback_it_proposes_as_a_fresh_one_does(pool: ThreadPool) -> None:
     def source() -> DraftHeadSource:
-        return DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team), BareTarget())
+        return DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool), BareTarget())
 
     used, fresh = source(), source()
     wrong, wrong_states = random_text(N_TOKENS, seed=5)
@@ -102,18 +102,18 @@ def test_after_a_rollback_it_proposes_as_a_fresh_one_does(team: Team) -> None:
     assert len(logits[0]) == 5 and all(map(torch.equal, *logits))
 
 
-def test_it_has_the_shapes_it_says(team: Team) -> None:
-    layer = CpuDraftHeadLayer(head_weights(embedding=BareTarget().embedding), MAX_TOKENS, team)
+def test_it_has_the_shapes_it_says(pool: ThreadPool) -> None:
+    layer = CpuDraftHeadLayer(head_weights(embedding=BareTarget().embedding), MAX_TOKENS, pool)
     embedded = layer.embed([3, VOCAB - 1])
     assert embedded is not None and embedded.shape == (2, HIDDEN)
     assert relative_error(embedded, BareTarget().embedding[[3, VOCAB - 1]]) < 0.02
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_model_whose_head_is_no_number_gets_no_drafts(team: Team, broken: float) -> None:
+def test_a_model_whose_head_is_no_number_gets_no_drafts(pool: ThreadPool, broken: float) -> None:
     target, notices = BareTarget(), list[str]()
     target.head[VOCAB // 2, 5] = broken
-    source = DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, team), target, notice=notices.append)
+    source = DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     for _ in range(2):
         assert source.propose(0, [*TOKENS, 4], 3, lambda logits, history: int(logits.argmax())) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import _sequence_cache
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
@@ -22,7 +22,7 @@ ATTENTION_TOLERANCE = 3e-6  # of the largest value, as for the attention itself
 
 
 def filled(kind: str, n_kv_heads: int, head_dim: int, x: Any, *, by_kernel: bool) -> KvCache:
-    """Two sequences with the rows of x, fp32 (m, 2, heads, head_dim), one and one in turn."""
+    """Two sequences with the rows of x, fp32 (m, 2, heads, head_dim), one and one alternately."""
     cache = KvCache(N_LAYERS, n_kv_heads, head_dim, MAX_TOKENS, layers=HELD, kind=kind)
     for sequence in range(2):
         cache.open(sequence)
@@ -37,13 +37,13 @@ def filled(kind: str, n_kv_heads: int, head_dim: int, x: Any, *, by_kernel: bool
     return cache
 
 
-def rows_of(m: int) -> Rows:
-    return Rows((0,) * m, tuple(row % 2 for row in range(m)), tuple(row // 2 for row in range(m)))
+def rows_of(m: int) -> Batch:
+    return Batch((0,) * m, tuple(row % 2 for row in range(m)), tuple(row // 2 for row in range(m)))
 
 
-def places(cache: KvCache, rows: Rows) -> Any:
-    views = [cache.view(sequence, _sequence_cache) for sequence in rows.sequences]
-    return place_rows(views, rows.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
+def places(cache: KvCache, batch: Batch) -> Any:
+    views = [cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
+    return place_rows(views, batch.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
 
 
 def stored(cache: KvCache, sequence: int) -> list[Any]:

@@ -18,7 +18,7 @@ from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
 from hetero_ee.profiling.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
 from hetero_ee.profiling.preset import QUICK
 from hetero_ee.runtime import cpu_profiling
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention
@@ -115,12 +115,12 @@ def test_keys_and_values_are_written_before(executor: CpuExecutor, monkeypatch: 
 
 def test_the_executor_is_as_before(executor: CpuExecutor) -> None:
     executor.cache.open(0)
-    before = executor.logits(Rows.of_sequence(0, 0, [1, 2, 3]), (2,))
+    before = executor.logits(Batch.of_sequence(0, 0, [1, 2, 3]), (2,))
     probe_pass(executor, 4, 16, USUALLY, lambda: 0.0)
     with pytest.raises(ValueError, match="can't follow"):
         probe_pass(executor, 1, MAX_TOKENS + 1, USUALLY, lambda: 0.0)
     executor.cache.truncate(0, 0)
-    assert torch.equal(executor.logits(Rows.of_sequence(0, 0, [1, 2, 3]), (2,)), before)
+    assert torch.equal(executor.logits(Batch.of_sequence(0, 0, [1, 2, 3]), (2,)), before)
     executor.cache.check()
     assert executor.cache.sequences == (0,)
 

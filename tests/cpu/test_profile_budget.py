@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.measure import attention_points, product_shapes
 from hetero_ee.profiling.pass_sampling import LEAST_PASSES, LEAST_ROWS, USUAL_PASSES
-from hetero_ee.profiling.preset import FULL, QUICK, Thoroughness
+from hetero_ee.profiling.preset import FULL, QUICK, Preset
 from hetero_ee.runtime import cpu_profiling
 from hetero_ee_profiles.hardware import DeviceTimes
 from tests.cpu.test_pass_probe import ORIGIN, spec_of
@@ -39,7 +39,7 @@ class MachineClock(WorkClock):
         return self._position_s / 1e-7 * super()._attention_s(places)
 
 
-def measured(patch: pytest.MonkeyPatch, shape: str, slowness: float, of: Thoroughness) -> tuple[DeviceTimes, float]:
+def measured(patch: pytest.MonkeyPatch, shape: str, slowness: float, of: Preset) -> tuple[DeviceTimes, float]:
     """What is found, and the seconds that it took."""
     patch.setattr(cpu_profiling, "_read_bytes_per_s", lambda *arguments: [1e9])
     spec = spec_of("llama", 1)
@@ -56,7 +56,7 @@ def counts(found: DeviceTimes) -> list[int]:
 def is_least(found: DeviceTimes) -> bool:
     """Whether nothing more could have been given up."""
     rows = max(each.m for each in found.attentions)
-    behind = [each for each in found.attentions if each.m > FEW_ROWS and each.context_tokens > each.m]
+    behind = [each for each in found.attentions if each.m > MAX_DECODE_TOKENS and each.context_tokens > each.m]
     return rows == LEAST_ROWS and not behind and set(counts(found)) == {LEAST_PASSES}
 
 

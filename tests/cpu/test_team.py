@@ -1,4 +1,4 @@
-"""The team of threads: every chunk once, whoever calls and however the workers sleep."""
+"""The thread pool of threads: every chunk once, whoever calls and however the workers sleep."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from numba import cfunc, types
 
 from hetero_ee_cpu_ops.atomics import add
 from hetero_ee_cpu_ops.simd.bytes import word
-from hetero_ee_cpu_ops.thread_pool import SPINS, Team
+from hetero_ee_cpu_ops.thread_pool import SPINS, ThreadPool
 
 
 @pytest.fixture(scope="module")
@@ -34,70 +34,70 @@ def arguments_for(counts: Any) -> Any:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_every_chunk_runs_once(count: Any, threads: int) -> None:
-    team, counts = Team(threads), np.zeros(1000, np.int64)
+    pool, counts = ThreadPool(threads), np.zeros(1000, np.int64)
     for n_chunks in (1, 2, 7, 1000):
         for _ in range(20):
-            team.run(count.address, arguments_for(counts), n_chunks)
-    team.close()
+            pool.run(count.address, arguments_for(counts), n_chunks)
+    pool.close()
     assert list(counts[[0, 1, 2, 6, 7, 999]]) == [80, 60, 40, 40, 20, 20]
 
 
 def test_sleeping_workers_do_not_hold_up_a_caller(count: Any) -> None:
-    team, counts = Team(3), np.zeros(100, np.int64)
+    pool, counts = ThreadPool(3), np.zeros(100, np.int64)
     for _ in range(5):
-        team.run(count.address, arguments_for(counts), 100)
+        pool.run(count.address, arguments_for(counts), 100)
         time.sleep(0.02)  # longer than they spin
     assert SPINS > 0 and (counts == 5).all()
-    team.close()
+    pool.close()
 
 
 def test_several_python_threads_may_call(count: Any) -> None:
-    team, results = Team(2), [np.zeros(50, np.int64) for _ in range(4)]
+    pool, results = ThreadPool(2), [np.zeros(50, np.int64) for _ in range(4)]
 
     def calls(counts: Any) -> None:
         for _ in range(200):
-            team.run(count.address, arguments_for(counts), 50)
+            pool.run(count.address, arguments_for(counts), 50)
 
     threads = [threading.Thread(target=calls, args=(counts,)) for counts in results]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    team.close()
+    pool.close()
     assert all((counts == 200).all() for counts in results)
 
 
 def test_an_interrupted_call_leaves_the_team_usable(count: Any) -> None:
-    """Ctrl-C may come when the team is taken and nothing yet sees to its release."""
-    team, counts = Team(2), np.zeros(10, np.int64)
-    team.enter()
-    team.run(count.address, arguments_for(counts), 10)
-    assert team.enter() != 0 and (counts == 1).all()
-    team.close()
-    team.run(count.address, arguments_for(counts), 10)
+    """Ctrl-C may come when the thread pool is taken and nothing yet sees to its release."""
+    pool, counts = ThreadPool(2), np.zeros(10, np.int64)
+    pool.enter()
+    pool.run(count.address, arguments_for(counts), 10)
+    assert pool.enter() != 0 and (counts == 1).all()
+    pool.close()
+    pool.run(count.address, arguments_for(counts), 10)
     assert (counts == 2).all()
 
 
 def test_a_closed_team_still_computes(count: Any) -> None:
     before = threading.active_count()
-    team, counts = Team(2), np.zeros(10, np.int64)
-    team.run(count.address, arguments_for(counts), 10)
+    pool, counts = ThreadPool(2), np.zeros(10, np.int64)
+    pool.run(count.address, arguments_for(counts), 10)
     assert threading.active_count() == before + 1
-    team.close()
-    team.close()
+    pool.close()
+    pool.close()
     assert threading.active_count() == before
-    team.run(count.address, arguments_for(counts), 10)
+    pool.run(count.address, arguments_for(counts), 10)
     assert (counts == 2).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_computes_alone(count: Any) -> None:
     """Threads don't survive a fork; completion is counted in chunks, so the child is merely slower."""
-    team, counts = Team(2), np.zeros(10, np.int64)
-    team.run(count.address, arguments_for(counts), 10)
+    pool, counts = ThreadPool(2), np.zeros(10, np.int64)
+    pool.run(count.address, arguments_for(counts), 10)
     child = os.fork()
     if child == 0:
-        team.run(count.address, arguments_for(counts), 10)
+        pool.run(count.address, arguments_for(counts), 10)
         os._exit(0 if (counts == 2).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    team.close()
+    pool.close()

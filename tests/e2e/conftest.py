@@ -43,6 +43,6 @@ def hub(hub_server: Hub, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.delenv(name, raising=False)
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # between huggingface_hub's retries
-    huggingface_hub.close_session()  # made anew, without a proxy
+    huggingface_hub.close_session()  # made again, without a proxy
     yield hub_server
     huggingface_hub.close_session()

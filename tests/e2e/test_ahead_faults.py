@@ -18,7 +18,7 @@ from tests.e2e.test_placements import of_family
 from tests.e2e.test_runtime_faults import CONTEXT_TOKENS, EVERY_OR_SOME, PROMPTS, KernelError, Model, Points, opened
 
 BOUNDARY, N_TOKENS = 1, 6
-WHERE = ["gpu", "cpu", "cross"]
+WHERE = ["gpu", "cpu", "transfer"]
 PARAMS, ENDING = SamplingParams(max_new_tokens=N_TOKENS), Ending(frozenset(), CONTEXT_TOKENS)
 HOW = Drafting(BOUNDARY, 2, FixedGate(2.0), ExitHead(), drafts_ahead=True)
 
@@ -52,7 +52,7 @@ def n_points(model: Model, expected: Any, where: str) -> int:
 
 
 @pytest.mark.parametrize("stride", EVERY_OR_SOME)
-@pytest.mark.parametrize("where", ["gpu", "cross"])
+@pytest.mark.parametrize("where", ["gpu", "transfer"])
 def test_out_of_memory_is_planned_around(model: Model, expected: Any, where: str, stride: int) -> None:
     for n in range(1, n_points(model, expected, where) + 1, stride):
         points = Points(no_memory, n, only_once=True)

@@ -1,4 +1,4 @@
-"""Stores that are damaged or hostile; most are signed anew, so that another check than the checksum's has to speak."""
+"""Stores that are damaged or hostile; most are signed again, so that another check than the checksum's has to speak."""
 
 import hashlib
 import json

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatistics, Statistics
+from hetero_ee.planning.statistics import DraftRates, ExitLayerRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.reference import reference_profile
 
@@ -37,7 +37,7 @@ def stories(bench: Any, demo: Path, kernels: Path) -> Iterator[Any]:
 
 
 def exits(exit_rate: float, precision: float, refused_precision: float = 0.0) -> Statistics:
-    rates = (BoundaryRates(BOUNDARY, ExitRates(exit_rate, precision, refused_precision)),)
+    rates = (ExitLayerRates(BOUNDARY, ExitRates(exit_rate, precision, refused_precision)),)
     return Statistics(ExitStatistics("asked for", N_LAYERS, rates))
 
 
@@ -55,29 +55,29 @@ def replay(bench: Any, gpu_layers: int = BOUNDARY, **limits: Any) -> Any:
 def test_replayed_exits_come_as_often_as_asked_and_take_what_the_formula_says(
     bench: Any, exit_rate: float, precision: float
 ) -> None:
-    row = replay(bench, draft_tokens=5).row("exits", exits(exit_rate, precision), "exact")
-    assert (row.label, row.drafts, row.boundary) == ("timing replay, no quality claim", "exit", BOUNDARY)
+    row = replay(bench, draft_length=5).row("exits", exits(exit_rate, precision), "exact")
+    assert (row.label, row.drafts, row.exit_layer) == ("timing replay, no quality claim", "exit", BOUNDARY)
     assert row.exit_rate == pytest.approx(exit_rate, abs=0.06) and row.precision == pytest.approx(precision, abs=0.06)
     assert row.share_of_formula == pytest.approx(1, abs=0.1)
-    assert 1 < row.tokens_per_pass < row.rows_per_pass < row.draft_tokens == 5
+    assert 1 < row.tokens_per_pass < row.rows_per_pass < row.draft_length == 5
     assert row.r > 1 and row.kappa >= 1 and 0 < row.head_s < row.draft_s < row.full_token_s
 
 
 @pytest.mark.parametrize("refused_precision", [0.2, 0.8])
 def test_replayed_guesses_are_right_as_often_as_asked(bench: Any, refused_precision: float) -> None:
     p, q = 0.5, 0.9
-    row = replay(bench, draft_tokens=2).row("exits", exits(p, q, refused_precision), "exact")
+    row = replay(bench, draft_length=2).row("exits", exits(p, q, refused_precision), "exact")
     right = (1 - p) * refused_precision + p * q * (p * q + (1 - p) * refused_precision)  # of one row, and of two
     assert row.ahead == pytest.approx(right, abs=0.06)
     assert row.share_of_formula == pytest.approx(1, abs=0.05)
-    alone = replay(bench, 0, draft_tokens=2).row("exits", exits(p, q, refused_precision), "exact")
+    alone = replay(bench, 0, draft_length=2).row("exits", exits(p, q, refused_precision), "exact")
     assert alone.ahead is None  # all on the CPU
 
 
 @pytest.mark.parametrize("gpu_layers", [0, BOUNDARY])
 def test_replayed_drafts_are_accepted_as_often_as_asked(bench: Any, gpu_layers: int) -> None:
     drafts = chains(bench, ACCEPTANCE, on_gpu=gpu_layers > 0)
-    row = replay(bench, gpu_layers, draft_tokens=4).row("head", drafts, "exact")
+    row = replay(bench, gpu_layers, draft_length=4).row("head", drafts, "exact")
     assert (row.drafts, row.cpu_share) == ("chain", 1 - gpu_layers / N_LAYERS)
     assert row.acceptance == pytest.approx(ACCEPTANCE, abs=0.09)
     assert row.share_of_formula == pytest.approx(1, abs=0.1) and row.speedup > 1

@@ -14,7 +14,7 @@ from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import TensorRole
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.quantization import Quantization
@@ -125,7 +125,7 @@ def test_the_store_predicts_what_bitsandbytes_predicts(four_bit: Path, spec: Mod
     assert len(ids) > 200
     executor = CpuExecutor(spec, open_store(store, spec), len(ids), threads=1)
     executor.cache.open(0)
-    ours = executor.logits(Rows.of_sequence(0, 0, ids), range(len(ids)))
+    ours = executor.logits(Batch.of_sequence(0, 0, ids), range(len(ids)))
     executor.close()
     model = transformers.AutoModelForCausalLM.from_pretrained(four_bit, device_map="cpu")
     with torch.no_grad():

@@ -108,12 +108,12 @@ def test_it_is_found_beside_its_store_and_holds_every_boundary(engine: Engine) -
     assert outcome.folder == engine.calibrations.folder
     found = engine.calibrations.find()
     assert found is not None and same(found, outcome.calibration)
-    assert [each.boundary for each in found.boundaries] == list(range(1, engine.spec.n_layers))
+    assert [each.exit_layer for each in found.exit_layers] == list(range(1, engine.spec.n_layers))
     assert found.text.description == "words" and 700 < found.text.n_tokens <= 900
     assert sum(found.depths.histogram) == found.text.n_held_out_tokens
-    assert all(each.walk.n_evaluated >= 1 for each in found.boundaries)
+    assert all(each.walk.n_evaluated >= 1 for each in found.exit_layers)
     statistics = found.statistics()
-    assert statistics.rates_at(1).exit_rate == found.at(1).figures.exit_rate
+    assert statistics.rates_at(1).exit_rate == found.at(1).metrics.exit_rate
     assert not partial_file(engine).exists()
 
 

@@ -11,7 +11,7 @@ import torch
 from hetero_ee import Engine, GenerationResult
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.runtime import kv_cache
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.text.chat_template import ChatTemplate, Message
 from tests.chat_support import LINES, text_of
 
@@ -70,7 +70,7 @@ def assert_cache_is_true(chat: Conversation, engine: Engine) -> None:
     """What the conversation counts on are the keys and values of a fresh pass over its ids, bit for bit."""
     executor, ids = engine.executor, chat._cached_ids
     fresh = executor.cache.open_new()
-    executor.hidden(Rows.of_sequence(fresh, 0, ids))
+    executor.hidden(Batch.of_sequence(fresh, 0, ids))
     for layer in range(N_LAYERS):
         found, expected = (executor.cache.read(layer, number, 0, len(ids)) for number in (chat._sequence, fresh))
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.decoding.conversation import Conversation
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from tests.chat_support import LINES
 from tests.e2e.test_chat_faults import N_LAYERS, N_TOKENS, OPENING, QUESTION, assert_goes_on
@@ -19,12 +19,12 @@ def layer_by_layer(executor: Executor, failing_range: int) -> Any:
     """Executor.hidden through one layer after the other; the n-th of them (from 0) fails before it begins."""
     calls = itertools.count()
 
-    def hidden(rows: Rows) -> torch.Tensor:
+    def hidden(batch: Batch) -> torch.Tensor:
         state = None
         for layer in range(N_LAYERS):
             if next(calls) == failing_range:
                 raise KeyboardInterrupt
-            state = executor.run(rows, state, range(layer, layer + 1))
+            state = executor.run(batch, state, range(layer, layer + 1))
         assert state is not None
         return state
 

@@ -41,7 +41,7 @@ class Terminal:
         self.press(line + "\r")
 
     def press_ctrl_c_at_the_prompt(self) -> None:
-        """Python notices a signal once it waits for keys, a moment after the prompt is shown, and not before."""
+        """Python warnings a signal once it waits for keys, a moment after the prompt is shown, and not before."""
         time.sleep(0.5)
         self.press(CTRL_C)
 

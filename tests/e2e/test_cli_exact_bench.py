@@ -27,7 +27,7 @@ def test_bench_of_all_modes(cli: Cli, demo: Path, tmp_path: Path) -> None:
     for row in rows:
         assert row["predicted_ts"] > 0 and row["avg_ts"] > 0 and len(row["samples_ns"]) == 1
         is_exact = row["mode"] == "exact"
-        assert (row["draft_tokens"], row["boundary"] is None) == ((3, False) if is_exact else (1, True))
+        assert (row["draft_length"], row["exit_layer"] is None) == ((3, False) if is_exact else (1, True))
         assert (row["acceptance"] is None) != is_exact
         assert not is_exact or 1 <= row["tokens_per_pass"] <= 3
     assert len({row["plan_hash"] for row in rows}) == 2
@@ -80,7 +80,7 @@ def test_a_plan_too_small_for_the_tests_is_refused(cli: Cli, demo: Path, tmp_pat
 def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Path) -> None:
     arguments = ["simulate", "-n", 24, "-t", 1, "--mode", "exact", "--draft-length", 4]
     document = json.loads(cli(*arguments, "--json").out)
-    assert (document["mode"], document["draft_tokens"]) == ("exact", 4)
+    assert (document["mode"], document["draft_length"]) == ("exact", 4)
     assert document["drafts"]["n_tokens"] == 23 and 1 < document["predicted_tokens_per_pass"] <= 4
     ended = cli(*arguments)
     found = re.search(

@@ -40,7 +40,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def figures() -> HardwareProfile:
+def metrics() -> HardwareProfile:
     """A profile with this machine's name on it, without a GPU and for one thread: nothing was measured."""
     profile = reference_profile("rtx-4060-laptop-8gb")
     machine = this_machine(this_host(), versions())
@@ -60,10 +60,10 @@ def converted(demo: Path, tmp_path_factory: pytest.TempPathFactory, kernels: Pat
 
 
 @pytest.fixture
-def kept(data: Path, cache: Path, converted: Path, demo: Path, figures: HardwareProfile) -> Path:
+def kept(data: Path, cache: Path, converted: Path, demo: Path, metrics: HardwareProfile) -> Path:
     """The file where such a profile is kept for the demo model, which lies converted in the cache."""
     (cache / "stores").symlink_to(converted / "stores")
-    return keep_profile(data, figures, read_spec(demo), quick=True)
+    return keep_profile(data, metrics, read_spec(demo), quick=True)
 
 
 @pytest.fixture(scope="session")
@@ -89,12 +89,12 @@ def test_a_kept_profile_makes_a_plan_that_may_be_exact(cli: Cli, kept: Path, sto
 
 
 def test_full_mode_says_so_and_why(
-    cli: Cli, kept: Path, demo: Path, figures: HardwareProfile, tmp_path: Path, story: str
+    cli: Cli, kept: Path, demo: Path, metrics: HardwareProfile, tmp_path: Path, story: str
 ) -> None:
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
     spec = read_spec(demo)
-    plan(spec, figures, Limits(mode="full", threads=1), published_statistics(spec.n_layers)).save(
+    plan(spec, metrics, Limits(mode="full", threads=1), published_statistics(spec.n_layers)).save(
         tmp_path / "plan.json"
     )
     declined = cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json")
@@ -115,7 +115,7 @@ def test_exact_text_is_full_text(cli: Cli, kept: Path, sampling: list[Any], leng
 def test_json_says_how_the_text_was_decoded(cli: Cli, kept: Path) -> None:
     document = json.loads(cli("generate", *ARGUMENTS, "--json", "--mode", "exact", "--draft-length", 3).out)
     drafts = document["drafts"]
-    assert (document["mode"], document["boundary"], document["draft_tokens"]) == ("exact", 0, 3)
+    assert (document["mode"], document["exit_layer"], document["draft_length"]) == ("exact", 0, 3)
     assert document["gpu_layers"] == 0 and re.fullmatch("[0-9a-f]{64}", document["plan_hash"])
     assert (
         drafts["n_tokens"] == 23
@@ -123,7 +123,7 @@ def test_json_says_how_the_text_was_decoded(cli: Cli, kept: Path) -> None:
     )
     assert drafts["acceptance"] == drafts["n_accepted"] / drafts["n_drafted"]
     full = json.loads(cli("generate", *ARGUMENTS, "--json", "--mode", "full").out)
-    assert (full["mode"], full["boundary"], full["drafts"]) == ("full", None, None)
+    assert (full["mode"], full["exit_layer"], full["drafts"]) == ("full", None, None)
     assert full["token_ids"] == document["token_ids"] and full["plan_hash"] != document["plan_hash"]
 
 
@@ -158,20 +158,20 @@ def test_a_trace_shows_what_ran(cli: Cli, kept: Path, tmp_path: Path, story: str
 def test_a_plan_can_be_run_from_its_file(cli: Cli, kept: Path, demo: Path, tmp_path: Path, story: str) -> None:
     profile = known_profile(read_spec(demo), 1, data_folder=kept.parent.parent, cache_folder=tmp_path / "cache")
     assert profile is not None
-    limits = Limits(mode="exact", draft_tokens=4)
+    limits = Limits(mode="exact", draft_length=4)
     with Engine.from_pretrained(demo, threads=1, profile=profile, limits=limits) as engine:
         assert engine.plan is not None
         engine.plan.save(tmp_path / "plan.json")
         sha256 = engine.plan.sha256
     document = json.loads(cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json", "--json").out)
-    assert (document["text"], document["plan_hash"], document["draft_tokens"]) == (story, sha256, 4)
+    assert (document["text"], document["plan_hash"], document["draft_length"]) == (story, sha256, 4)
 
 
-def test_keys_and_values_are_stored_as_asked(kept: Path, demo: Path, figures: HardwareProfile) -> None:
+def test_keys_and_values_are_stored_as_asked(kept: Path, demo: Path, metrics: HardwareProfile) -> None:
     sizes = {}
     for kind in ("fp32", "int8"):
         with Engine.from_pretrained(
-            demo, threads=1, profile=figures, limits=Limits(kv_type=kind, mode="full")
+            demo, threads=1, profile=metrics, limits=Limits(kv_type=kind, mode="full")
         ) as engine:
             tokens = engine.stream(PROMPT)
             next(tokens)
@@ -187,18 +187,18 @@ def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path)
 
 @pytest.mark.parametrize("damage", ["garbage", "of another machine", "of other threads", "a folder"])
 def test_a_kept_profile_that_does_not_fit_changes_nothing(
-    cli: Cli, kept: Path, demo: Path, figures: HardwareProfile, story: str, damage: str
+    cli: Cli, kept: Path, demo: Path, metrics: HardwareProfile, story: str, damage: str
 ) -> None:
     spec = read_spec(demo)
     if damage == "garbage":
         kept.write_text("{")
     elif damage == "of another machine":
         other = keep_profile(
-            kept.parent.parent, replace(figures, machine=replace(figures.machine, n_cores=77)), spec, quick=True
+            kept.parent.parent, replace(metrics, machine=replace(metrics.machine, n_cores=77)), spec, quick=True
         )
         other.replace(kept)
     elif damage == "of other threads":
-        keep_profile(kept.parent.parent, replace(figures, cpu=(replace(figures.cpu[0], threads=2),)), spec, quick=True)
+        keep_profile(kept.parent.parent, replace(metrics, cpu=(replace(metrics.cpu[0], threads=2),)), spec, quick=True)
     else:
         kept.unlink()
         kept.mkdir()
@@ -207,10 +207,10 @@ def test_a_kept_profile_that_does_not_fit_changes_nothing(
 
 
 def test_a_plan_that_nobody_asked_for_never_fails(
-    cli: Cli, data: Path, demo: Path, figures: HardwareProfile, story: str
+    cli: Cli, data: Path, demo: Path, metrics: HardwareProfile, story: str
 ) -> None:
-    cpu = (replace(figures.cpu[0], free_bytes=1),)
-    keep_profile(data, replace(figures, cpu=cpu), read_spec(demo), quick=True)
+    cpu = (replace(metrics.cpu[0], free_bytes=1),)
+    keep_profile(data, replace(metrics, cpu=cpu), read_spec(demo), quick=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hetero_ee.profiling.machine_profile._with_free_ram", lambda profile, free_bytes: profile)
         ended = cli("generate", *ARGUMENTS)
@@ -284,9 +284,9 @@ def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: lis
 
 
 def test_a_model_whose_drafts_nobody_measured_can_not_be_exact(
-    cli: Cli, data: Path, tiny: Path, figures: HardwareProfile
+    cli: Cli, data: Path, tiny: Path, metrics: HardwareProfile
 ) -> None:
-    keep_profile(data, figures, read_spec(tiny), quick=True)
+    keep_profile(data, metrics, read_spec(tiny), quick=True)
     ended = cli("generate", *ARGUMENTS, "-m", tiny, "--mode", "exact")
     assert ended.code == 2 and "hetero-ee calibrate" in ended.err.splitlines()[-1]
     assert " | full | peak" in cli("generate", *ARGUMENTS, "-m", tiny).err

@@ -8,7 +8,7 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
@@ -23,7 +23,7 @@ INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, ModelWeights]:
-    """A random model of each family in int4, matrices and vocabulary by every kind of tile in turn."""
+    """A random model of each family in int4, matrices and vocabulary by every kind of tile alternately."""
     folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     spec = read_spec(folder)
     kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][sorted(FAMILIES).index(request.param) % 3]
@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tupl
     logits = []
     for executor in (cpu_executor(family), Executor(*family, 160, BatchedTorchOps())):
         executor.cache.open(0)
-        logits.append(executor.logits(Rows.of_sequence(0, 0, PROMPT), range(len(PROMPT))))
+        logits.append(executor.logits(Batch.of_sequence(0, 0, PROMPT), range(len(PROMPT))))
     assert (logits[0] - logits[1]).square().sum() <= INT8_ACTIVATIONS * logits[1].square().sum()
 
 
@@ -69,19 +69,19 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_team(family: tuple[Mod
             assert torch.equal(batched[sequence], single[0])
     chunked = cpu_executor(family)
     chunked.cache.open(0)
-    chunked.hidden(Rows.of_sequence(0, 0, PROMPT[:5]))
-    last = chunked.logits(Rows.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6])
+    chunked.hidden(Batch.of_sequence(0, 0, PROMPT[:5]))
+    last = chunked.logits(Batch.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6])
     assert torch.equal(last[0], batched_steps[0][0])
 
 
 def test_truncating_rolls_back_exactly(family: tuple[ModelSpec, ModelWeights]) -> None:
     executor = cpu_executor(family)
     executor.cache.open(0)
-    executor.hidden(Rows.of_sequence(0, 0, PROMPT))
-    expected = executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0])
-    executor.hidden(Rows.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]))
+    executor.hidden(Batch.of_sequence(0, 0, PROMPT))
+    expected = executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0])
+    executor.hidden(Batch.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]))
     executor.cache.truncate(0, len(PROMPT))
-    assert torch.equal(executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0]), expected)
+    assert torch.equal(executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0]), expected)
 
 
 def test_dense_weights_are_refused(family: tuple[ModelSpec, ModelWeights]) -> None:

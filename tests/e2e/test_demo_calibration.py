@@ -37,18 +37,18 @@ def copy(demo: Path, tmp_path: Path) -> Path:
 def test_it_is_found_for_a_store_without_one_of_its_own(demo: Path, tmp_path: Path) -> None:
     found = place(demo, tmp_path / "store").find()
     assert found is not None
-    assert [each.boundary for each in found.boundaries] == list(range(1, 12))
+    assert [each.exit_layer for each in found.exit_layers] == list(range(1, 12))
     assert found.statistics().rates_at(8).exit_rate > 0.5
 
 
 def test_it_has_a_schedule_that_lets_rows_exit_earlier(demo: Path, tmp_path: Path) -> None:
     found = place(demo, tmp_path / "store").find()
     assert found is not None
-    assert 2 <= len(found.schedule.boundaries) <= found.n_layers // 4 and found.schedule.saved > 0
-    assert all(each.sliced_predictor is not None for each in found.boundaries[1:])
-    deepest = found.boundaries[-1]
-    assert deepest.walk.mean_exit_depth < 0.8 * deepest.boundary and deepest.walk.n_evaluated > 1
-    assert found.statistics().boundaries[-1].walk is not None
+    assert 2 <= len(found.schedule.exit_layers) <= found.n_layers // 4 and found.schedule.saved > 0
+    assert all(each.sliced_predictor is not None for each in found.exit_layers[1:])
+    deepest = found.exit_layers[-1]
+    assert deepest.walk.mean_exit_depth < 0.8 * deepest.exit_layer and deepest.walk.n_evaluated > 1
+    assert found.statistics().exit_layers[-1].walk is not None
 
 
 def test_it_is_small(demo: Path) -> None:
@@ -64,10 +64,10 @@ def test_it_is_true_of_the_demo_model_on_other_text() -> None:
         measured = evaluate(engine.executor, found, chunks)
     n_tokens = measured.n_tokens
     sigma = max(0.02, (0.25 / n_tokens) ** 0.5)
-    for each, figures, walk in zip(found.boundaries, measured.boundaries, measured.walks, strict=True):
-        assert abs(figures.drafted_agreement - each.figures.drafted_agreement) < 5 * sigma
-        if figures.exit_rate * n_tokens > 50:
-            assert figures.precision > each.figures.precision - 5 * sigma
+    for each, metrics, walk in zip(found.exit_layers, measured.exit_layers, measured.walks, strict=True):
+        assert abs(metrics.drafted_agreement - each.metrics.drafted_agreement) < 5 * sigma
+        if metrics.exit_rate * n_tokens > 50:
+            assert metrics.precision > each.metrics.precision - 5 * sigma
             assert walk.precision > each.walk.precision - 5 * sigma
             assert abs(walk.mean_exit_depth - each.walk.mean_exit_depth) < 1
 

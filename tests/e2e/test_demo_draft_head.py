@@ -19,7 +19,7 @@ from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.sources.candidates import ABSENT
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.e2e.test_placements import split_at
 from tests.e2e.test_trained_models import OPENINGS
 from tests.emulation import emulated, planned
@@ -49,8 +49,8 @@ def run_of(engine: Engine, **sampling: Any) -> Run:
     return Run(engine, prompts, SamplingParams(N_TOKENS, seed=3, **sampling), ending)
 
 
-def drafting_with(head: Path, executor: Executor, boundary: int, **placed: Any) -> Drafting:
-    return Drafting(boundary, 5, FixedGate(0.0), source=open_draft_head(head, executor, Team(1), **placed))
+def drafting_with(head: Path, executor: Executor, exit_layer: int, **placed: Any) -> Drafting:
+    return Drafting(exit_layer, 5, FixedGate(0.0), source=open_draft_head(head, executor, ThreadPool(1), **placed))
 
 
 @pytest.mark.parametrize(("sampling", "least"), [({}, 2.5), (SAMPLED, 2.0)], ids=["greedy", "sampled"])
@@ -87,7 +87,7 @@ def test_its_vocabulary_is_trimmed_and_no_logit_of_it_changes(head: Path, engine
     shutil.copyfile(head / "model.safetensors", tmp_path / "model.safetensors")
     seen: list[list[Tensor]] = []
     for folder in (head, tmp_path):
-        source = open_draft_head(folder, engine.executor, Team(1))
+        source = open_draft_head(folder, engine.executor, ThreadPool(1))
         source.observe(0, 0, [5, 6], torch.ones(2, engine.spec.hidden_size))
         logits: list[Tensor] = []
         source.propose(0, [5, 6, 7], 3, lambda found, before, to=logits: to.append(found) or token_ids[len(before)])

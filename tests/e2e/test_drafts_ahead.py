@@ -20,7 +20,7 @@ from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.device_support import SPEC, round_profile
 from tests.e2e.test_placements import split_at
-from tests.emulation import emulated, hollow, planned
+from tests.emulation import dummy, emulated, planned
 from tests.exact_cases import Case, Run, check_identity
 
 PLENTY = 2**33
@@ -42,7 +42,7 @@ def told(*, drafts_ahead: bool, head: str = "cpu") -> tuple[Timeline, list[float
     pins = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"), ("head", head))
     plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
     timeline = Timeline()
-    executor = hollow(SPEC, plan, roomy, timeline)
+    executor = dummy(SPEC, plan, roomy, timeline)
     how = Drafting(1, 2, REFUSING, ExitHead(), drafts_ahead=drafts_ahead)
     params, ending = SamplingParams(4), Ending(frozenset(), 64)
     tokens = generate_exact(executor, [[0] * 7], params, ending, str, lambda: timeline.now_s, how)
@@ -75,7 +75,7 @@ def test_the_cpu_verifies_while_the_gpu_has_the_row_ahead() -> None:
         ("rows_to_gpu", "hidden states", 0.0, 0.25),
         ("rows_to_gpu", "hidden states", 47.5, 47.75),
     ]
-    # The next round begins with its row at the boundary: what is left of it is the CPU's, and two crossings.
+    # The next round begins with its row at the exit_layer: what is left of it is the CPU's, and two transfers.
     assert third_s - second_s == 0.25 + 26 + 0.25 + 34.625 + 48.5 + 26
 
 

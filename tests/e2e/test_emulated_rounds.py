@@ -15,7 +15,7 @@ from hetero_ee.planning.planner import plan
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.schedule import Chain, chain_of
 from hetero_ee.planning.times.rounds import ExitRates, LevelWalk, WalkRates, expected_rounds
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafter import Drafter
@@ -24,30 +24,32 @@ from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee_profiles.reference import reference_profile
 from tests.drawn_plans import Drawn, drawn, roomy
-from tests.emulation import hollow
+from tests.emulation import dummy
 
 N_KNOWN, MAX_ROWS = 64, 8
 N_DRAWN, NEVER = 400, 10**6
 PROMISED, USUAL, CLOSE, MEDIAN = 0.05, 0.02, 0.01, 1e-3
 
 
-def rounds_s(case: Drawn, boundary: int, m: int) -> tuple[float, float]:
+def rounds_s(case: Drawn, exit_layer: int, m: int) -> tuple[float, float]:
     """Emulated seconds of m drafts, and of their verification, of the third of such rounds."""
     timeline, spec = Timeline(), case.spec
-    executor = hollow(spec, case.plan, case.profile, timeline)
+    executor = dummy(spec, case.plan, case.profile, timeline)
     sequence = executor.cache.open_new()
     for position in range(N_KNOWN):
-        executor.cache.admit(Rows.of_sequence(sequence, position, [0]))
+        executor.cache.admit(Batch.of_sequence(sequence, position, [0]))
     drafts_s = verify_s = 0.0
     for _ in range(3):
         start_s, waiting = timeline.now_s, []
         for row in range(m):
-            (hidden,) = executor.run(Rows.of_sequence(sequence, N_KNOWN + row, [0]), None, range(boundary))
+            (hidden,) = executor.run(Batch.of_sequence(sequence, N_KNOWN + row, [0]), None, range(exit_layer))
             waiting.append(hidden)
-            executor.project(executor.final_norm(torch.stack([hidden])))
+            executor.lm_head(executor.final_norm(torch.stack([hidden])))
         drafts_s, middle_s = timeline.now_s - start_s, timeline.now_s
-        rows = Rows.of_sequence(sequence, N_KNOWN, [0] * m)
-        executor.project(executor.final_norm(executor.run(rows, torch.stack(waiting), range(boundary, spec.n_layers))))
+        batch = Batch.of_sequence(sequence, N_KNOWN, [0] * m)
+        executor.lm_head(
+            executor.final_norm(executor.run(batch, torch.stack(waiting), range(exit_layer, spec.n_layers)))
+        )
         verify_s = timeline.now_s - middle_s
         executor.cache.truncate(sequence, N_KNOWN)
     return drafts_s, verify_s
@@ -66,9 +68,9 @@ def _places(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("m", range(1, MAX_ROWS + 1))
 def test_drafts_and_their_verification_through_split_plans(m: int, seed: int) -> None:
     case = drawn(seed, ("gpu", "cpu"))
-    boundary = 1 + (7 * seed + m) % (case.spec.n_layers - 1)
-    drafts_s, verify_s = rounds_s(case, boundary, m)
-    chain, n_parts = predicted(case, m), 1 + 2 * boundary
+    exit_layer = 1 + (7 * seed + m) % (case.spec.n_layers - 1)
+    drafts_s, verify_s = rounds_s(case, exit_layer, m)
+    chain, n_parts = predicted(case, m), 1 + 2 * exit_layer
     assert m * chain.draft_s(n_parts) == pytest.approx(drafts_s, rel=USUAL), case.name
     assert chain.verify_s(n_parts, m) == pytest.approx(verify_s, rel=USUAL), case.name
 
@@ -79,30 +81,30 @@ def test_rounds_of_plans_drawn_at_random(first: int, n_plans: int) -> None:
     found = []
     for seed in range(first, first + n_plans):
         case = drawn(seed)
-        boundary, m = 1 + seed % (case.spec.n_layers - 1), 1 + seed % MAX_ROWS
-        drafts_s, verify_s = rounds_s(case, boundary, m)
-        chain, n_parts = predicted(case, m), 1 + 2 * boundary
+        exit_layer, m = 1 + seed % (case.spec.n_layers - 1), 1 + seed % MAX_ROWS
+        drafts_s, verify_s = rounds_s(case, exit_layer, m)
+        chain, n_parts = predicted(case, m), 1 + 2 * exit_layer
         expected_s = m * chain.draft_s(n_parts) + chain.verify_s(n_parts, m)
         found.append(abs(expected_s / (drafts_s + verify_s) - 1))
-        assert found[-1] < PROMISED, f"{case.name}, boundary {boundary}, {m} rows: {found[-1]:.3f}"
+        assert found[-1] < PROMISED, f"{case.name}, exit layer {exit_layer}, {m} rows: {found[-1]:.3f}"
     print(f"{len(found)} rounds: worst difference {max(found):.2e}, median {median(found):.1e}")
     assert max(found) < USUAL and median(found) < MEDIAN
 
 
-def walked_s(case: Drawn, levels: tuple[int, int], boundary: int, m: int, *, is_full: bool) -> float:
+def walked_s(case: Drawn, levels: tuple[int, int], exit_layer: int, m: int, *, is_full: bool) -> float:
     """Emulated seconds until m rows wait, of the third of such rounds: all but the last exit at the second level; the
-    last is refused everywhere, or is judged at the boundary alone because no row has room behind it."""
+    last is refused everywhere, or is judged at the exit layer alone because no row has room behind it."""
     timeline = Timeline()
-    executor = hollow(case.spec, case.plan, case.profile, timeline)
+    executor = dummy(case.spec, case.plan, case.profile, timeline)
     sequence = executor.cache.open_new()
     for position in range(N_KNOWN):
-        executor.cache.admit(Rows.of_sequence(sequence, position, [0]))
+        executor.cache.admit(Batch.of_sequence(sequence, position, [0]))
     answers = [0.0, 1.0] * (m - 1) + [0.0] * 3
     said = iter(3 * answers if not is_full else 3 * answers[:-3])
     exit_head = ExitHead(None, lambda *_: next(said))
     level = ExitLevel(exit_head, 0.5, lambda *_: next(said), 0.5)
     how = Drafting(
-        boundary, m + (not is_full), FixedGate(0.5), exit_head, drafts_ahead=True,
+        exit_layer, m + (not is_full), FixedGate(0.5), exit_head, drafts_ahead=True,
         levels=ExitLevels(dict.fromkeys(levels, level), levels),
     )  # fmt: skip
     params, ending = SamplingParams(), Ending(frozenset(), 2 * N_KNOWN)
@@ -112,8 +114,8 @@ def walked_s(case: Drawn, levels: tuple[int, int], boundary: int, m: int, *, is_
         start_s = timeline.now_s
         (found,) = drafter.draft([text], {})
         seconds = timeline.now_s - start_s
-        assert found.passed == [boundary] * m and found.depths == [levels[1]] * (m - 1)
-        layers = range(boundary, case.spec.n_layers)
+        assert found.passed == [exit_layer] * m and found.depths == [levels[1]] * (m - 1)
+        layers = range(exit_layer, case.spec.n_layers)
         executor.head(executor.run(found.rows(0), torch.stack(found.hidden), layers))
         executor.cache.truncate(sequence, N_KNOWN)
         drafter.settle(found, 0, 1)
@@ -125,21 +127,21 @@ def walked_s(case: Drawn, levels: tuple[int, int], boundary: int, m: int, *, is_
 def test_rows_that_exit_at_levels_through_split_plans(seed: int, is_full: bool) -> None:
     case = drawn(seed, ("gpu", "cpu"))
     first = 1 + seed % 4
-    levels, boundary = (first, first + 5), first + 6 + (5 * seed) % (case.spec.n_layers - first - 6)
-    walk = LevelWalk(WalkRates(0.5, 1.0, 0.0, levels[1], 2.5), (*levels, boundary), (0.0, 0.5, 0.0))
+    levels, exit_layer = (first, first + 5), first + 6 + (5 * seed) % (case.spec.n_layers - first - 6)
+    walk = LevelWalk(WalkRates(0.5, 1.0, 0.0, levels[1], 2.5), (*levels, exit_layer), (0.0, 0.5, 0.0))
     for m in (1, 2, 5, MAX_ROWS):
         chain = predicted(case, m)
         costs = chain.walk_costs(walk)
         expected_s = (m - 1) * costs.exit_s + costs.last_s(m) + (costs.head_s if is_full else costs.refused_s)
-        found_s = walked_s(case, levels, boundary, m, is_full=is_full)
+        found_s = walked_s(case, levels, exit_layer, m, is_full=is_full)
         assert expected_s == pytest.approx(found_s, rel=CLOSE), f"{case.name}, {m} rows"
 
 
-def rate(case: Drawn, boundary: int, m: int, layers_ahead: int) -> float:
+def rate(case: Drawn, exit_layer: int, m: int, layers_ahead: int) -> float:
     """Emulated tokens a second of rounds of m rows whose drafts and guesses are all right."""
     timeline = Timeline()
-    executor = hollow(case.spec, case.plan, case.profile, timeline)
-    how = Drafting(boundary, m, FixedGate(0.0), ExitHead(), drafts_ahead=layers_ahead > 0, layers_ahead=layers_ahead)
+    executor = dummy(case.spec, case.plan, case.profile, timeline)
+    how = Drafting(exit_layer, m, FixedGate(0.0), ExitHead(), drafts_ahead=layers_ahead > 0, layers_ahead=layers_ahead)
     params, n_known = SamplingParams(6 * m + 1), N_KNOWN - 2 * m
     ending = Ending(frozenset(), case.plan.context_tokens)
     tokens = generate_exact(executor, [[0] * n_known], params, ending, str, lambda: timeline.now_s, how)
@@ -147,23 +149,23 @@ def rate(case: Drawn, boundary: int, m: int, layers_ahead: int) -> float:
     return 4 * m / (at[5 * m] - at[m])  # the last round's queue is cut short by the text's end
 
 
-@pytest.mark.parametrize(("boundary", "is_whole"), [(6, True), (10, True), (26, False)])
+@pytest.mark.parametrize(("exit_layer", "is_whole"), [(6, True), (10, True), (26, False)])
 @pytest.mark.parametrize("m", [1, 2, 5])
-def test_rows_that_begin_while_the_cpu_verifies(m: int, boundary: int, is_whole: bool) -> None:
-    """Layers before the boundary on the GPU, those behind on the CPU; is_whole: a row passes all of the first in the
+def test_rows_that_begin_while_the_cpu_verifies(m: int, exit_layer: int, is_whole: bool) -> None:
+    """Layers before the exit layer on the GPU, those behind on the CPU; is_whole: a row passes all of the first in the
     time of the others."""
     spec, profile = known_spec("llama-2-7b"), roomy(reference_profile("rtx-4060-laptop-8gb"))
-    limits = Limits(context_tokens=512, gpu_layers=boundary, mode="full")
+    limits = Limits(context_tokens=512, gpu_layers=exit_layer, mode="full")
     case = Drawn("split", spec, profile, limits, plan(spec, profile, limits))
-    chain, n_parts = predicted(case, m), 1 + 2 * boundary
-    ahead_s, layers_ahead = chain.ahead_s(boundary), chain.layers_ahead(boundary)
-    assert layers_ahead == boundary if is_whole else 0 < layers_ahead < boundary
+    chain, n_parts = predicted(case, m), 1 + 2 * exit_layer
+    ahead_s, layers_ahead = chain.ahead_s(exit_layer), chain.layers_ahead(exit_layer)
+    assert layers_ahead == exit_layer if is_whole else 0 < layers_ahead < exit_layer
     expected = expected_rounds(
         ExitRates(1.0, 1.0, 1.0), m, chain.draft_s(n_parts), lambda n: chain.verify_s(n_parts, n), ahead_s
     )  # fmt: skip
-    found = rate(case, boundary, m, layers_ahead)
+    found = rate(case, exit_layer, m, layers_ahead)
     assert 1 / expected[-1].seconds_per_token == pytest.approx(found, rel=CLOSE)
-    assert found > rate(case, boundary, m, 0)
+    assert found > rate(case, exit_layer, m, 0)
 
 
 class Fates:
@@ -203,7 +205,7 @@ def test_texts_whose_rows_exit_at_random(n_on_gpu: int, close: float) -> None:
         levels=ExitLevels(dict(zip(walk.levels, levels, strict=True)), walk.levels),
     )  # fmt: skip
     timeline, counts = Timeline(), DraftCounts()
-    executor = hollow(spec, made, profile, timeline)
+    executor = dummy(spec, made, profile, timeline)
     ending = Ending(frozenset(), made.context_tokens)
     tokens = generate_exact(executor, [[0]], SamplingParams(N_DRAWN), ending, str, lambda: timeline.now_s, how, counts)
     at = [token.elapsed_s for token in tokens]

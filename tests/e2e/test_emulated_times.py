@@ -10,12 +10,12 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.prediction import predicted_run_s
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from tests.drawn_plans import drawn
-from tests.emulation import hollow, planned, prompt_of
+from tests.emulation import dummy, planned, prompt_of
 
 N_PROMPT, N_NEW, CONTEXT_TOKENS = 1024, 16, 2048
 PROMISED, USUAL, MEDIAN = 0.05, 0.02, 1e-3  # differences: of any run, of those here, of half of them
@@ -35,12 +35,12 @@ LIMITS: tuple[dict[str, Any], ...] = (
 def times(spec: ModelSpec, plan: Plan, profile: HardwareProfile, n_prompt: int) -> tuple[float, float]:
     """Emulated seconds of the prompt, and of the tokens behind it."""
     timeline = Timeline()
-    executor = hollow(spec, plan, profile, timeline)
+    executor = dummy(spec, plan, profile, timeline)
     sequence = executor.cache.open_new()
     executor.prompt(prompt_of(executor, sequence, [0] * n_prompt))
     prompt_s = timeline.now_s
     for position in range(n_prompt, n_prompt + N_NEW):
-        executor.logits(Rows((0,), (sequence,), (position,)), (0,))
+        executor.logits(Batch((0,), (sequence,), (position,)), (0,))
     return prompt_s, timeline.now_s - prompt_s
 
 

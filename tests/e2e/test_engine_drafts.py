@@ -30,8 +30,8 @@ def drafting_plan(way: str, **limits: Any) -> Plan:
         found = engine.plan
     assert found is not None and found.drafts == CHAIN
     if way == "levels":
-        return replace(found, drafts=EXIT, boundary=10, exit_levels=(4, 7), draft_tokens=5)
-    return replace(found, drafts=EXIT, boundary=6, draft_tokens=5) if way == "exits" else found
+        return replace(found, drafts=EXIT, exit_layer=10, exit_levels=(4, 7), draft_length=5)
+    return replace(found, drafts=EXIT, exit_layer=6, draft_length=5) if way == "exits" else found
 
 
 def emulating(**options: Any) -> Engine:

@@ -155,9 +155,9 @@ def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(ow
     with Engine.from_pretrained(own_head, progress=lambda text, done, in_all: told.append(text), **options) as engine:
         made = engine.plan
         assert made is not None and engine.draft_origin == ""
-    (notice,) = [text for text in told if "own draft head" in text]
-    assert "Drafting without this model's own draft head." in notice
-    drafting = replace(made, mode="exact", drafts=CHAIN, boundary=0, draft_tokens=4)
+    (warn,) = [text for text in told if "own draft head" in text]
+    assert "Drafting without this model's own draft head." in warn
+    drafting = replace(made, mode="exact", drafts=CHAIN, exit_layer=0, draft_length=4)
     with Engine.from_pretrained(own_head, plan=drafting, **options) as engine:
         assert engine.draft_origin == "repeated n-grams"
 
@@ -165,6 +165,6 @@ def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(ow
 def test_a_named_head_whose_weights_are_missing_is_an_error(demo: Path, tmp_path: Path, on_gpu: Plan) -> None:
     config = (demo / "draft_head" / "config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(config)
-    drafting = replace(on_gpu, mode="exact", drafts=CHAIN, boundary=0, draft_tokens=4)
+    drafting = replace(on_gpu, mode="exact", drafts=CHAIN, exit_layer=0, draft_length=4)
     sentence = refusal(ModelError, plan=drafting, profile=PROFILE, emulate=True, draft_head=tmp_path)
     assert str(tmp_path) in sentence

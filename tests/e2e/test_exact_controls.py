@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_ee import Engine
 from hetero_ee.decoding import draft_judge, texts
 from hetero_ee.decoding.sampling import choose_token
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
@@ -45,30 +45,30 @@ def run(engine: Engine) -> Run:
 class Later(Executor):
     """Does something before or after a pass of waiting rows through the later layers."""
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         if hidden is None or layers.start != BOUNDARY:
-            return super().run(rows, hidden, layers)
-        result = super().run(rows, self.before(hidden), layers)
-        self.after(rows)
+            return super().run(batch, hidden, layers)
+        result = super().run(batch, self.before(hidden), layers)
+        self.after(batch)
         return result
 
     def before(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def after(self, rows: Rows) -> None: ...
+    def after(self, batch: Batch) -> None: ...
 
 
 class SwappedKvRow(Later):
     """The first two rows of a round change places in one layer's cache."""
 
-    def after(self, rows: Rows) -> None:
-        if len(rows) > 1:
-            first = rows.positions[0]
+    def after(self, batch: Batch) -> None:
+        if len(batch) > 1:
+            first = batch.positions[0]
             keys, values = (
                 part.transpose(0, 1).flip(0).clone()
-                for part in self.cache.read(BOUNDARY + 1, rows.sequences[0], first, first + 2)
+                for part in self.cache.read(BOUNDARY + 1, batch.sequences[0], first, first + 2)
             )
-            two = Rows(rows.token_ids[:2], rows.sequences[:2], rows.positions[:2])
+            two = Batch(batch.token_ids[:2], batch.sequences[:2], batch.positions[:2])
             self.cache.write(BOUNDARY + 1, two, keys, values)
 
 
@@ -98,7 +98,7 @@ class OffByOnePosition(Later):
         self._ops.shift = 1  # type: ignore[attr-defined]
         return hidden
 
-    def after(self, rows: Rows) -> None:
+    def after(self, batch: Batch) -> None:
         self._ops.shift = 0  # type: ignore[attr-defined]
 
 
@@ -109,11 +109,11 @@ class WrittenOnce(KvCache):
         super().__init__(*arguments)
         self.written: set[tuple[int, int, int]] = set()
 
-    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        for row, sequence, position in rows.places():
+    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        for row, sequence, position in batch.places():
             if (layer, sequence, position) not in self.written:
                 self.written.add((layer, sequence, position))
-                one = Rows.of_sequence(sequence, position, [rows.token_ids[row]])
+                one = Batch.of_sequence(sequence, position, [batch.token_ids[row]])
                 super().write(layer, one, keys[row : row + 1], values[row : row + 1])
 
 
@@ -159,9 +159,9 @@ class LeftBehind(Executor):
 
     n_left = 0
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
-        result = super().run(rows, hidden, layers)
-        if hidden is None or layers.start >= BOUNDARY or len(rows) == 1:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        result = super().run(batch, hidden, layers)
+        if hidden is None or layers.start >= BOUNDARY or len(batch) == 1:
             return result
         self.n_left += 1
         return torch.cat([hidden[:-1], result[-1:]])

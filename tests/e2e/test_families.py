@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -28,16 +28,16 @@ def greedy(executor: Executor, prompts: list[list[int]], n_tokens: int) -> tuple
     """Tokens of each prompt, decoded together, and each step's logits (prompts, vocab)."""
     for sequence in range(len(prompts)):
         executor.cache.open(sequence)
-    rows = Rows.joined([Rows.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)])
+    batch = Batch.joined([Batch.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)])
     wanted = [sum(map(len, prompts[: s + 1])) - 1 for s in range(len(prompts))]
     tokens: list[list[int]] = [[] for _ in prompts]
     steps = []
     for _ in range(n_tokens):
-        steps.append(executor.logits(rows, wanted))
+        steps.append(executor.logits(batch, wanted))
         for sequence, logits in enumerate(steps[-1]):
             tokens[sequence].append(int(logits.argmax()))
         positions = [executor.cache.length(s) for s in range(len(prompts))]
-        rows = Rows(tuple(t[-1] for t in tokens), tuple(range(len(prompts))), tuple(positions))
+        batch = Batch(tuple(t[-1] for t in tokens), tuple(range(len(prompts))), tuple(positions))
         wanted = list(range(len(prompts)))
     return tokens, steps
 
@@ -65,7 +65,7 @@ def test_prefill_logits_match_transformers_at_every_position(family: tuple[Any, 
     for ops in (TorchOps(), BatchedTorchOps()):
         executor = executor_of(folder, ops)
         executor.cache.open(0)
-        logits = executor.logits(Rows.of_sequence(0, 0, PROMPT), range(len(PROMPT)))
+        logits = executor.logits(Batch.of_sequence(0, 0, PROMPT), range(len(PROMPT)))
         assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
@@ -93,20 +93,20 @@ def test_prefill_in_chunks_gives_the_bits_of_one_pass(family: tuple[Any, Path]) 
     whole, chunked = executor_of(folder), executor_of(folder)
     for executor in (whole, chunked):
         executor.cache.open(0)
-    expected = whole.logits(Rows.of_sequence(0, 0, PROMPT), [len(PROMPT) - 1])
-    chunked.logits(Rows.of_sequence(0, 0, PROMPT[:5]), [4])
-    assert torch.equal(chunked.logits(Rows.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6]), expected)
+    expected = whole.logits(Batch.of_sequence(0, 0, PROMPT), [len(PROMPT) - 1])
+    chunked.logits(Batch.of_sequence(0, 0, PROMPT[:5]), [4])
+    assert torch.equal(chunked.logits(Batch.of_sequence(0, 5, PROMPT[5:]), [len(PROMPT) - 6]), expected)
 
 
 def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
     _, folder = family
     executor = executor_of(folder)
     executor.cache.open(0)
-    executor.logits(Rows.of_sequence(0, 0, PROMPT), [0])
-    expected = executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0])
-    executor.logits(Rows.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]), [2])
+    executor.logits(Batch.of_sequence(0, 0, PROMPT), [0])
+    expected = executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0])
+    executor.logits(Batch.of_sequence(0, len(PROMPT) + 1, [8, 7, 6]), [2])
     executor.cache.truncate(0, len(PROMPT))
-    assert torch.equal(executor.logits(Rows.of_sequence(0, len(PROMPT), [9]), [0]), expected)
+    assert torch.equal(executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0]), expected)
 
 
 def test_prosparse_matches_a_llama_whose_activation_has_a_threshold(tmp_path: Path) -> None:

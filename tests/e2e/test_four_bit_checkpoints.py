@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
@@ -66,7 +66,7 @@ def test_a_family_in_4_bits(tmp_path: Path, family: str, sizes: dict[str, Any], 
     dense = load_dense(checkpoint)
     executor = Executor(checkpoint.spec, dense, len(IDS))
     executor.cache.open(0)
-    logits = executor.logits(Rows.of_sequence(0, 0, IDS), range(len(IDS)))
+    logits = executor.logits(Batch.of_sequence(0, 0, IDS), range(len(IDS)))
     with torch.no_grad():
         assert torch.allclose(logits, model(torch.tensor([IDS])).logits[0], atol=1e-4)
     stored = converted(tmp_path)
@@ -124,7 +124,7 @@ def test_of_a_matrix_with_parts_in_floats_nothing_is_kept(tmp_path: Path) -> Non
 
 
 def test_each_matrix_has_a_table_of_its_own(tmp_path: Path) -> None:
-    """Even one that has nothing to do with NF4; stacked parts with different ones are quantized anew."""
+    """Even one that has nothing to do with NF4; stacked parts with different ones are quantized again."""
     written(tmp_path, "llama", sizes=EVEN | FFN)
     before = opened(tmp_path)
     down, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("down", "up"))

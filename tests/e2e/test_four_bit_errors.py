@@ -50,7 +50,7 @@ def nested(wholes: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["plain", "nested"])
 def folder(request: pytest.FixtureRequest) -> Path:
-    """Both in turn."""
+    """Both alternately."""
     spoilt: Path = request.getfixturevalue(request.param)
     return spoilt
 

@@ -16,7 +16,7 @@ from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime import cuda_machine
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor
@@ -54,7 +54,7 @@ def text(model: Model) -> list[int]:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
     """A GPU in this computer."""
-    monkeypatch.setattr(cuda_machine, "CudaMover", StandInMover)
+    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
     monkeypatch.setattr(cuda_machine, "gpu_layers", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     return StandInCuda(PLENTY)
@@ -69,8 +69,8 @@ def generated(executor: Executor) -> list[int]:
     sequence = executor.cache.open_new()
     tokens = [int(executor.prompt(prompt_of(executor, sequence, PROMPT)).argmax())]
     while len(tokens) < N_TOKENS:
-        rows = Rows.of_sequence(sequence, executor.cache.length(sequence), tokens[-1:])
-        tokens.append(int(executor.logits(rows, [0])[0].argmax()))
+        batch = Batch.of_sequence(sequence, executor.cache.length(sequence), tokens[-1:])
+        tokens.append(int(executor.logits(batch, [0])[0].argmax()))
     executor.cache.check()
     executor.cache.close(sequence)
     return tokens
@@ -83,7 +83,7 @@ def opened(model: Model, driver: StandInCuda | None, told: list[str], **placemen
         **placement,
     )
     gpu = None if driver is None else stand_in_gpu(driver)
-    return open_placed(*model, asked, 1, time.perf_counter, told.append, lambda name, notice: gpu)
+    return open_placed(*model, asked, 1, time.perf_counter, told.append, lambda name, warn: gpu)
 
 
 @pytest.mark.parametrize("overrides", [HALF, STREAMED])

@@ -10,12 +10,12 @@ import torch
 
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.executors.reference import Executor
 from tests.device_support import SPEC, round_profile
 from tests.e2e.test_families import PROMPT
-from tests.emulation import hollow
+from tests.emulation import dummy
 from tests.executor_support import Model, contents, executor_for, hidden_alone, model_of
 
 MODELS = [
@@ -56,34 +56,34 @@ def test_every_split_gives_the_bits_of_one_pass(
     executor: Executor, expected: list[torch.Tensor], sequences: list[int]
 ) -> None:
     """At one point or two; empty ranges change nothing."""
-    rows = Rows.joined([Rows.of_sequence(s, 0, text) for s, text in zip(sequences, TEXTS, strict=True)])
+    batch = Batch.joined([Batch.of_sequence(s, 0, text) for s, text in zip(sequences, TEXTS, strict=True)])
     for first, second in combinations_with_replacement(range(N_LAYERS + 1), 2):
-        hidden = executor.run(rows, None, range(first))
+        hidden = executor.run(batch, None, range(first))
         for layers in (range(first, second), range(second, N_LAYERS)):
             before = hidden.clone()
-            after = executor.run(rows, hidden, layers)
+            after = executor.run(batch, hidden, layers)
             assert torch.equal(hidden, before)  # what waits isn't changed
             hidden = after
         assert torch.equal(hidden, torch.cat(expected))
         for sequence, text in zip(sequences, TEXTS, strict=True):
             assert executor.cache.length(sequence) == len(text)
             executor.cache.truncate(sequence, 0)
-    assert torch.equal(executor.head(hidden[-1:]), executor.project(executor.final_norm(expected[-1][-1:])))
+    assert torch.equal(executor.head(hidden[-1:]), executor.lm_head(executor.final_norm(expected[-1][-1:])))
 
 
-@pytest.mark.parametrize(("boundary", "together"), [(0, 99), (1, 3), (1, 1), (2, 99)])
+@pytest.mark.parametrize(("exit_layer", "together"), [(0, 99), (1, 3), (1, 1), (2, 99)])
 def test_rows_that_waited_pass_together(
-    executor: Executor, expected: list[torch.Tensor], sequences: list[int], boundary: int, together: int
+    executor: Executor, expected: list[torch.Tensor], sequences: list[int], exit_layer: int, together: int
 ) -> None:
     """The lower layers see one row at a time, the upper ones as many as wait, then `together` in a pass."""
     waiting = []
     for sequence, text in zip(sequences, TEXTS, strict=True):
-        rows = [Rows.of_sequence(sequence, position, [token]) for position, token in enumerate(text)]
-        waiting += [(row, executor.run(row, None, range(boundary))) for row in rows]
+        rows = [Batch.of_sequence(sequence, position, [token]) for position, token in enumerate(text)]
+        waiting += [(row, executor.run(row, None, range(exit_layer))) for row in rows]
     outputs = []
     for start in range(0, len(waiting), together):
         rows, hidden = zip(*waiting[start : start + together], strict=True)
-        outputs.append(executor.run(Rows.joined(list(rows)), torch.cat(hidden), range(boundary, N_LAYERS)))
+        outputs.append(executor.run(Batch.joined(list(rows)), torch.cat(hidden), range(exit_layer, N_LAYERS)))
     assert torch.equal(torch.cat(outputs), torch.cat(expected))
 
 
@@ -104,11 +104,11 @@ def test_any_schedule_gives_the_bits_of_one_pass(
             first = passed(text, layer)
             n_rows = min(int(rng.integers(0, 5)), passed(text, layer - 1) - first)
             if n_rows > 0:
-                parts.append(Rows.of_sequence(sequence, first, TEXTS[text][first : first + n_rows]))
+                parts.append(Batch.of_sequence(sequence, first, TEXTS[text][first : first + n_rows]))
                 places += [(text, first + row) for row in range(n_rows)]
         if parts:
             before = None if layer == 0 else torch.stack([states[text][position] for text, position in places])
-            after = executor.run(Rows.joined(parts), before, range(layer, layer + 1))
+            after = executor.run(Batch.joined(parts), before, range(layer, layer + 1))
             for (text, position), state in zip(places, after, strict=True):
                 states[text][position] = state
 
@@ -116,7 +116,7 @@ def test_any_schedule_gives_the_bits_of_one_pass(
         """Draft tokens through the first layers; they don't hold."""
         length = cache.length(sequences[text])
         if all(passed(text, layer) == length for layer in range(N_LAYERS)):
-            wrong = Rows.of_sequence(sequences[text], length, rng.integers(0, 131, 4).tolist())
+            wrong = Batch.of_sequence(sequences[text], length, rng.integers(0, 131, 4).tolist())
             end = int(rng.integers(1, N_LAYERS + 1))
             executor.run(wrong, None, range(end))
             assert cache.length_at(sequences[text], end - 1) == length + 4
@@ -136,13 +136,13 @@ def test_rows_that_wait_are_cut_with_the_rest(
     """The lower layers are ahead; cutting to what all of them hold, or below, leaves nothing of what waited."""
     sequence, text = sequences[0], TEXTS[0]
     for kept in (5, 3, 0):
-        executor.run(Rows.of_sequence(sequence, 0, text[:5]), None, range(N_LAYERS))
-        executor.run(Rows.of_sequence(sequence, 5, [77] * 6), None, range(2))
+        executor.run(Batch.of_sequence(sequence, 0, text[:5]), None, range(N_LAYERS))
+        executor.run(Batch.of_sequence(sequence, 5, [77] * 6), None, range(2))
         assert (executor.cache.length(sequence), executor.cache.length_at(sequence, 0)) == (5, 11)
         with pytest.raises(ValueError, match="in one layer"):
-            executor.hidden(Rows.of_sequence(sequence, 5, text[5:]))
+            executor.hidden(Batch.of_sequence(sequence, 5, text[5:]))
         executor.cache.truncate(sequence, kept)
-        hidden = executor.hidden(Rows.of_sequence(sequence, kept, text[kept:]))
+        hidden = executor.hidden(Batch.of_sequence(sequence, kept, text[kept:]))
         assert torch.equal(hidden, expected[0][kept:])
         assert len(list(contents(executor, sequence))) == 2 * N_LAYERS
         executor.cache.truncate(sequence, 0)
@@ -161,15 +161,15 @@ def test_a_prompts_chunk_that_was_not_observed_is_taken_back(fails_at: int) -> N
     )
     pins = (("layers.0.*", "gpu"), ("layers.*", "cpu"), ("head", "cpu"))
     plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
-    executor = hollow(SPEC, plan, roomy, Timeline())
+    executor = dummy(SPEC, plan, roomy, Timeline())
     sequence = executor.cache.open_new()
-    chunks = [Rows.of_sequence(sequence, first, [0] * 4) for first in (0, 4, 8)]
+    chunks = [Batch.of_sequence(sequence, first, [0] * 4) for first in (0, 4, 8)]
     observed: list[int] = []
 
-    def observe(rows: Rows, normed: torch.Tensor) -> None:
+    def observe(batch: Batch, normed: torch.Tensor) -> None:
         if len(observed) == fails_at:
             raise KeyboardInterrupt
-        observed.append(rows.positions[-1])
+        observed.append(batch.positions[-1])
 
     with pytest.raises(KeyboardInterrupt):
         executor.prompt(chunks, observe)

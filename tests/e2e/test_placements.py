@@ -13,7 +13,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def texts(executor: Executor, n_tokens: int = N_FEW_TOKENS) -> tuple[list[list[i
         for mine, logits in zip(tokens, steps[-1], strict=True):
             mine.append(int(logits.argmax()))
         positions = tuple(executor.cache.length(sequence) for sequence in sequences)
-        steps.append(executor.logits(Rows(tuple(t[-1] for t in tokens), tuple(sequences), positions), range(3)))
+        steps.append(executor.logits(Batch(tuple(t[-1] for t in tokens), tuple(sequences), positions), range(3)))
     executor.cache.check()
     for sequence in sequences:
         executor.cache.close(sequence)
@@ -128,7 +128,7 @@ def test_a_long_prompt_in_many_chunks(tmp_path: Path) -> None:
     model = of_family("llama-tied", tmp_path, "int4")
     prompt = [(7 * i) % 90 + 3 for i in range(100)]
     reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
-    expected = reference.prompt([Rows.of_sequence(reference.cache.open_new(), 0, prompt)])
+    expected = reference.prompt([Batch.of_sequence(reference.cache.open_new(), 0, prompt)])
     for pins in (split_at(1), PLACEMENTS["head alone on the GPU"], PLACEMENTS["streamed"]):
         plan = planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS)
         executor = emulated(*model, replace(plan, prefill_chunk_tokens=23, parts=visiting(plan)))
@@ -149,18 +149,18 @@ def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
     model = of_family("llama-tied", tmp_path, "int4")
     n_layers, ids = model[0].n_layers, [4, 8, 15, 16, 23]
     reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
-    expected = reference.logits(Rows.of_sequence(reference.cache.open_new(), 0, ids), range(len(ids)))
+    expected = reference.logits(Batch.of_sequence(reference.cache.open_new(), 0, ids), range(len(ids)))
     for pins in (split_at(1), split_at(2), PLACEMENTS["streamed"], PLACEMENTS["attention and FFN apart"]):
         executor = emulated(*model, planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS))
         sequence = executor.cache.open_new()
-        for boundary in range(1, n_layers):
+        for exit_layer in range(1, n_layers):
             waiting = [
-                executor.run(Rows.of_sequence(sequence, position, [token]), None, range(boundary))
+                executor.run(Batch.of_sequence(sequence, position, [token]), None, range(exit_layer))
                 for position, token in enumerate(ids)
             ]
             assert executor.cache.length(sequence) == 0 and executor.cache.length_at(sequence, 0) == len(ids)
-            rows = Rows.of_sequence(sequence, 0, ids)
-            logits = executor.head(executor.run(rows, torch.cat(waiting), range(boundary, n_layers)))
+            batch = Batch.of_sequence(sequence, 0, ids)
+            logits = executor.head(executor.run(batch, torch.cat(waiting), range(exit_layer, n_layers)))
             assert torch.equal(logits, expected)
             executor.cache.truncate(sequence, 0)
 

@@ -17,7 +17,7 @@ from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.warmup import proven
+from hetero_ee.runtime.warmup import warmed_up
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory
 from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of
@@ -50,7 +50,7 @@ class Proving(Faulty):
     """A computer whose plans are proven as they are opened."""
 
     def open(self, plan: Plan) -> PlannedExecutor:
-        return proven(super().open(replace(plan, prefill_chunk_tokens=CHUNK_TOKENS)))
+        return warmed_up(super().open(replace(plan, prefill_chunk_tokens=CHUNK_TOKENS)))
 
 
 class Watched:
@@ -73,12 +73,12 @@ class Watched:
 
 def on_gpu(model: Model, monkeypatch: pytest.MonkeyPatch, told: list[str], watched: Watched, **asked: Any) -> Opened:
     """Opened as the engine does, on this computer's stand-in of a GPU."""
-    monkeypatch.setattr(cuda_machine, "CudaMover", StandInMover)
+    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
     monkeypatch.setattr(cuda_machine, "gpu_layers", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     gpu = stand_in_gpu(StandInCuda(PLENTY), watched.operations())
     placement = Placement(reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), **asked)
-    return open_placed(*model, placement, 1, time.perf_counter, told.append, lambda name, notice: gpu)
+    return open_placed(*model, placement, 1, time.perf_counter, told.append, lambda name, warn: gpu)
 
 
 def test_a_whole_chunk_and_a_row_of_decoding_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_what_a_long_prompt_would_lack_is_told_at_opening(
 ) -> None:
     told: list[str] = []
     found = on_gpu(model, monkeypatch, told, Watched(10**9))
-    (notice,) = told
-    assert "needs 2" in notice and notice.endswith("Going on without the GPU.")
+    (warn,) = told
+    assert "needs 2" in warn and warn.endswith("Going on without the GPU.")
     assert generated(found.executor) == text
     found.executor.close()
 
@@ -115,8 +115,8 @@ def test_smaller_plans_are_tried_before_the_gpu_is_done_without(model: Model, te
     executor = ReplanningExecutor(chunked(model), replan, computer.open, told.append)
     assert generated(executor) == text
     executor.close()
-    (notice,) = told
-    assert ("Planned again within" in notice) == (n_fail <= N_SMALLER) == bool(executor.plan.n_bytes("gpu"))
+    (warn,) = told
+    assert ("Planned again within" in warn) == (n_fail <= N_SMALLER) == bool(executor.plan.n_bytes("gpu"))
     assert len(asked_bytes) == n_fail and asked_bytes[0] < plan_of(model).n_bytes("gpu")
     assert asked_bytes == sorted(set(asked_bytes), reverse=True)
     assert all(held == {} for held in computer.held_bytes())
@@ -176,7 +176,7 @@ def test_a_pass_that_is_broken_off_closes_everything(model: Model, error: Any) -
 
 def test_the_cpu_alone_is_left_as_it_is(model: Model) -> None:
     executor: Any = SimpleNamespace(plan=plan_of(model, (("layers.*|head", "cpu"),)))
-    assert proven(executor) is executor
+    assert warmed_up(executor) is executor
 
 
 def test_an_emulated_machine_begins_at_zero(model: Model, text: list[int]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from tests.executor_support import contents, executor_for, hidden_alone, model_of
 
@@ -36,11 +36,11 @@ def expected(executor: Executor) -> torch.Tensor:
 def test_a_cut_is_as_if_nothing_had_followed(executor: Executor, expected: torch.Tensor) -> None:
     """Of 48 tokens, by few of them, by a window's and by many windows'."""
     cache, sequence, fresh = executor.cache, executor.cache.open_new(), executor.cache.open_new()
-    executor.hidden(Rows.of_sequence(fresh, 0, TEXT))
+    executor.hidden(Batch.of_sequence(fresh, 0, TEXT))
     for kept in (46, 41, 38, 30, 8, 7, 1, 0):
-        executor.hidden(Rows.of_sequence(sequence, 0, TEXT[:kept] + OTHER[kept:]))
+        executor.hidden(Batch.of_sequence(sequence, 0, TEXT[:kept] + OTHER[kept:]))
         cache.truncate(sequence, kept)
-        assert torch.equal(executor.hidden(Rows.of_sequence(sequence, kept, TEXT[kept:])), expected[kept:])
+        assert torch.equal(executor.hidden(Batch.of_sequence(sequence, kept, TEXT[kept:])), expected[kept:])
         for found, wanted in zip(contents(executor, sequence), contents(executor, fresh), strict=True):
             assert torch.equal(found, wanted)
         cache.truncate(sequence, 0)
@@ -53,7 +53,7 @@ def test_repeated_short_cuts_add_nothing_up(executor: Executor, expected: torch.
     """As drafts are rejected: after each token three others come and go."""
     sequence = executor.cache.open_new()
     for position, token in enumerate(TEXT):
-        hidden = executor.hidden(Rows.of_sequence(sequence, position, [token, *OTHER[:3]]))
+        hidden = executor.hidden(Batch.of_sequence(sequence, position, [token, *OTHER[:3]]))
         assert torch.equal(hidden[0], expected[position])
         executor.cache.truncate(sequence, position + 1)
     executor.cache.close(sequence)

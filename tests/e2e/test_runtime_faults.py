@@ -90,7 +90,7 @@ def opened(model: Model, points: Points, where: str, split: str = "streamed") ->
         fault: Any = points
         gpu = FaultyDevice(machine.gpu, fault if where == "memory" else None, fault if where == "gpu" else None)
         cpu = FaultyDevice(machine.cpu, None, fault if where == "cpu" else None)
-        link = FaultyLink(machine.link, *(fault if where == name else None for name in ("copy", "cross")))
+        link = FaultyLink(machine.link, *(fault if where == name else None for name in ("copy", "transfer")))
         return replace(machine, cpu=cpu, gpu=gpu, link=link)
 
     def open_plan(plan: Plan) -> PlannedExecutor:
@@ -115,7 +115,7 @@ def n_points(model: Model, where: str, split: str = "streamed") -> int:
 EVERY_OR_SOME = [pytest.param(1, marks=pytest.mark.slow, id="every"), pytest.param(19, id="some")]
 
 
-PLACES = [("gpu", "streamed"), ("gpu", "split"), ("copy", "streamed"), ("cross", "streamed"), ("cross", "split")]
+PLACES = [("gpu", "streamed"), ("gpu", "split"), ("copy", "streamed"), ("transfer", "streamed"), ("transfer", "split")]
 
 
 @pytest.mark.parametrize("stride", EVERY_OR_SOME)
@@ -138,7 +138,7 @@ def test_out_of_memory_at_every_point_is_planned_around(
 
 
 @pytest.mark.parametrize("stride", EVERY_OR_SOME)
-@pytest.mark.parametrize("where", ["gpu", "copy", "cross"])
+@pytest.mark.parametrize("where", ["gpu", "copy", "transfer"])
 def test_out_of_memory_again_ends_the_text_and_nothing_else(
     model: Model, expected: Any, where: str, stride: int
 ) -> None:
@@ -158,7 +158,7 @@ def test_out_of_memory_again_ends_the_text_and_nothing_else(
 
 @pytest.mark.parametrize("stride", EVERY_OR_SOME)
 @pytest.mark.parametrize("error", [DeviceLostError, KernelError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["gpu", "cpu", "copy", "cross"])
+@pytest.mark.parametrize("where", ["gpu", "cpu", "copy", "transfer"])
 def test_other_faults_at_every_point_end_the_text_and_nothing_else(
     model: Model, expected: Any, where: str, error: Any, stride: int
 ) -> None:

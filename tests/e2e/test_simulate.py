@@ -13,7 +13,7 @@ from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.runtime.executors.dummy import HollowRunner
+from hetero_ee.runtime.executors.dummy import DummyRunner
 from hetero_ee.runtime.trace import TITLES
 from hetero_ee_profiles.records import write_record
 from hetero_ee_profiles.reference import reference_profile
@@ -47,7 +47,7 @@ def test_json_says_what_it_is(cli: Cli, plan_file: Path) -> None:
     document = json.loads(cli("simulate", *SHORT, "--plan", plan_file, "--json").out)
     assert document["simulated"] is True and document["schema"] == 1
     assert (document["hardware"], document["hardware_kind"]) == (LAPTOP, "derived")
-    assert (document["gpu_layers"], document["mode"], document["boundary"]) == (3, "full", None)
+    assert (document["gpu_layers"], document["mode"], document["exit_layer"]) == (3, "full", None)
     assert document["n_generated_tokens"] == 12 and len(document["plan_hash"]) == 64
     for name in ("prompt_s", "generation_s", "predicted_prompt_s", "predicted_generation_s"):
         assert document[name] > 0
@@ -81,8 +81,8 @@ def test_the_executor_is_closed_where_a_pass_fails(monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise UsageError("no more.")
 
-    monkeypatch.setattr(HollowRunner, "walk", fail)
-    monkeypatch.setattr(HollowRunner, "close", lambda runner: closed.append(runner))
+    monkeypatch.setattr(DummyRunner, "forward", fail)
+    monkeypatch.setattr(DummyRunner, "close", lambda runner: closed.append(runner))
     with pytest.raises(UsageError, match=r"no more\."):
         of_shapes(spec, planned(spec, mode="full", context_tokens=128), profile, 8, 4)
     assert closed

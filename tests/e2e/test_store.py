@@ -126,7 +126,7 @@ def test_missing_and_mistaken_tensors_are_refused(store: Path, tmp_path: Path, n
 
 def test_a_surplus_tensor_is_refused(store: Path, tmp_path: Path) -> None:
     surplus = Entry("more\x1b[2J", "fp32", (5,), 0, 0, 0, None, "", "")
-    folder = hollow_store(tmp_path / "hollow", (*read_manifest(store).entries, surplus))
+    folder = hollow_store(tmp_path / "dummy", (*read_manifest(store).entries, surplus))
     with pytest.raises(StoreError, match=r"holds 'more\\x1b\[2J', which LlamaForCausalLM does not have"):
         open_store(folder, read_spec(store))
 

@@ -229,7 +229,7 @@ def test_a_store_that_can_not_be_read_just_now_stays(model_folder: Path, cache: 
         with pytest.raises(StoreError) as caught:
             open_cached(model_folder, spec, FAST, cache)
     assert not isinstance(caught.value, DamagedStoreError) and os.strerror(number) in str(caught.value)
-    now = (only_store(cache) / "weights.bin").stat()  # made anew, it would have the same bytes
+    now = (only_store(cache) / "weights.bin").stat()  # made again, it would have the same bytes
     assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
@@ -53,8 +53,8 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(executor: Executor, ca
         for batched, single in zip(batched_steps, steps, strict=True):
             assert torch.equal(batched[sequence], single[0])
     chunked = executor.cache.open_new()
-    executor.hidden(Rows.of_sequence(chunked, 0, PROMPT[:5]))
-    last = executor.logits(Rows.of_sequence(chunked, 5, PROMPT[5:]), [len(PROMPT) - 6])
+    executor.hidden(Batch.of_sequence(chunked, 0, PROMPT[:5]))
+    last = executor.logits(Batch.of_sequence(chunked, 5, PROMPT[5:]), [len(PROMPT) - 6])
     assert torch.equal(last[0], batched_steps[0][0])
 
 
@@ -71,10 +71,10 @@ def test_a_team_changes_no_bit(kind: str, tmp_path: Path) -> None:
 def test_truncating_rolls_back_exactly(executor: Executor) -> None:
     expected = hidden_alone(executor, [*PROMPT, 9])
     sequence = executor.cache.open_new()
-    executor.hidden(Rows.of_sequence(sequence, 0, [*PROMPT[:6], 50, 51, 52, 53]))
-    executor.run(Rows.of_sequence(sequence, 10, [60, 61]), None, range(1))
+    executor.hidden(Batch.of_sequence(sequence, 0, [*PROMPT[:6], 50, 51, 52, 53]))
+    executor.run(Batch.of_sequence(sequence, 10, [60, 61]), None, range(1))
     executor.cache.truncate(sequence, 6)
-    assert torch.equal(executor.hidden(Rows.of_sequence(sequence, 6, [*PROMPT[6:], 9])), expected[6:])
+    assert torch.equal(executor.hidden(Batch.of_sequence(sequence, 6, [*PROMPT[6:], 9])), expected[6:])
 
 
 def test_logits_differ_by_the_rounding_alone(case: tuple[Model, str, str]) -> None:
@@ -107,4 +107,4 @@ def test_the_demo_model_hardly_notices(demo: Path, kind: str) -> None:
 
 def logits_of(executor: Executor, ids: list[int]) -> torch.Tensor:
     executor.cache.open(0)
-    return executor.logits(Rows.of_sequence(0, 0, ids), range(len(ids)))
+    return executor.logits(Batch.of_sequence(0, 0, ids), range(len(ids)))

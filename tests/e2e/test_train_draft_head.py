@@ -31,13 +31,13 @@ def test_a_short_training_makes_a_head_that_drafts(tiny: Path, tmp_path: Path, c
     run("train_draft_head.py", *arguments, "--smoke")
     first = json.loads((output / "config.json").read_text())
     assert 0 < len(first["draft_token_ids"]) < first["vocab_size"]
-    figures = json.loads(
+    metrics = json.loads(
         run("train_draft_head.py", *arguments, "--start", str(output), "--evaluate", str(text), "--smoke")
     )
-    assert figures["training"]["steps"] > 1 and figures["training"]["texts"] == ["text.txt"]
-    greedy = figures["acceptance"]["temperature 0"]
+    assert metrics["training"]["steps"] > 1 and metrics["training"]["texts"] == ["text.txt"]
+    greedy = metrics["acceptance"]["temperature 0"]
     assert greedy["chains"] > 10 and len(greedy["acceptance_by_position"]) == 4 and greedy["tokens_a_pass"] >= 1
-    assert json.loads((output / "config.json").read_text())["training"] == figures["training"]
+    assert json.loads((output / "config.json").read_text())["training"] == metrics["training"]
     trimming = ["--model", str(tiny), "--head", str(output), "--texts", str(text)]
     for coverage, n_tokens in (("0.3", 16), ("1.1", first["vocab_size"])):
         assert f"drafts {n_tokens} tokens" in run("draft_vocabulary.py", *trimming, "--coverage", coverage)

@@ -49,7 +49,7 @@ def test_streamed_weights_arrive_whole(driver: CudaDriver) -> None:
         value, computed = gpu.run([work(BLOCKS[number].name)], lambda found=found: total(found), [copied])
         stream.done(number, computed)
         host = link.host_buffer(8).view(torch.int64)
-        _, back = link.cross(
+        _, back = link.transfer(
             "sum", 1, 8, CPU, lambda host=host, value=value: host.copy_(value, non_blocking=True), [computed]
         )
         sums.append((number, host, back))

@@ -23,7 +23,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
 from hetero_ee.speculation.draft_gate import FixedGate
@@ -109,8 +109,8 @@ def told_tokens(executor: Executor, given: list[int]) -> torch.Tensor:
     sequence = executor.cache.open_new()
     found = [executor.prompt(prompt_of(executor, sequence, PROMPT))]
     for token in given:
-        rows = Rows.of_sequence(sequence, executor.cache.length(sequence), [token])
-        found.append(executor.logits(rows, [0])[0])
+        batch = Batch.of_sequence(sequence, executor.cache.length(sequence), [token])
+        found.append(executor.logits(batch, [0])[0])
     executor.cache.check()
     executor.cache.close(sequence)
     return torch.stack(found).float()
@@ -122,7 +122,7 @@ def greedy(executor: Executor) -> list[int]:
     logits = executor.prompt(prompt_of(executor, sequence, PROMPT))
     for _ in range(N_TOKENS):
         tokens.append(int(logits.argmax()))
-        logits = executor.logits(Rows.of_sequence(sequence, executor.cache.length(sequence), tokens[-1:]), [0])[0]
+        logits = executor.logits(Batch.of_sequence(sequence, executor.cache.length(sequence), tokens[-1:]), [0])[0]
     executor.cache.close(sequence)
     return tokens
 
@@ -146,12 +146,12 @@ def test_a_row_has_the_same_bits_whatever_m_is(opened: Open, placement: str) -> 
     """And when it is computed again, by a recorded graph, after others were and were forgotten."""
     executor = opened(PLACEMENTS[placement])
     sequence = executor.cache.open_new()
-    together = executor.hidden(Rows.of_sequence(sequence, 0, PROMPT[:7])).cpu()
+    together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7])).cpu()
     logits = executor.head(together)
     for n_kept in (0, 3, 0):
         executor.cache.truncate(sequence, n_kept)
         for position in range(n_kept, 7):
-            alone = executor.hidden(Rows.of_sequence(sequence, position, [PROMPT[position]]))
+            alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone.cpu()[0], together[position])
             assert torch.equal(executor.head(alone)[0], logits[position])
 
@@ -174,7 +174,7 @@ def test_visiting_attentions_compute_and_store_what_resident_ones_do(opened: Ope
     found = []
     for executor in (opened(ALL_GPU, kv_type=kv_type), opened(PLACEMENTS["head alone on the GPU"], True, kv_type)):
         sequence = executor.cache.open_new()
-        hidden = executor.hidden(Rows.of_sequence(sequence, 0, PROMPT)).cpu()
+        hidden = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT)).cpu()
         layers = range(executor.spec.n_layers)
         kept = [part.cpu() for layer in layers for part in executor.cache.read(layer, sequence, 0, len(PROMPT))]
         found.append([hidden, *kept])
@@ -205,15 +205,15 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_text_as_it_is(
     limits, told = Limits(overrides=PLACEMENTS["split"], context_tokens=CONTEXT_TOKENS), []
     found = open_placed(*model, Placement(profile, limits), 1, time.perf_counter, told.append)
     expected = greedy(found.executor)
-    calls, walk = [0], GpuLayers.walk
+    calls, forward = [0], GpuLayers.forward
 
     def failing(self: GpuLayers, *arguments: Any) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == 5:
             torch.empty(2**45, dtype=torch.uint8, device="cuda")
-        return walk(self, *arguments)
+        return forward(self, *arguments)
 
-    monkeypatch.setattr(GpuLayers, "walk", failing)
+    monkeypatch.setattr(GpuLayers, "forward", failing)
     try:
         assert greedy(found.executor) == expected
     except DeviceMemoryError as error:
@@ -239,8 +239,8 @@ def test_the_demo_model_on_the_gpu_agrees_with_the_cpu(demo: Path, demo_profile:
 
 def logits_of(executor: Executor, token_ids: list[int]) -> torch.Tensor:
     sequence = executor.cache.open_new()
-    rows = Rows.of_sequence(sequence, 0, token_ids)
-    logits = executor.head(executor.hidden(rows)).float().cpu()
+    batch = Batch.of_sequence(sequence, 0, token_ids)
+    logits = executor.head(executor.hidden(batch)).float().cpu()
     executor.cache.close(sequence)
     return logits
 

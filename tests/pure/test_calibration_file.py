@@ -51,13 +51,13 @@ def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     found = read_calibration(folder, SPEC, KEY)
     assert found is not None
     statistics = found.statistics()
-    assert statistics.rates_at(2).exit_rate == found.at(2).figures.exit_rate
-    assert statistics.rates_at(4).precision == found.at(4).figures.precision
-    assert statistics.boundaries[3].rates.refused_precision == found.at(4).figures.refused_precision
-    assert statistics.boundaries[0].walk is None  # the schedule, 1 and 3, has nothing in front of it
-    walk, own = statistics.boundaries[3].walk, found.at(4).walk
+    assert statistics.rates_at(2).exit_rate == found.at(2).metrics.exit_rate
+    assert statistics.rates_at(4).precision == found.at(4).metrics.precision
+    assert statistics.exit_layers[3].rates.refused_precision == found.at(4).metrics.refused_precision
+    assert statistics.exit_layers[0].walk is None  # the schedule, 1 and 3, has nothing in front of it
+    walk, own = statistics.exit_layers[3].walk, found.at(4).walk
     assert walk is not None and (walk.exit_rate, walk.mean_exit_depth) == (own.exit_rate, own.mean_exit_depth)
-    assert [found.levels(boundary) for boundary in (1, 2, 3, 4)] == [(), (1,), (1,), (1, 3)]
+    assert [found.levels(exit_layer) for exit_layer in (1, 2, 3, 4)] == [(), (1,), (1,), (1, 3)]
     assert statistics.survival is None and "a text" in statistics.source
     assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)
     assert found.neuron_frequencies[3].tolist() == found.activations["layers.3.ffn.active_share"].tolist()
@@ -114,19 +114,19 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
         {"n_layers": 6},
         {"n_layers": 10**12},
         {"hidden_size": "48"},
-        {"boundaries": []},
+        {"exit_layers": []},
         {"depths": {}},
         {"depths": None},
         {"tensors_sha256": "0" * 64},
         {"unknown": 1},
         {"text": {"description": 1}},
-        {"schedule": {"boundaries": [3, 1], "worth": [1.0, 1.0], "saved": 1.0}},
-        {"schedule": {"boundaries": [5], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"boundaries": [0], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"boundaries": [10**400], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"boundaries": [2.0], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"boundaries": [2], "worth": [], "saved": 1.0}},
-        {"schedule": {"boundaries": [2], "worth": [1.0]}},
+        {"schedule": {"exit_layers": [3, 1], "worth": [1.0, 1.0], "saved": 1.0}},
+        {"schedule": {"exit_layers": [5], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"exit_layers": [0], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"exit_layers": [10**400], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"exit_layers": [2.0], "worth": [1.0], "saved": 1.0}},
+        {"schedule": {"exit_layers": [2], "worth": [], "saved": 1.0}},
+        {"schedule": {"exit_layers": [2], "worth": [1.0]}},
         {"schedule": None},
     ],
     ids=str,
@@ -140,7 +140,7 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("boundary", 3),
+        ("exit_layer", 3),
         ("map_rank", 0),
         ("map_rank", 4),
         ("map_rank", 10**9),
@@ -148,7 +148,7 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
         ("predictor", "logistic"),
         ("threshold", -0.5),
         ("threshold", "1"),
-        ("figures", {}),
+        ("metrics", {}),
         ("sliced_predictor", None),
         ("sliced_predictor", "oracle"),
         ("sliced_threshold", 2.1),
@@ -160,19 +160,19 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
     ],
 )
 def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) -> None:
-    boundaries = json.loads((folder / JSON_FILE).read_text())["boundaries"]
-    boundaries[1][field] = value
-    edit_json(folder, boundaries=boundaries)
+    exit_layers = json.loads((folder / JSON_FILE).read_text())["exit_layers"]
+    exit_layers[1][field] = value
+    edit_json(folder, exit_layers=exit_layers)
     with pytest.raises(StoreError, match=r"damaged.*hetero-ee calibrate"):
         read_calibration(folder, SPEC, KEY)
 
 
 def test_a_schedule_of_boundaries_without_a_sliced_predictor_is_refused(folder: Path) -> None:
     body = json.loads((folder / JSON_FILE).read_text())
-    body["boundaries"][2]["sliced_predictor"] = None
+    body["exit_layers"][2]["sliced_predictor"] = None
     edit_json(folder, **body)
     edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "3.sliced" in name])
-    with pytest.raises(StoreError, match=r"the schedule names boundary 3, which has no sliced predictor"):
+    with pytest.raises(StoreError, match=r"the schedule names exit layer 3, which has no sliced predictor"):
         read_calibration(folder, SPEC, KEY)
 
 
@@ -188,15 +188,15 @@ def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> Non
     [
         lambda tensors: tensors.popitem(),
         lambda tensors: tensors.update(another=next(iter(tensors.values()))),
-        lambda tensors: tensors["boundaries.1.map.up"].fill(float("nan")),
-        lambda tensors: tensors["boundaries.1.predictor.bias"].fill(float("inf")),
-        lambda tensors: tensors["boundaries.2.sliced_predictor.scale"].fill(0),
-        lambda tensors: tensors["boundaries.3.sliced_predictor.bias"].fill(float("nan")),
-        lambda tensors: tensors.pop("boundaries.2.sliced_predictor.mean"),
-        lambda tensors: tensors.update({"boundaries.1.sliced_predictor.mean": tensors["boundaries.1.map.bias"]}),
-        lambda tensors: tensors["boundaries.2.predictor.n_candidates"].fill(3),
-        lambda tensors: tensors.update({"boundaries.1.map.up": tensors["boundaries.1.map.up"][:-1]}),
-        lambda tensors: tensors.update({"boundaries.1.map.bias": tensors["boundaries.1.map.bias"].astype("float32")}),
+        lambda tensors: tensors["exit_layers.1.map.up"].fill(float("nan")),
+        lambda tensors: tensors["exit_layers.1.predictor.bias"].fill(float("inf")),
+        lambda tensors: tensors["exit_layers.2.sliced_predictor.scale"].fill(0),
+        lambda tensors: tensors["exit_layers.3.sliced_predictor.bias"].fill(float("nan")),
+        lambda tensors: tensors.pop("exit_layers.2.sliced_predictor.mean"),
+        lambda tensors: tensors.update({"exit_layers.1.sliced_predictor.mean": tensors["exit_layers.1.map.bias"]}),
+        lambda tensors: tensors["exit_layers.2.predictor.n_candidates"].fill(3),
+        lambda tensors: tensors.update({"exit_layers.1.map.up": tensors["exit_layers.1.map.up"][:-1]}),
+        lambda tensors: tensors.update({"exit_layers.1.map.bias": tensors["exit_layers.1.map.bias"].astype("float32")}),
         lambda tensors: tensors["activations.layers.0.attention.qkv.second_moment"].fill(float("nan")),
     ],
     ids=[

@@ -30,8 +30,8 @@ def features_of(sureness: np.ndarray) -> np.ndarray:
 
 
 def rows(n_chunks: int = 8, *, sliced_right: float = 1.0, seed: int = 0) -> RowStage:
-    """At a row's first boundary sure drafts are right, behind it the unsure ones are (a share sliced_right of them): a
-    predictor of the one context would be wrong in the other."""
+    """At a row's first exit layer sure drafts are right, behind it the unsure ones are (a share sliced_right of
+    them): a predictor of the one context would be wrong in the other."""
     random = np.random.default_rng(seed)
     stage: Any = RowStage.__new__(RowStage)
     names = ("features", "is_right", "is_right_unmapped", "sliced_features", "sliced_is_right", "sliced_first")
@@ -64,30 +64,30 @@ def test_each_predictor_learns_from_rows_of_its_own_context() -> None:
     found = fitted(rows())
     sure, unsure = features_of(np.array([0.9], np.float32)), features_of(np.array([0.1], np.float32))
     assert found.at(1).sliced_predictor is None  # nothing lies before it
-    for each in found.boundaries[1:]:
+    for each in found.exit_layers[1:]:
         assert each.opens(sure, is_sliced=False).all() and not each.opens(unsure, is_sliced=False).any()
         assert each.opens(unsure, is_sliced=True).all() and not each.opens(sure, is_sliced=True).any()
 
 
 def test_a_sliced_threshold_is_set_on_the_rows_that_come_by() -> None:
-    """Where the first boundary lets all rows exit that would be right behind it, none is left to exit there."""
+    """Where the first exit layer lets all rows exit that would be right behind it, none is left to exit there."""
     stage = rows()
     for number in range(len(stage.features)):
         stage.features[number][0] = features_of(np.full(M, 0.9, np.float32))
         stage.is_right[number][0] = True
-        wrong = np.arange(M) % 20 == 0  # these come by: boundary 1 does not know them
+        wrong = np.arange(M) % 20 == 0  # these come by: exit layer 1 does not know them
         stage.features[number][0, wrong] = features_of(np.full(wrong.sum(), 0.1, np.float32))
         stage.is_right[number][0, wrong] = False
         stage.sliced_is_right[number][:, wrong] = False
-    assert all(each.sliced_predictor is None for each in fitted(stage).boundaries)
+    assert all(each.sliced_predictor is None for each in fitted(stage).exit_layers)
 
 
 @pytest.mark.parametrize("sliced_right", [0.0, 0.3])
 def test_without_a_threshold_there_is_no_sliced_predictor_and_no_schedule(sliced_right: float) -> None:
     found = fitted(rows(sliced_right=sliced_right))
-    assert [(each.sliced_predictor, each.sliced_threshold) for each in found.boundaries] == [
+    assert [(each.sliced_predictor, each.sliced_threshold) for each in found.exit_layers] == [
         (None, NO_EXIT)
     ] * N_BOUNDARIES
     assert found.schedule == NO_SCHEDULE
-    assert all(each.walk.n_evaluated == 1 for each in found.boundaries)
-    assert all(each.walk is None for each in found.statistics().boundaries)
+    assert all(each.walk.n_evaluated == 1 for each in found.exit_layers)
+    assert all(each.walk is None for each in found.statistics().exit_layers)

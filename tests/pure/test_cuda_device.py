@@ -49,7 +49,7 @@ def test_streams_wait_for_events_of_the_gpu(gpu: Gpu) -> None:
     """Copy, compute, copy back: the host waits at the end alone."""
     _, copied = gpu.link.copy("weights", 10, GPU, gpu.launches("copy"))
     _, computed = gpu.device.run([work("a")], gpu.launches("kernel"), [copied])
-    _, back = gpu.link.cross("rows", 1, 10, CPU, gpu.launches("crossing"), [computed])
+    _, back = gpu.link.transfer("rows", 1, 10, CPU, gpu.launches("transfer"), [computed])
     assert [entry[1:] for entry in gpu.driver.log] == [
         ("runs", "copy"),
         ("records", "event 1"),
@@ -57,7 +57,7 @@ def test_streams_wait_for_events_of_the_gpu(gpu: Gpu) -> None:
         ("runs", "kernel"),
         ("records", "event 2"),
         ("waits for", "event 2"),
-        ("runs", "crossing"),
+        ("runs", "transfer"),
         ("records", "event 3"),
     ]
     streams = [entry[0] for entry in gpu.driver.log]
@@ -89,7 +89,7 @@ def test_each_direction_and_kind_of_copy_has_a_stream(gpu: Gpu) -> None:
     """A row never waits behind weights in line."""
     for to in (GPU, CPU):
         gpu.link.copy("weights", 10, to, gpu.launches("copy"))
-        gpu.link.cross("rows", 1, 10, to, gpu.launches("crossing"))
+        gpu.link.transfer("rows", 1, 10, to, gpu.launches("transfer"))
     streams = [entry[0] for entry in gpu.driver.log if entry[1] == "runs"]
     assert len(set(streams)) == 4 and "compute" not in streams
 
@@ -97,13 +97,13 @@ def test_each_direction_and_kind_of_copy_has_a_stream(gpu: Gpu) -> None:
 def test_what_a_copy_reads_is_kept_until_it_is_through(gpu: Gpu) -> None:
     hidden = torch.zeros(3)
     there = weakref.ref(hidden)
-    _, event = gpu.link.cross("rows", 1, 12, CPU, partial(hidden.clone))
+    _, event = gpu.link.transfer("rows", 1, 12, CPU, partial(hidden.clone))
     del hidden
-    gpu.link.cross("rows", 1, 12, CPU, lambda: None)
+    gpu.link.transfer("rows", 1, 12, CPU, lambda: None)
     gc.collect()
     assert there() is not None
     gpu.device.wait(event)
-    gpu.link.cross("rows", 1, 12, CPU, lambda: None)
+    gpu.link.transfer("rows", 1, 12, CPU, lambda: None)
     gc.collect()
     assert there() is None
 
@@ -122,7 +122,7 @@ def test_spans_are_on_the_hosts_clock() -> None:
     driver.gpu_ms += 250
     gpu.device.run([work("a"), work("b")], gpu.launches("kernel", 500))
     gpu.link.copy("weights", 10, GPU, gpu.launches("copy", 250))
-    gpu.link.cross("rows", 1, 10, CPU, gpu.launches("crossing", 125))
+    gpu.link.transfer("rows", 1, 10, CPU, gpu.launches("transfer", 125))
     assert recorder.spans() == [
         Span(GPU, "a to b", 50.25, 50.75),
         Span(TO_GPU, "weights", 50.75, 51.0),
@@ -166,7 +166,7 @@ def test_no_memory_while_computing_or_copying(gpu: Gpu, error: Exception, told: 
     for fail in (
         lambda: gpu.device.run([work("layers.3.ffn")], raising(error)),
         lambda: gpu.link.copy("layers.3.ffn", 10, GPU, raising(error)),
-        lambda: gpu.link.cross("layers.3.ffn", 1, 10, CPU, raising(error)),
+        lambda: gpu.link.transfer("layers.3.ffn", 1, 10, CPU, raising(error)),
     ):
         with pytest.raises(DeviceMemoryError, match=f"layers.3.ffn {told}; lower --vram-budget"):
             fail()

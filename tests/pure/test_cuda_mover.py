@@ -5,7 +5,7 @@ import torch
 
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.runtime.devices.cuda import CudaLink
-from hetero_ee.runtime.devices.cuda_copier import N_TURNS, CudaMover
+from hetero_ee.runtime.devices.cuda_copier import N_TURNS, CudaCopier
 from hetero_ee.runtime.devices.machine import EmulatedGpuTensor
 from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import StandInMover
@@ -22,41 +22,41 @@ def rows(n: int, value: float) -> torch.Tensor:
 
 
 def test_there_and_back() -> None:
-    mover, x = mover_on(StandInCuda()), torch.arange(8.0).view(2, WIDTH)
-    there = mover.to_gpu(x)
-    assert mover.is_on_gpu(there) and not mover.is_on_gpu(x)
-    assert mover.to_gpu(there) is there and torch.equal(there.as_subclass(torch.Tensor), x)
-    back = mover.to_cpu(there)
-    assert not mover.is_on_gpu(back) and torch.equal(back, x)
+    copier, x = mover_on(StandInCuda()), torch.arange(8.0).view(2, WIDTH)
+    there = copier.to_gpu(x)
+    assert copier.is_on_gpu(there) and not copier.is_on_gpu(x)
+    assert copier.to_gpu(there) is there and torch.equal(there.as_subclass(torch.Tensor), x)
+    back = copier.to_cpu(there)
+    assert not copier.is_on_gpu(back) and torch.equal(back, x)
 
 
 def test_a_real_gpus_tensors_are_told_by_their_device() -> None:
     driver = StandInCuda()
-    mover = CudaMover(driver, CudaLink(driver, lambda: 0), N_ROWS, 4 * WIDTH)
+    copier = CudaCopier(driver, CudaLink(driver, lambda: 0), N_ROWS, 4 * WIDTH)
     x = rows(1, 1.0)
-    assert not mover.is_on_gpu(x) and mover.to_cpu(x) is x
-    assert not mover.is_on_gpu(x.as_subclass(EmulatedGpuTensor))
+    assert not copier.is_on_gpu(x) and copier.to_cpu(x) is x
+    assert not copier.is_on_gpu(x.as_subclass(EmulatedGpuTensor))
 
 
 def test_what_was_moved_outlasts_the_next_calls() -> None:
-    mover = mover_on(StandInCuda())
-    on_gpu = [mover.to_gpu(rows(N_ROWS, value)) for value in range(N_TURNS)]
+    copier = mover_on(StandInCuda())
+    on_gpu = [copier.to_gpu(rows(N_ROWS, value)) for value in range(N_TURNS)]
     for value, x in enumerate(on_gpu):
         assert bool((x == value).all())
-    on_cpu = [mover.to_cpu(x) for x in on_gpu]
+    on_cpu = [copier.to_cpu(x) for x in on_gpu]
     for value, x in enumerate(on_cpu):
         assert bool((x == value).all())
 
 
 def test_the_host_waits_before_it_writes_over_what_is_being_copied() -> None:
     driver = StandInCuda()
-    mover = mover_on(driver)
+    copier = mover_on(driver)
     for _ in range(N_TURNS):
-        mover.to_gpu(rows(1, 0.0))
+        copier.to_gpu(rows(1, 0.0))
     recorded = [event for _, what, event in driver.log if what == "records"]
     assert len(recorded) == N_TURNS and "waits for" not in {what for _, what, _ in driver.log}
     for turn in range(2):
-        mover.to_gpu(rows(1, 0.0))
+        copier.to_gpu(rows(1, 0.0))
         waits = [event for who, what, event in driver.log if (who, what) == ("host", "waits for")]
         assert waits == recorded[: turn + 1]
 
@@ -64,16 +64,16 @@ def test_the_host_waits_before_it_writes_over_what_is_being_copied() -> None:
 @pytest.mark.parametrize("what", ["pinned", "empty"])
 def test_nothing_is_allocated_but_for_more_rows_than_usual(what: str) -> None:
     driver = StandInCuda(error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB."))
-    mover, link = mover_on(driver), CudaLink(driver, lambda: 0)
+    copier, link = mover_on(driver), CudaLink(driver, lambda: 0)
     driver.fail = what
     for value in range(2 * N_TURNS):
-        assert bool((mover.to_cpu(mover.to_gpu(rows(N_ROWS, value))) == value).all())
+        assert bool((copier.to_cpu(copier.to_gpu(rows(N_ROWS, value))) == value).all())
     with pytest.raises(DeviceMemoryError):
-        link.cross("rows", N_ROWS + 1, 4 * WIDTH, "gpu", lambda: mover.to_gpu(rows(N_ROWS + 1, 0.0)))
+        link.transfer("rows", N_ROWS + 1, 4 * WIDTH, "gpu", lambda: copier.to_gpu(rows(N_ROWS + 1, 0.0)))
     driver.fail = ""
     for value in range(2 * N_TURNS):
         more = rows(5 * N_ROWS, value)
-        assert torch.equal(mover.to_cpu(mover.to_gpu(more)), more)
+        assert torch.equal(copier.to_cpu(copier.to_gpu(more)), more)
 
 
 def test_buffers_of_the_gpu_are_of_the_stream_that_computes() -> None:
@@ -86,6 +86,6 @@ def test_buffers_of_the_gpu_are_of_the_stream_that_computes() -> None:
             return torch.empty(shape, dtype=dtype)  # type: ignore[call-overload,no-any-return]
 
     driver = Watched()
-    mover, link = mover_on(driver), CudaLink(driver, lambda: 0)
-    link.cross("rows", 9, 4 * WIDTH, "gpu", lambda: mover.to_gpu(rows(9, 0.0)))
+    copier, link = mover_on(driver), CudaLink(driver, lambda: 0)
+    link.transfer("rows", 9, 4 * WIDTH, "gpu", lambda: copier.to_gpu(rows(9, 0.0)))
     assert made_on == ["compute"] * (N_TURNS + 1)

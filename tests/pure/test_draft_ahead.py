@@ -11,7 +11,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.times.overlap import Overlap, overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.draft_pace import Pace
 from hetero_ee.speculation.drafting import Drafting, ExitHead
@@ -31,17 +31,17 @@ class Overlapping(ScriptedModel):
     overlap: Overlap | None = field(default_factory=lambda: Overlap(AHEAD, BEHIND))
     steps: list[Any] = field(default_factory=list)
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
-        self.steps.append((layers.start, layers.stop, rows.positions))
-        return super().run(rows, hidden, layers)
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        self.steps.append((layers.start, layers.stop, batch.positions))
+        return super().run(batch, hidden, layers)
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         self.steps.append("on cpu")
         return hidden
 
 
-def drafting(gate: FixedGate = SHUT, draft_tokens: int = 2, boundary: int = BOUNDARY, **changes: Any) -> Drafting:
-    return Drafting(boundary, draft_tokens, gate, **{"exit_head": ExitHead(), "drafts_ahead": True} | changes)
+def drafting(gate: FixedGate = SHUT, draft_length: int = 2, exit_layer: int = BOUNDARY, **changes: Any) -> Drafting:
+    return Drafting(exit_layer, draft_length, gate, **{"exit_head": ExitHead(), "drafts_ahead": True} | changes)
 
 
 def generated(
@@ -69,15 +69,15 @@ def test_the_waiting_rows_are_brought_first_then_the_guess_begins_then_the_cpu_g
 
 
 def test_a_guess_passes_as_many_layers_as_the_gpu_has() -> None:
-    """The next round begins with what is left of its way to the boundary."""
+    """The next round begins with what is left of its way to the exit layer."""
     model = Overlapping(successor, successor, overlap=Overlap(1, 3))
-    generated(model, drafting(boundary=3), n_tokens=4)
+    generated(model, drafting(exit_layer=3), n_tokens=4)
     assert model.steps[2:6] == ["on cpu", (0, 1, (4,)), (3, 6, (3,)), (1, 3, (4,))]
     model = Overlapping(successor, successor, overlap=Overlap(3, 3))
-    generated(model, drafting(boundary=3, layers_ahead=2), n_tokens=4)  # as far as the CPU's time allows
+    generated(model, drafting(exit_layer=3, layers_ahead=2), n_tokens=4)  # as far as the CPU's time allows
     assert model.steps[2:6] == ["on cpu", (0, 2, (4,)), (3, 6, (3,)), (2, 3, (4,))]
     model = Overlapping(successor, successor, overlap=Overlap(4, 4))
-    generated(model, drafting(boundary=1), n_tokens=3)
+    generated(model, drafting(exit_layer=1), n_tokens=3)
     assert model.steps[1:6] == [(0, 1, (3,)), (1, 4, (3,)), "on cpu", (0, 1, (4,)), (4, 6, (3,))]
 
 
@@ -130,11 +130,11 @@ def test_a_text_that_ends_leaves_nothing_and_no_end_token_is_a_row() -> None:
 
 
 class Unsound(Overlapping):
-    """Every other position's logits at the boundary are not finite."""
+    """Every other position's logits at the exit layer are not finite."""
 
-    def project(self, normed: Tensor) -> Tensor:
+    def lm_head(self, normed: Tensor) -> Tensor:
         is_unsound = (normed[:, 2] == BOUNDARY) & (normed[:, 1] % 2 == 0)
-        return super().project(normed).masked_fill(is_unsound[:, None], float("nan"))
+        return super().lm_head(normed).masked_fill(is_unsound[:, None], float("nan"))
 
 
 def test_logits_that_are_no_numbers_guess_nothing() -> None:
@@ -149,13 +149,13 @@ class NoRoom(Overlapping):
     error: Exception = field(default_factory=lambda: DeviceMemoryError("no room"))
     n_begun: int = 0
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         if self.steps and self.steps[-1] == "on cpu":
             self.n_begun += 1
             if self.n_begun >= 3:
                 self.steps.append("no room")
                 raise self.error
-        return super().run(rows, hidden, layers)
+        return super().run(batch, hidden, layers)
 
 
 @pytest.mark.parametrize("error", [DeviceMemoryError("the GPU is full."), UsageError("other texts fill the cache.")])
@@ -188,7 +188,7 @@ def test_a_round_without_drafts_begins_anew() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [{"overlap": None}, {"drafts_ahead": False}, {"boundary": 0}])
+@pytest.mark.parametrize("change", [{"overlap": None}, {"drafts_ahead": False}, {"exit_layer": 0}])
 def test_nothing_begins_where_nothing_would_run_at_the_same_time(change: dict[str, Any]) -> None:
     model = Overlapping(successor, successor, **{name: change[name] for name in change if name == "overlap"})
     how = drafting(**{name: value for name, value in change.items() if name != "overlap"})
@@ -218,6 +218,6 @@ def test_the_overlap_of_places(layers: str, expected: Overlap | None) -> None:
 
 def test_layers_of_an_overlap_by_boundary() -> None:
     found = Overlap(ahead=2, behind=4)
-    assert [found.layers_ahead(boundary) for boundary in (1, 2, 5)] == [1, 2, 2]
-    assert [found.layers_behind(boundary) for boundary in (1, 4, 5)] == [4, 4, 5]
+    assert [found.layers_ahead(exit_layer) for exit_layer in (1, 2, 5)] == [1, 2, 2]
+    assert [found.layers_behind(exit_layer) for exit_layer in (1, 4, 5)] == [4, 4, 5]
     assert N_LAYERS > 5

@@ -47,7 +47,7 @@ def test_a_draft_counts_only_behind_right_ones() -> None:
     gate = AdaptiveGate(DRAFT_S, cheap_batches)
     answers = [gate.goes_on(0, 0.65, n_pending) for n_pending in range(1, 6)]
     assert answers == [True, True, True, False, False]  # 0.65^n x 1.22 against 0.22
-    assert gate.goes_on(0, 0.65, 1)  # the next round begins anew
+    assert gate.goes_on(0, 0.65, 1)  # the next round begins again
     assert gate.goes_on(1, 0.65, 2) and gate.goes_on(0, 0.65, 2)  # sequences know nothing of each other
 
 

@@ -211,7 +211,7 @@ def test_a_trimmed_vocabulary_drafts_its_tokens_alone() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_states_that_are_no_numbers_end_drafting_until_they_are_gone(broken: float) -> None:
     notices: list[str] = []
-    source = fresh(notice=notices.append)
+    source = fresh(warn=notices.append)
     states = STATES.clone()
     states[4, 3] = broken
     source.observe(0, 0, TOKENS[:6], states[:6])
@@ -231,7 +231,7 @@ def test_weights_that_are_no_numbers_draft_nothing(part: str) -> None:
     values = getattr(weights, part).clone()
     values.view(-1)[0] = math.nan
     layer = TorchDraftHeadLayer(dataclasses.replace(weights, **{part: values}), MAX_TOKENS)
-    source = DraftHeadSource(layer, BareTarget(), notice=notices.append)
+    source = DraftHeadSource(layer, BareTarget(), warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     assert source.propose(0, [*TOKENS, 4], 3, greedy) == []
     assert source.candidates(0, [*TOKENS, 4], 3) == [] and len(notices) == 1
@@ -240,6 +240,6 @@ def test_weights_that_are_no_numbers_draft_nothing(part: str) -> None:
 def test_logits_that_are_no_numbers_draft_nothing() -> None:
     target, notices = BareTarget(), list[str]()
     target.head[5, 5] = math.nan
-    source = DraftHeadSource(TorchDraftHeadLayer(head_weights(), MAX_TOKENS), target, notice=notices.append)
+    source = DraftHeadSource(TorchDraftHeadLayer(head_weights(), MAX_TOKENS), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     assert source.propose(0, [*TOKENS, 4], 3, greedy) == [] and len(notices) == 1

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
 from tests.draft_heads import CONFIG, MODEL, BareTarget, random_text
@@ -36,11 +36,11 @@ def test_guesses_in_training_are_those_of_a_chain(
         unrolled = list(head.unrolled(embedding[tokens][None], states[None], N_GUESSES))
     for n_true in range(1, N_TOKENS - N_GUESSES):
         sequence = layer.cache.open_new()
-        rows = Rows.of_sequence(sequence, 0, tokens[:n_true])
-        state = layer.guess(embedding[tokens[:n_true]], states[:n_true], rows)[-1:]
+        batch = Batch.of_sequence(sequence, 0, tokens[:n_true])
+        state = layer.guess(embedding[tokens[:n_true]], states[:n_true], batch)[-1:]
         for guess in range(N_GUESSES):
             row = n_true - 1 + guess
             torch.testing.assert_close(unrolled[guess][0, row], state[0], rtol=1e-4, atol=1e-4)
-            next_row = Rows.of_sequence(sequence, row + 1, tokens[row + 1 : row + 2])
+            next_row = Batch.of_sequence(sequence, row + 1, tokens[row + 1 : row + 2])
             state = layer.guess(embedding[tokens[row + 1 : row + 2]], state, next_row)
         layer.cache.close(sequence)

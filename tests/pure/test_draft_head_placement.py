@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import EmulatedMover, Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
@@ -46,16 +46,16 @@ def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, t
         expected.append((device, "draft_head.vocabulary"))
     for one in expected:
         assert spans.count(one) == N_DRAFTS, spans
-    crossings = [name for lane, name in spans if lane not in ("cpu", "gpu")]
+    transfers = [name for lane, name in spans if lane not in ("cpu", "gpu")]
     once = ["draft embedding", *(["draft logits"] if trimmed else [])]
-    assert crossings == (once * N_DRAFTS if on_gpu else [])
+    assert transfers == (once * N_DRAFTS if on_gpu else [])
 
 
 def test_a_guess_is_one_layers_products_and_fc() -> None:
-    rows = Rows.of_sequence(0, 10, [1, 2])
-    works = draft_head_works(SPEC, rows)
+    batch = Batch.of_sequence(0, 10, [1, 2])
+    works = draft_head_works(SPEC, batch)
     layer = (HIDDEN + 2 * KV_HEADS * HEAD_DIM) * HIDDEN + HIDDEN * HIDDEN + 3 * FFN * HIDDEN
-    assert sum(rows * columns for work in works for _, rows, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
+    assert sum(batch * columns for work in works for _, batch, columns in work.products) == layer + 2 * HIDDEN * HIDDEN
     assert works[0].attention is not None and works[0].attention.n_positions == 12
     assert all(work.m == 2 for work in works)
 

@@ -12,7 +12,7 @@ def test_rounds_add_up() -> None:
     counts.add_round([CHAIN, EXIT, EXIT], [12, 2, 1], 1, 2)  # the second was wrong, the third not judged
     counts.add_round([], [], 0, 1)
     counts.add_round([CHAIN, CHAIN], [12, 12], 1, 1)  # the text ended with a right draft
-    found = counts.statistics(n_layers=12, boundary=4)
+    found = counts.statistics(n_layers=12, exit_layer=4)
     assert (found.n_passes, found.n_rounds, found.n_rows, found.n_tokens) == (3, 4, 12, 8)
     assert (found.n_drafted, found.n_accepted) == (8, 5)
     assert found.acceptance == 5 / 8 and found.tokens_per_pass == pytest.approx(8 / 3)

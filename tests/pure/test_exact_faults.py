@@ -32,8 +32,8 @@ def arguments(n_tokens: int = N_TOKENS) -> Any:
     return SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), 200), decode, lambda: 0.0
 
 
-def drafting(draft_tokens: int = 4, **changes: Any) -> Drafting:
-    return Drafting(2, draft_tokens, **{"gate": FixedGate(0.0), "exit_head": ExitHead()} | changes)
+def drafting(draft_length: int = 4, **changes: Any) -> Drafting:
+    return Drafting(2, draft_length, **{"gate": FixedGate(0.0), "exit_head": ExitHead()} | changes)
 
 
 def half_known(hidden_size: int = 3) -> ScriptedSource:
@@ -63,9 +63,9 @@ def spoiled_map(value: float, *rows: int) -> Callable[[Tensor], Tensor]:
 class SpoiltExits(ScriptedModel):
     """Logits of states whose number of layers is not finite are not finite either."""
 
-    def project(self, normed: Tensor) -> Tensor:
+    def lm_head(self, normed: Tensor) -> Tensor:
         is_sound = torch.isfinite(normed[:, 2])
-        logits = super().project(torch.where(is_sound[:, None], normed, torch.zeros_like(normed)))
+        logits = super().lm_head(torch.where(is_sound[:, None], normed, torch.zeros_like(normed)))
         logits[~is_sound, 4] = normed[~is_sound, 2]
         return logits
 
@@ -73,7 +73,7 @@ class SpoiltExits(ScriptedModel):
 def noticed(model: ScriptedModel, **changes: Any) -> tuple[list[str], list[int]]:
     """What is told, and how many rows each verification had. The tokens must be right."""
     notices: list[str] = []
-    how = drafting(notice=notices.append, **changes)
+    how = drafting(warn=notices.append, **changes)
     tokens = list(generate_exact(model, PROMPTS[:1], *arguments(), how))  # type: ignore[arg-type]
     assert [token.token_id for token in tokens] == COUNTING[:N_TOKENS]
     return notices, [len(one.rows) for one in model.later]
@@ -176,7 +176,7 @@ class Interrupter:
 
 
 SEAMS = {
-    "model": ("run", "on_cpu", "final_norm", "project"),
+    "model": ("run", "on_cpu", "final_norm", "lm_head"),
     "source": ("propose", "observe", "truncate"),
     "gate": ("goes_on", "audit", "settle"),
 }

@@ -23,10 +23,10 @@ PROMPT = [3, 4, 5]
 COUNTING = [6 + i for i in range(26)]  # what successor says after PROMPT
 
 
-def drafting(draft_tokens: int = 4, boundary: int = BOUNDARY, source: Any = None, **changes: Any) -> Drafting:
+def drafting(draft_length: int = 4, exit_layer: int = BOUNDARY, source: Any = None, **changes: Any) -> Drafting:
     """Exits without end, unless changed."""
     return Drafting(
-        boundary, draft_tokens, **{"gate": FixedGate(0.0), "exit_head": ExitHead()} | changes, source=source
+        exit_layer, draft_length, **{"gate": FixedGate(0.0), "exit_head": ExitHead()} | changes, source=source
     )
 
 
@@ -54,7 +54,7 @@ def ids(tokens: list[GeneratedToken]) -> list[int]:
 
 
 class RecordingGate(FixedGate):
-    """Lets pass what `answers` says, in turn, then everything; keeps what it is told."""
+    """Lets pass what `answers` says, alternately, then everything; keeps what it is told."""
 
     def __init__(self, *answers: bool) -> None:
         super().__init__(0.0)
@@ -77,17 +77,17 @@ class RecordingGate(FixedGate):
 # What is computed.
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 2, 4, 16])
-def test_right_drafts_read_the_later_layers_once_a_round(draft_tokens: int) -> None:
+@pytest.mark.parametrize("draft_length", [1, 2, 4, 16])
+def test_right_drafts_read_the_later_layers_once_a_round(draft_length: int) -> None:
     model, counts = ScriptedModel(successor, successor), DraftCounts()
-    assert ids(generated(model, drafting(draft_tokens), counts=counts)) == COUNTING[:17]
-    assert [one.layers for one in model.later] == [range(BOUNDARY, N_LAYERS)] * (16 // draft_tokens)
-    assert all(len(one.rows) == draft_tokens for one in model.later)
+    assert ids(generated(model, drafting(draft_length), counts=counts)) == COUNTING[:17]
+    assert [one.layers for one in model.later] == [range(BOUNDARY, N_LAYERS)] * (16 // draft_length)
+    assert all(len(one.rows) == draft_length for one in model.later)
     assert len(model.earlier) == 16 and all(len(one.rows) == 1 for one in model.earlier)
     found = counts.statistics(N_LAYERS, BOUNDARY)
-    assert (found.n_passes, found.n_tokens) == (16 // draft_tokens, 16)
-    assert found.tokens_per_pass == draft_tokens and found.acceptance == (1.0 if draft_tokens > 1 else 0.0)
-    assert found.mean_exit_depth == (BOUNDARY * (draft_tokens - 1) + N_LAYERS) / draft_tokens
+    assert (found.n_passes, found.n_tokens) == (16 // draft_length, 16)
+    assert found.tokens_per_pass == draft_length and found.acceptance == (1.0 if draft_length > 1 else 0.0)
+    assert found.mean_exit_depth == (BOUNDARY * (draft_length - 1) + N_LAYERS) / draft_length
 
 
 def test_wrong_drafts_cost_their_rows_and_nothing_else() -> None:
@@ -153,15 +153,15 @@ def known(*errors: int) -> ScriptedSource:
     return ScriptedSource(propose, 3)
 
 
-@pytest.mark.parametrize("boundary", [0, BOUNDARY, N_LAYERS - 1])
-def test_a_chain_passes_the_earlier_layers_as_one_batch(boundary: int) -> None:
+@pytest.mark.parametrize("exit_layer", [0, BOUNDARY, N_LAYERS - 1])
+def test_a_chain_passes_the_earlier_layers_as_one_batch(exit_layer: int) -> None:
     model, counts = ScriptedModel(successor, successor), DraftCounts()
-    how = drafting(4, boundary, known(), exit_head=None)
+    how = drafting(4, exit_layer, known(), exit_head=None)
     assert ids(generated(model, how, counts=counts)) == COUNTING[:17]
     layers = [one.layers for one in model.passes[1:]]
-    assert layers == [range(boundary), range(boundary, N_LAYERS)] * 4
+    assert layers == [range(exit_layer), range(exit_layer, N_LAYERS)] * 4
     assert all(len(one.rows) == 4 for one in model.passes[1:])
-    assert [origin.origin for origin in counts.statistics(N_LAYERS, boundary).origins] == [CHAIN]
+    assert [origin.origin for origin in counts.statistics(N_LAYERS, exit_layer).origins] == [CHAIN]
     assert model.n_projected == 1 + 16  # no exit head
 
 
@@ -276,7 +276,7 @@ def test_a_source_chooses_with_the_noise_of_its_position() -> None:
             ahead = list(token_ids)
             while len(ahead) < len(token_ids) + n_tokens:
                 state = torch.tensor([[ahead[-1], len(ahead) - 1, N_LAYERS]], dtype=torch.float32)
-                ahead.append(choose(model.project(state)[0], ahead))
+                ahead.append(choose(model.lm_head(state)[0], ahead))
             return ahead[len(token_ids) :]
 
     counts, prompts = DraftCounts(), [[1, 2], PROMPT]
@@ -304,16 +304,16 @@ def test_what_the_cache_holds_is_gone_on_from() -> None:
     assert sum(len(one.rows) for one in model.passes if one.layers == range(N_LAYERS)) == len(PROMPT) + 1
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 17, -1])
-def test_impossible_lengths_are_refused(draft_tokens: int) -> None:
-    with pytest.raises(UsageError, match=f"draft_tokens is {draft_tokens}; expected 1 to 16"):
-        drafting(draft_tokens)
+@pytest.mark.parametrize("draft_length", [0, 17, -1])
+def test_impossible_lengths_are_refused(draft_length: int) -> None:
+    with pytest.raises(UsageError, match=f"draft_length is {draft_length}; expected 1 to 16"):
+        drafting(draft_length)
 
 
 def test_impossible_boundaries_are_refused() -> None:
-    with pytest.raises(UsageError, match="boundary is -1"):
+    with pytest.raises(UsageError, match="exit layer is -1"):
         drafting(4, -1)
     model = ScriptedModel(successor, successor)
-    with pytest.raises(UsageError, match=r"boundary is 6; expected 0 to 5 for 6 layers"):
+    with pytest.raises(UsageError, match=r"exit layer is 6; expected 0 to 5 for 6 layers"):
         generated(model, drafting(4, N_LAYERS))
     assert model.cache.n_bytes == 0

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from hetero_ee.calibration.metrics import (
     MAX_DRAFTS,
-    BoundaryFigures,
-    DepthFigures,
-    boundary_figures,
+    DepthMetrics,
+    ExitLayerMetrics,
     depth_figures,
+    exit_layer_metrics,
 )
 from hetero_ee.planning.times.rounds import WalkRates
 
@@ -31,7 +31,7 @@ def flags(text: str) -> np.ndarray:
 
 
 def test_shares_are_those_counted_by_hand() -> None:
-    found = boundary_figures([flags("1101"), flags("100")], [flags("1011"), flags("110")], 0.25, 0.5)
+    found = exit_layer_metrics([flags("1101"), flags("100")], [flags("1011"), flags("110")], 0.25, 0.5)
     assert (found.exit_rate, found.precision, found.recall) == (5 / 7, 3 / 5, 3 / 4)
     assert found.refused_precision == 1 / 2
     assert (found.agreement, found.mapped_agreement, found.drafted_agreement) == (0.25, 0.5, 0.5)
@@ -51,26 +51,26 @@ def test_shares_are_those_counted_by_hand() -> None:
 def test_rounds_draft_until_the_gate_closes_and_keep_up_to_the_first_wrong(
     is_right: str, gate: str, kept: dict[int, int], acceptance: float
 ) -> None:
-    found = boundary_figures([flags(is_right)], [flags(gate)], 0.5, None)
+    found = exit_layer_metrics([flags(is_right)], [flags(gate)], 0.5, None)
     assert {length: count for length, count in enumerate(found.kept_drafts) if count} == kept
     assert found.acceptance == pytest.approx(acceptance)
 
 
 def test_nothing_that_exits_gives_zeros() -> None:
-    found = boundary_figures([flags("000")], [flags("000")], 0.0, None)
+    found = exit_layer_metrics([flags("000")], [flags("000")], 0.0, None)
     assert (found.exit_rate, found.precision, found.recall, found.acceptance) == (0, 0, 0, 0)
-    found = boundary_figures([flags("100")], [flags("111")], 0.0, None)
+    found = exit_layer_metrics([flags("100")], [flags("111")], 0.0, None)
     assert (found.precision, found.refused_precision) == (1 / 3, 0)  # of none
 
 
 def test_a_round_ends_with_its_chunk() -> None:
-    together = boundary_figures([flags("111111")], [flags("111111")], 1.0, None)
-    apart = boundary_figures([flags("111"), flags("111")], [flags("111"), flags("111")], 1.0, None)
+    together = exit_layer_metrics([flags("111111")], [flags("111111")], 1.0, None)
+    apart = exit_layer_metrics([flags("111"), flags("111")], [flags("111"), flags("111")], 1.0, None)
     assert (together.kept_drafts[6], apart.kept_drafts[3]) == (1, 2)
 
 
 def test_depths_are_those_of_the_first_open_gate() -> None:
-    gates = np.array([flags("1000"), flags("1100"), flags("0010")])  # boundaries 1, 2, 3 of 4 layers
+    gates = np.array([flags("1000"), flags("1100"), flags("0010")])  # exit layers 1, 2, 3 of 4 layers
     found = depth_figures([gates], [gates])
     assert found.histogram == (1, 1, 1, 1)
     assert found.mean_depth == found.oracle_mean_depth == 2.5
@@ -82,7 +82,7 @@ def test_locality_looks_at_the_last_five_of_the_same_chunk() -> None:
     n_layers = 12
 
     def exits(*depths: int) -> np.ndarray:
-        return np.array([[depth == boundary for depth in depths] for boundary in range(1, n_layers)])
+        return np.array([[depth == exit_layer for depth in depths] for exit_layer in range(1, n_layers)])
 
     far = exits(1, 1, 1, 1, 1, 8)
     found = depth_figures([far], [far])
@@ -101,7 +101,7 @@ def test_locality_looks_at_the_last_five_of_the_same_chunk() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
 def test_rounds_cover_every_token_once(rows: list[tuple[bool, bool]]) -> None:
     is_right, gate = (np.array(column) for column in zip(*rows, strict=True))
-    found = boundary_figures([is_right], [gate], 0.5, None)
+    found = exit_layer_metrics([is_right], [gate], 0.5, None)
     n_rounds = sum(found.kept_drafts)
     n_kept = sum(length * count for length, count in enumerate(found.kept_drafts))
     assert len(rows) <= n_rounds + n_kept <= len(rows) + 1  # a round's own token may lie behind the chunk's end
@@ -112,7 +112,7 @@ def test_rounds_cover_every_token_once(rows: list[tuple[bool, bool]]) -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
 def test_shares_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match="share"):
-        BoundaryFigures(**(dict.fromkeys(SHARES, 0.5) | {name: value}), kept_drafts=(0,) * (MAX_DRAFTS + 1))
+        ExitLayerMetrics(**(dict.fromkeys(SHARES, 0.5) | {name: value}), kept_drafts=(0,) * (MAX_DRAFTS + 1))
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_shares_out_of_range_are_refused(name: str, value: float) -> None:
 def test_depths_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     whole: dict[str, object] = {"histogram": (1, 2, 3), "mean_depth": 2.0, "oracle_mean_depth": 2.0}
     whole |= {"locality": 0.5, "near_share": 0.5}
-    DepthFigures(**whole)  # type: ignore[arg-type]
+    DepthMetrics(**whole)  # type: ignore[arg-type]
     with pytest.raises(ValueError):
-        DepthFigures(**(whole | change))  # type: ignore[arg-type]
+        DepthMetrics(**(whole | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

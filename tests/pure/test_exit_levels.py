@@ -1,4 +1,4 @@
-"""Levels before the boundary, on a model whose answers are scripted: where rows exit, wait and are caught up on."""
+"""Levels before the exit layer, on a model whose answers are scripted: where rows exit, wait and are caught up on."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ class Exits:
         """levels: scheduled ones; others: those that only recent exits wake."""
         level = ExitLevel(self.head, 0.5, lambda *_: self._confidence(), 0.5)
         found = ExitLevels(dict.fromkeys((*levels, *others), level), tuple(levels))
-        return Drafting(BOUNDARY, **{"draft_tokens": 4, "gate": FixedGate(0.5), "levels": found} | changes)
+        return Drafting(BOUNDARY, **{"draft_length": 4, "gate": FixedGate(0.5), "levels": found} | changes)
 
     def _look(self, normed: Any) -> Any:
         """The map, which changes nothing, sees all rows that are judged."""
@@ -77,7 +77,7 @@ def passes(model: ScriptedModel) -> list[tuple[int, int, list[int]]]:
 
 def test_a_row_that_exits_waits_and_is_taken_along() -> None:
     model = ScriptedModel(successor, successor)
-    how = drafting_with({3: 1, 4: 3}.get, (1, 3), draft_tokens=3)  # type: ignore[arg-type]
+    how = drafting_with({3: 1, 4: 3}.get, (1, 3), draft_length=3)  # type: ignore[arg-type]
     generated(model, how, params={"max_new_tokens": 4})
     assert passes(model) == [
         (0, 1, [3]),  # exits
@@ -112,7 +112,7 @@ def test_a_row_that_never_exits_is_judged_by_the_whole_head_first_and_at_the_bou
 
 @pytest.mark.parametrize("levels", [ExitLevels(), ExitLevels({1: ExitLevel(ExitHead(), 0.0)}, ())])
 def test_without_active_levels_nothing_changes(levels: ExitLevels) -> None:
-    """Exits at the boundary wake levels within two of it, and level 1 is not."""
+    """Exits at the exit layer wake levels within two of it, and level 1 is not."""
     model, plain = (ScriptedModel(successor, wrong_at(6, 9)) for _ in range(2))
     tokens = generated(plain, Drafting(BOUNDARY, 4, FixedGate(0.0), ExitHead()))
     assert generated(model, Drafting(BOUNDARY, 4, FixedGate(0.0), ExitHead(), levels=levels)) == tokens
@@ -122,7 +122,7 @@ def test_without_active_levels_nothing_changes(levels: ExitLevels) -> None:
 def test_a_chain_passes_to_the_boundary_as_one_batch_and_exits_go_on_from_levels() -> None:
     model = ScriptedModel(successor, successor)
     source = ScriptedSource(lambda before, n: [before[-1] + 1, before[-1] + 2][:n], 3)
-    how = drafting_with({3: 5, 4: 5, 5: 5, 6: 1}.get, (1,), source=source, draft_tokens=5)  # type: ignore[arg-type]
+    how = drafting_with({3: 5, 4: 5, 5: 5, 6: 1}.get, (1,), source=source, draft_length=5)  # type: ignore[arg-type]
     generated(model, how, params={"max_new_tokens": 6})
     assert passes(model)[:4] == [(0, BOUNDARY, [3, 4, 5]), (0, 1, [6]), (0, 1, [7]), (1, BOUNDARY, [6, 7])]
 
@@ -146,7 +146,7 @@ def test_a_level_that_knows_no_candidates_of_others_is_passed_by() -> None:
 def test_several_texts_share_passes_up_to_the_next_of_their_levels() -> None:
     """The first row of the second text exits early; its next one catches up with the first text's."""
     model = ScriptedModel(successor, successor)
-    how = drafting_with({3: 4, 7: 1, 8: 4}.get, (1, 4), draft_tokens=3)  # type: ignore[arg-type]
+    how = drafting_with({3: 4, 7: 1, 8: 4}.get, (1, 4), draft_length=3)  # type: ignore[arg-type]
     generated(model, how, [PROMPT, [1, 2, 3, 4, 5, 6, 7]], params={"max_new_tokens": 4})
     layers = [(one.layers.start, one.layers.stop, list(one.rows.positions)) for one in model.passes[2:6]]
     assert layers == [
@@ -211,12 +211,12 @@ Depths = st.lists(st.integers(0, BOUNDARY), min_size=40, max_size=40)
     Depths, st.sets(st.integers(1, BOUNDARY - 1)), st.sets(st.integers(1, BOUNDARY - 1)), st.integers(1, 6), st.data()
 )
 def test_the_tokens_are_those_of_full_depth(
-    depths: list[int], levels: set[int], others: set[int], draft_tokens: int, data: st.DataObject
+    depths: list[int], levels: set[int], others: set[int], draft_length: int, data: st.DataObject
 ) -> None:
     """ScriptedModel checks that what every pass is given is where the pass begins."""
     prompts = [PROMPT, [9], [20, 21]][: data.draw(st.integers(1, 3))]
     wrong = wrong_at(*data.draw(st.sets(st.integers(2, 20))))
-    how = drafting_with(depths.__getitem__, sorted(levels), sorted(others), draft_tokens=draft_tokens)
+    how = drafting_with(depths.__getitem__, sorted(levels), sorted(others), draft_length=draft_length)
     params = data.draw(st.sampled_from([{}, {"temperature": 1.2, "top_k": 9, "seed": 4}, {"repeat_penalty": 1.5}]))
     spread = 2.0 if params else 5.0
     counts = DraftCounts()
@@ -237,17 +237,17 @@ def test_tokens_are_counted_where_they_were_known() -> None:
 @pytest.mark.parametrize("at_first", [True, False])
 @pytest.mark.parametrize("of_logits", [True, False])
 def test_what_is_no_number_is_judged_no_further(at_first: bool, of_logits: bool) -> None:
-    """At its first level or its second: the row waits at the boundary, and no row follows it."""
+    """At its first level or its second: the row waits at the exit layer, and no row follows it."""
     depths: list[int] = []
 
     class Spoilt(ScriptedModel):
         def sliced(self, normed: Any, token_ids: Any) -> Any:
             return super().sliced(normed, token_ids) * (NAN if of_logits and not at_first else 1.0)
 
-        def project(self, normed: Any) -> Any:
+        def lm_head(self, normed: Any) -> Any:
             depths.extend(int(depth) for _, _, depth in normed)
             is_level = of_logits and at_first and int(normed[0, 2]) < BOUNDARY
-            return super().project(normed) * (NAN if is_level else 1.0)
+            return super().lm_head(normed) * (NAN if is_level else 1.0)
 
     notices: list[str] = []
     first, second = (0.0, NAN) if not at_first else (NAN, 0.0)
@@ -304,7 +304,7 @@ def test_texts_do_not_share_their_exits_and_end_with_them() -> None:
     assert active.of(1) == [10]
 
 
-@pytest.mark.parametrize("name", ["run", "project", "sliced"])
+@pytest.mark.parametrize("name", ["run", "lm_head", "sliced"])
 def test_an_interruption_on_the_way_leaves_what_was_said_to_go_on_from(name: str) -> None:
     """Rows of a round lie at different depths then; whoever goes on cuts the cache to what was said."""
     depth: Depth = {3: 1, 4: 3, 5: 1, 6: 3, 7: 4, 8: 1}.get  # type: ignore[assignment]

@@ -40,14 +40,14 @@ PROFILE = roomy_profile()
 
 def exit_plan(**limits: Any) -> Plan:
     found = plan(SPEC, PROFILE, Limits(context_tokens=64, mode="full", **limits))
-    return replace(found, mode="exact", drafts=EXIT, boundary=4, exit_levels=(1, 3), draft_tokens=3)
+    return replace(found, mode="exact", drafts=EXIT, exit_layer=4, exit_levels=(1, 3), draft_length=3)
 
 
 def test_every_boundary_before_the_plans_is_a_level_and_the_plans_own_are_scheduled() -> None:
     levels = exit_levels(CALIBRATION, exit_plan())
-    assert levels is not None and levels.scheduled == (1, 3) and sorted(levels.by_boundary) == [1, 2, 3]
-    for boundary, level in levels.by_boundary.items():
-        fitted = CALIBRATION.at(boundary)
+    assert levels is not None and levels.scheduled == (1, 3) and sorted(levels.by_exit_layer) == [1, 2, 3]
+    for exit_layer, level in levels.by_exit_layer.items():
+        fitted = CALIBRATION.at(exit_layer)
         assert (level.threshold, level.sliced_threshold) == (fitted.threshold, fitted.sliced_threshold)
         assert (level.sliced is None) == (fitted.sliced_predictor is None)
         assert (level.head.map is None) == (fitted.exit_map is None)
@@ -57,7 +57,7 @@ def test_every_boundary_before_the_plans_is_a_level_and_the_plans_own_are_schedu
 def test_confidences_are_the_predictors() -> None:
     levels, fitted = exit_levels(CALIBRATION, exit_plan()), CALIBRATION.at(2)
     assert levels is not None and fitted.sliced_predictor is not None
-    level, logits = levels.by_boundary[2], torch.linspace(0, 3, 32)
+    level, logits = levels.by_exit_layer[2], torch.linspace(0, 3, 32)
     best = logits.topk(4).values.numpy()
     first = fitted.predictor.probability(exit_features(best[None], np.zeros((1, 4), np.float32)))
     assert level.head.confidence_of(torch.zeros(3), logits, 0, True) == pytest.approx(float(first[0]), rel=1e-5)

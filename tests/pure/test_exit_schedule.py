@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.speculation.exits.schedule import ExitCosts, ExitSchedule, RecentExits, choose_boundaries, exit_histogram
+from hetero_ee.speculation.exits.schedule import (
+    ExitCosts,
+    ExitSchedule,
+    RecentExits,
+    choose_exit_layers,
+    exit_histogram,
+)
 
 SHARES = st.integers(2, 7).flatmap(
     lambda n: st.tuples(
@@ -27,10 +33,10 @@ def simulated_saving(costs: ExitCosts, chosen: tuple[int, ...]) -> float:
     total = 0.0
     firsts = [*enumerate(costs.histogram), (costs.n_layers, 1 - sum(costs.histogram))]
     for first, share in firsts:
-        for boundary in sorted(chosen):
-            total -= share * (costs.predictor[boundary] + (costs.first if boundary == min(chosen) else 0.0))
-            if boundary >= first:
-                total += share * sum(costs.layer[boundary:])
+        for exit_layer in sorted(chosen):
+            total -= share * (costs.predictor[exit_layer] + (costs.first if exit_layer == min(chosen) else 0.0))
+            if exit_layer >= first:
+                total += share * sum(costs.layer[exit_layer:])
                 break
     return total
 
@@ -48,12 +54,12 @@ def test_no_other_choice_saves_more(shares: Shares, n_most: int, first: int | No
     choices = [c for n in range(n_most + 1) for c in combinations(range(1, costs.n_layers), n)]
     if first is not None:
         choices = [choice for choice in choices if choice[:1] in ((), (first,))]
-    found = choose_boundaries(costs, n_most, first)
-    assert found.boundaries in choices
+    found = choose_exit_layers(costs, n_most, first)
+    assert found.exit_layers in choices
     assert found.saved == pytest.approx(max(simulated_saving(costs, choice) for choice in choices), abs=1e-9)
-    assert found.saved == pytest.approx(simulated_saving(costs, found.boundaries), abs=1e-9)
-    for boundary, worth in zip(found.boundaries, found.worth, strict=True):
-        others = tuple(other for other in found.boundaries if other != boundary)
+    assert found.saved == pytest.approx(simulated_saving(costs, found.exit_layers), abs=1e-9)
+    for exit_layer, worth in zip(found.exit_layers, found.worth, strict=True):
+        others = tuple(other for other in found.exit_layers if other != exit_layer)
         assert worth == pytest.approx(found.saved - simulated_saving(costs, others), abs=1e-9)
         assert first is not None or worth >= -1e-9
 
@@ -62,22 +68,22 @@ def test_no_other_choice_saves_more(shares: Shares, n_most: int, first: int | No
 @settings(max_examples=100, deadline=None)
 def test_the_saving_of_any_choice(shares: Shares, chosen: set[int]) -> None:
     costs = costs_of(shares)
-    places = tuple(sorted(boundary for boundary in chosen if boundary < costs.n_layers))
+    places = tuple(sorted(exit_layer for exit_layer in chosen if exit_layer < costs.n_layers))
     assert costs.saved(places) == pytest.approx(simulated_saving(costs, places), abs=1e-9)
 
 
 def test_places_where_many_exit_are_chosen_and_dear_predictors_are_not() -> None:
     histogram = (0, 0, 0.3, 0, 0, 0.01, 0, 0.3)
     cheap = ExitCosts(histogram, (1.0,) * 8, (0.05,) * 8)
-    assert choose_boundaries(cheap, 8).boundaries == (2, 7)
-    assert choose_boundaries(cheap, 1).boundaries == (2,)
-    assert choose_boundaries(ExitCosts(histogram, (1.0,) * 8, (3.0,) * 8), 8).boundaries == ()
+    assert choose_exit_layers(cheap, 8).exit_layers == (2, 7)
+    assert choose_exit_layers(cheap, 1).exit_layers == (2,)
+    assert choose_exit_layers(ExitCosts(histogram, (1.0,) * 8, (3.0,) * 8), 8).exit_layers == ()
 
 
 def test_many_layers_take_no_time() -> None:
     costs = ExitCosts((0.012,) * 80, (1.0,) * 80, (0.05,) * 80)
-    found = choose_boundaries(costs, 80)
-    assert 10 < len(found.boundaries) < 80 and found.saved > 0
+    found = choose_exit_layers(costs, 80)
+    assert 10 < len(found.exit_layers) < 80 and found.saved > 0
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ def test_a_row_can_exit_once_it_agrees_for_good() -> None:
 
 def expected_active(chosen: set[int], exits: list[int], n_layers: int) -> tuple[int, ...]:
     near = {exit + offset for exit in exits[-5:] for offset in range(-2, 3)}
-    return tuple(boundary for boundary in range(1, n_layers) if boundary in chosen | near)
+    return tuple(exit_layer for exit_layer in range(1, n_layers) if exit_layer in chosen | near)
 
 
 @given(
@@ -133,15 +139,15 @@ def test_boundaries_beyond_the_model_are_refused() -> None:
         with pytest.raises(ValueError, match="model with 12 layers"):
             RecentExits(chosen, 12)
     recent = RecentExits([], 12)
-    for boundary in (0, 13, -1):
+    for exit_layer in (0, 13, -1):
         with pytest.raises(ValueError, match="model with 12 layers"):
-            recent.append(boundary)
+            recent.append(exit_layer)
     assert len(recent) == 0 and recent.active() == ()
 
 
 @pytest.mark.parametrize(
-    ("boundaries", "worth"), [((3, 3), (1.0, 1.0)), ((4, 2), (1.0, 1.0)), ((0,), (1.0,)), ((2,), ())]
+    ("exit_layers", "worth"), [((3, 3), (1.0, 1.0)), ((4, 2), (1.0, 1.0)), ((0,), (1.0,)), ((2,), ())]
 )
-def test_a_schedule_that_cannot_be_is_refused(boundaries: tuple[int, ...], worth: tuple[float, ...]) -> None:
+def test_a_schedule_that_cannot_be_is_refused(exit_layers: tuple[int, ...], worth: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="schedule"):
-        ExitSchedule(boundaries, worth, 1.0)
+        ExitSchedule(exit_layers, worth, 1.0)

@@ -1,11 +1,12 @@
-"""The GPU's KV cache, here on the CPU: pages are lent, kept apart and given back; a refused pass changes nothing."""
+"""The GPU's KV cache, here on the CPU: pages are borrowed, kept apart and given back; a refused pass changes
+nothing."""
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from hetero_ee_kernels.reference.kv_write import kv_write
@@ -29,9 +30,11 @@ class GpuKvCacheMachine(CacheMachine):
     def new_cache(self) -> GpuKvCache:
         return new_cache(self.kind)
 
-    def write(self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> None:
         """By the kernel's reference."""
-        slots, positions = (torch.tensor(part, dtype=torch.int32) for part in (self.cache.slots(rows), rows.positions))
+        slots, positions = (
+            torch.tensor(part, dtype=torch.int32) for part in (self.cache.slots(batch), batch.positions)
+        )
         x, place = torch.cat([keys.flatten(1), values.flatten(1)], 1), self.cache.place(layer)
         kv_write(x, self.cache.pages, slots, positions, place, 0, x.shape[1] // 2)
 
@@ -51,7 +54,7 @@ def test_memory_is_taken_once(kind: str) -> None:
     before = cache.n_bytes
     assert before == POOL_PAGES * PAGE_TOKENS * BYTES_PER_TOKEN[kind] + N_SLOTS * 3 * 4
     cache.open(0)
-    cache.admit(Rows.of_sequence(0, 0, [1] * 100))
+    cache.admit(Batch.of_sequence(0, 0, [1] * 100))
     assert cache.n_bytes == before
 
 
@@ -59,9 +62,13 @@ def test_a_pass_that_is_refused_admits_no_row() -> None:
     cache = new_cache()
     for sequence in range(3):
         cache.open(sequence)
-    cache.admit(Rows.of_sequence(2, 0, [1] * MAX_TOKENS))
-    full = [Rows.of_sequence(0, 0, [1] * MAX_TOKENS), Rows.of_sequence(1, 0, [1] * (PAGE_TOKENS + 1))]
-    for bad in (Rows.joined(full), Rows.joined([full[1], Rows.of_sequence(9, 0, [1])]), Rows.of_sequence(0, 1, [1])):
+    cache.admit(Batch.of_sequence(2, 0, [1] * MAX_TOKENS))
+    full = [Batch.of_sequence(0, 0, [1] * MAX_TOKENS), Batch.of_sequence(1, 0, [1] * (PAGE_TOKENS + 1))]
+    for bad in (
+        Batch.joined(full),
+        Batch.joined([full[1], Batch.of_sequence(9, 0, [1])]),
+        Batch.of_sequence(0, 1, [1]),
+    ):
         with pytest.raises(ValueError):
             cache.admit(bad)
         assert [cache.length(sequence) for sequence in range(3)] == [0, 0, MAX_TOKENS]
@@ -72,15 +79,15 @@ def test_pages_of_rows_that_wait_stay() -> None:
     cache = new_cache()
     for sequence in range(3):
         cache.open(sequence)
-    cache.admit(Rows.of_sequence(0, 0, [1] * MAX_TOKENS), range(2))
-    cache.admit(Rows.of_sequence(0, 0, [1] * 3), range(2, 6))
+    cache.admit(Batch.of_sequence(0, 0, [1] * MAX_TOKENS), range(2))
+    cache.admit(Batch.of_sequence(0, 0, [1] * 3), range(2, 6))
     cache.cut(0, 2, range(2, 6))
     assert (cache.length(0), cache.length_at(0, 1)) == (2, MAX_TOKENS)
-    cache.admit(Rows.of_sequence(1, 0, [1] * MAX_TOKENS))
+    cache.admit(Batch.of_sequence(1, 0, [1] * MAX_TOKENS))
     with pytest.raises(ValueError, match="don't fit"):
-        cache.admit(Rows.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
+        cache.admit(Batch.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
     cache.truncate(0, cache.length(0))
-    cache.admit(Rows.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
+    cache.admit(Batch.of_sequence(2, 0, [1] * (PAGE_TOKENS + 1)))
     cache.check()
 
 

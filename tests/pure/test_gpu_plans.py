@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
@@ -62,10 +62,10 @@ def steps(executor: Executor) -> torch.Tensor:
     sequence = executor.cache.open_new()
     found = [executor.prompt(prompt_of(executor, sequence, PROMPT))]
     for token in (4, 8, 15):
-        rows = Rows.of_sequence(sequence, executor.cache.length(sequence), [token])
-        found += list(executor.logits(rows, [0]))
-    rows = Rows.of_sequence(sequence, executor.cache.length(sequence), [16, 23, 42])
-    found += list(executor.logits(rows, [0, 1, 2]))
+        batch = Batch.of_sequence(sequence, executor.cache.length(sequence), [token])
+        found += list(executor.logits(batch, [0]))
+    batch = Batch.of_sequence(sequence, executor.cache.length(sequence), [16, 23, 42])
+    found += list(executor.logits(batch, [0, 1, 2]))
     executor.cache.check()
     executor.cache.close(sequence)
     return torch.stack(found)
@@ -100,12 +100,12 @@ def test_visiting_attentions_compute_and_store_what_resident_ones_do(model: Mode
     """Two prompts at once, one of them behind tokens that are known: the same bits, on the way and in the cache."""
     resident = on_stand_in(*model, plan_of(model, "all on the GPU", kv_type=kv_type))
     visits = on_stand_in(*model, visiting(plan_of(model, "head alone on the GPU", kv_type=kv_type)))
-    mixed = Rows((3, 4, *PROMPT), (1, 0, *[1] * len(PROMPT)), (0, len(PROMPT), *range(1, 1 + len(PROMPT))))
+    mixed = Batch((3, 4, *PROMPT), (1, 0, *[1] * len(PROMPT)), (0, len(PROMPT), *range(1, 1 + len(PROMPT))))
     found = []
     for executor in (resident, visits):
         for sequence in range(2):
             executor.cache.open(sequence)
-        hidden = [executor.hidden(Rows.of_sequence(0, 0, PROMPT)), executor.hidden(mixed)]
+        hidden = [executor.hidden(Batch.of_sequence(0, 0, PROMPT)), executor.hidden(mixed)]
         kept = [
             part
             for layer in range(model[0].n_layers)
@@ -123,21 +123,21 @@ def test_a_row_has_the_same_bits_whatever_m_is(llama: Model, placement: str) -> 
     """And when it is computed again, after others were and were forgotten."""
     executor = on_stand_in(*llama, plan_of(llama, placement))
     sequence = executor.cache.open_new()
-    together = executor.hidden(Rows.of_sequence(sequence, 0, PROMPT[:7]))
+    together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7]))
     logits = executor.head(together)
     ids = torch.tensor([[5, 130, 5, 0]]).expand(7, 4)
     assert torch.equal(executor.sliced(executor.final_norm(together), ids), logits.gather(1, ids))
     for n_kept in (0, 3):
         executor.cache.truncate(sequence, n_kept)
         for position in range(n_kept, 7):
-            alone = executor.hidden(Rows.of_sequence(sequence, position, [PROMPT[position]]))
+            alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone[0], together[position])
             assert torch.equal(executor.head(alone)[0], logits[position])
 
 
 def test_the_head_takes_more_rows_than_a_launch(llama: Model) -> None:
     executor = on_stand_in(*llama, plan_of(llama, "all on the GPU"))
-    hidden = executor.hidden(Rows.of_sequence(executor.cache.open_new(), 0, PROMPT))
+    hidden = executor.hidden(Batch.of_sequence(executor.cache.open_new(), 0, PROMPT))
     together = executor.head(hidden)
     assert len(together) > MAX_ROWS
     for row in range(len(together)):
@@ -150,7 +150,7 @@ def test_logits_stay_what_they_are(llama: Model) -> None:
     sequence = executor.cache.open_new()
     kept = []
     for position, token in enumerate(PROMPT[:8]):
-        logits = executor.logits(Rows.of_sequence(sequence, position, [token]), [0])
+        logits = executor.logits(Batch.of_sequence(sequence, position, [token]), [0])
         kept.append((logits, logits.clone()))
     assert all(torch.equal(logits, then) for logits, then in kept)
 
@@ -172,7 +172,7 @@ def test_streamed_weights_are_prepared_once(llama: Model) -> None:
         sequence = executor.cache.open_new()
         counts = []
         for position in range(6):
-            executor.hidden(Rows.of_sequence(sequence, position, [4]))
+            executor.hidden(Batch.of_sequence(sequence, position, [4]))
             counts.append(len(prepared))
         executor.close()
         assert counts[-1] <= most

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_ee_profiles.gpu.link_probe import SHORT_REPEATS, probe_crossing_s, probe_link
+from hetero_ee_profiles.gpu.link_probe import SHORT_REPEATS, probe_link, probe_transfer_s
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.gpu.probe import (
     PIECE_BYTES,
@@ -189,7 +189,7 @@ def test_link() -> None:
     assert found.both_ways == pytest.approx([2 * n_bytes / slower_s] * 3, rel=1e-3)
     small_s = 4096 / RATES[PINNED, GPU] + COPY_S + SYNCHRONIZE_S + 1e-6
     assert found.latency_s == pytest.approx([small_s] * 3 * SHORT_REPEATS, rel=1e-3)
-    assert len(found.crossing_s) == 3 * SHORT_REPEATS and gpu.held_bytes == 0
+    assert len(found.transfer_s) == 3 * SHORT_REPEATS and gpu.held_bytes == 0
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -197,7 +197,7 @@ def test_a_crossing_is_half_the_way_there_and_back(m: int) -> None:
     gpu = StandInGpu()
     n_bytes = 4 * 1000 * m
     way_s = n_bytes / RATES[PINNED, GPU] + n_bytes / RATES[GPU, PINNED] + 2 * (COPY_S + 1e-6) + LAUNCH_S + WAIT_S
-    assert probe_crossing_s(gpu, 1000, m, 5, gpu.clock) == pytest.approx([way_s / 2] * 5, rel=1e-3)
+    assert probe_transfer_s(gpu, 1000, m, 5, gpu.clock) == pytest.approx([way_s / 2] * 5, rel=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")

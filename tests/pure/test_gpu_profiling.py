@@ -9,9 +9,9 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.gpu import GpuFigures, measured_gpu, with_free_memory
+from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_free_memory
 from hetero_ee.profiling.measure import attention_points, product_shapes
-from hetero_ee.profiling.preset import Thoroughness
+from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_kernels.reference import matmul as reference
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
@@ -22,7 +22,7 @@ from tests.families import config_of
 from tests.stand_in_gpu import METHODS, StandInGpu
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")
-TINY = Thoroughness((1, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 1.0, 0.0, 1.0)
+TINY = Preset((1, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 1.0, 0.0, 1.0)
 PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
 
 
@@ -30,7 +30,7 @@ def spec_of(family: str = "llama") -> ModelSpec:
     return read_spec(config_of(family, num_hidden_layers=2))
 
 
-def figures(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = ("torch",)) -> GpuFigures:
+def metrics(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = ("torch",)) -> GpuMetrics:
     """Measured with torch's operations, which run on a CPU."""
     spec = spec_of(family)
     registry = default_registry(lambda name: name in installed)
@@ -41,7 +41,7 @@ def figures(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = (
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "phi3-partial", "llama-tied"])
 def test_a_gpu_that_works_is_measured_whole(family: str) -> None:
     gpu, spec = StandInGpu(), spec_of(family)
-    found = figures(gpu, family)
+    found = metrics(gpu, family)
     assert found.warning == "" and found.times is not None and found.link is not None
     expected = {(s.layout, s.n_rows, s.n_columns, m) for s in product_shapes(spec) for m in TINY.rows}
     assert {(t.layout, t.n_rows, t.n_columns, t.m) for t in found.times.matmuls} == expected
@@ -60,16 +60,16 @@ def test_many_rows_are_multiplied_in_turns_as_a_segment_does(monkeypatch: pytest
             seen[name].add((len(x), x.dtype))
 
         monkeypatch.setattr(reference, name, multiply)
-    assert figures(StandInGpu()).warning == ""
+    assert metrics(StandInGpu()).warning == ""
     assert seen == {"matmul": {(1, torch.float32), (16, torch.float32)}, "prefill_matmul": set()}
 
 
 def test_every_figure_of_the_link_is_in_its_place() -> None:
-    link = figures(StandInGpu()).link
+    link = metrics(StandInGpu()).link
     assert link is not None
     rates = (link.both_ways_bytes_per_s, link.to_gpu_bytes_per_s, link.to_cpu_bytes_per_s)
     pageable = (link.pageable_to_gpu_bytes_per_s, link.pageable_to_cpu_bytes_per_s)
-    times = (link.launch, link.crossing, link.synchronize, link.latency)  # the stand-in's order
+    times = (link.launch, link.transfer, link.synchronize, link.latency)  # the stand-in's order
     falling, rising = ([figure.value for figure in group] for group in ((*rates, *pageable), times))
     assert falling == sorted(falling, reverse=True) and rising == sorted(rising) and len(set(rising)) == 4
     assert {figure.unit for figure in (*rates, *pageable)} == {"B/s"} and {figure.unit for figure in times} == {"s"}
@@ -79,7 +79,7 @@ def test_every_figure_of_the_link_is_in_its_place() -> None:
 def n_calls() -> dict[str, int]:
     """How often a measurement that succeeds calls each method."""
     gpu = StandInGpu()
-    assert figures(gpu).warning == ""
+    assert metrics(gpu).warning == ""
     return gpu.calls
 
 
@@ -87,7 +87,7 @@ def n_calls() -> dict[str, int]:
 def test_a_fault_at_any_call_leaves_the_gpu_out(method: str, n_calls: dict[str, int]) -> None:
     for n in sorted({1, (1 + n_calls[method]) // 2, n_calls[method]}):
         gpu = StandInGpu(fail=method, n=n)
-        found = figures(gpu)
+        found = metrics(gpu)
         assert found.times is found.link is None
         assert found.warning.startswith("the GPU couldn't be measured (CUDA error: an illegal memory access")
         assert gpu.held_bytes == 0
@@ -106,21 +106,21 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_whatever_is_raised_is_told_in_one_line(name: str) -> None:
     error, words = ERRORS[name]
-    warning = figures(StandInGpu(fail="allocate", error=error, n=20)).warning
+    warning = metrics(StandInGpu(fail="allocate", error=error, n=20)).warning
     assert words in warning and warning.isprintable() and len(warning) < 400
 
 
 def test_an_interruption_is_no_fault() -> None:
     with pytest.raises(KeyboardInterrupt):
-        figures(StandInGpu(fail="seconds", error=KeyboardInterrupt()))
+        metrics(StandInGpu(fail="seconds", error=KeyboardInterrupt()))
 
 
 def test_a_card_without_room_is_left_out() -> None:
-    assert "out of memory" in figures(StandInGpu(2**28, usable_bytes=2**10)).warning
+    assert "out of memory" in metrics(StandInGpu(2**28, usable_bytes=2**10)).warning
 
 
 def test_without_a_matmul_for_it_the_gpu_is_left_out() -> None:
-    found = figures(StandInGpu(), installed=())
+    found = metrics(StandInGpu(), installed=())
     assert found.times is None and "nothing on this machine computes" in found.warning
 
 

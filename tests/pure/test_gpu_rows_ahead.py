@@ -10,7 +10,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
@@ -42,22 +42,22 @@ def opened(model: Model, places: str, driver: StandInCuda | None = None) -> Plan
 
 @pytest.mark.parametrize("n_rows", [1, 3, 16])
 def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int) -> None:
-    """Buffers that hidden states cross in are used again, in turn."""
+    """Buffers that hidden states cross in are used again, alternately."""
     driver = StandInCuda(PLENTY)
     executor, n_layers = opened(model, "head on the CPU", driver), model[0].n_layers
     assert executor.overlap == Overlap(1, 1)
     sequence = executor.cache.open_new()
-    executor.prompt([Rows.of_sequence(sequence, 0, PROMPTS[0])])
+    executor.prompt([Batch.of_sequence(sequence, 0, PROMPTS[0])])
     first = len(PROMPTS[0])
-    rows = Rows.of_sequence(sequence, first, list(range(2, 2 + n_rows)))
-    guess = Rows.of_sequence(sequence, first + n_rows, [50])
+    batch = Batch.of_sequence(sequence, first, list(range(2, 2 + n_rows)))
+    guess = Batch.of_sequence(sequence, first + n_rows, [50])
 
     def passed(*, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
         executor.cache.truncate(sequence, first)
-        waiting = executor.on_cpu(executor.run(rows, None, range(1)))
+        waiting = executor.on_cpu(executor.run(batch, None, range(1)))
         before, n_logged = waiting.clone(), len(driver.log)
         early = executor.run(guess, None, range(1)) if ahead else None
-        last = executor.run(rows, waiting, range(1, n_layers))
+        last = executor.run(batch, waiting, range(1, n_layers))
         assert torch.equal(waiting, before)
         if early is None:
             return last, executor.run(guess, executor.run(guess, None, range(1)), range(1, n_layers))
@@ -70,11 +70,11 @@ def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int)
 
 
 @pytest.mark.parametrize("places", sorted(PLACES))
-@pytest.mark.parametrize("boundary", [1, 2])
+@pytest.mark.parametrize("exit_layer", [1, 2])
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_texts_are_those_of_full_mode(model: Model, places: str, boundary: int, threshold: float) -> None:
+def test_texts_are_those_of_full_mode(model: Model, places: str, exit_layer: int, threshold: float) -> None:
     executor, counts = opened(model, places), DraftCounts()
-    how = Drafting(boundary, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
+    how = Drafting(exit_layer, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
     params, ending = SamplingParams(40, temperature=0.7, seed=2, top_k=3), Ending(frozenset(), CONTEXT_TOKENS)
     common: Any = executor, PROMPTS, params, ending, str, lambda: 0.0
     expected, found = list(generate(*common)), list(generate_exact(*common, how, counts))

@@ -6,7 +6,7 @@ import pytest
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text, prefill
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.draft_round import DraftRound
 from hetero_ee.speculation.drafter import Drafter
@@ -27,7 +27,7 @@ def round_of(confidence: float = 1.0, end: int | None = None, n_tokens: int = 17
     prefill(model, text)
     text.token_ids.append(6)
     exit_head = ExitHead(None, lambda *_: confidence)
-    how = Drafting(BOUNDARY, **{"draft_tokens": 3, "gate": FixedGate(0.5), "exit_head": exit_head} | changes)
+    how = Drafting(BOUNDARY, **{"draft_length": 3, "gate": FixedGate(0.5), "exit_head": exit_head} | changes)
     (found,) = Drafter(model, how, params, ending).draft([text], {})
     assert found.passed == [BOUNDARY] * len(found.token_ids)
     return found
@@ -67,10 +67,10 @@ def test_an_end_token_is_none(confidence: float) -> None:
     assert round_of(confidence, end=7, drafts_ahead=True).guess is None
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3])
-def test_logits_that_are_no_numbers_make_none(draft_tokens: int) -> None:
+@pytest.mark.parametrize("draft_length", [1, 3])
+def test_logits_that_are_no_numbers_make_none(draft_length: int) -> None:
     exit_head = ExitHead(lambda normed: normed, lambda *_: NAN)
-    found = round_of(exit_head=exit_head, drafts_ahead=True, draft_tokens=draft_tokens)
+    found = round_of(exit_head=exit_head, drafts_ahead=True, draft_length=draft_length)
     assert found.token_ids == [6]
 
 
@@ -89,14 +89,14 @@ def test_a_row_that_has_begun_is_judged_where_it_has_not_been(n_passed: int, lay
     text = Text.of_prompt(0, PROMPT, params, DECODE, cached_as=model.cache.open_new())
     prefill(model, text)
     text.token_ids.append(6)
-    (state,) = model.run(Rows.of_sequence(text.cached_as, 3, [6]), None, range(n_passed))
+    (state,) = model.run(Batch.of_sequence(text.cached_as, 3, [6]), None, range(n_passed))
     model.passes.clear()
     levels = ExitLevels({2: ExitLevel(ExitHead(None, lambda *_: 0.0), 0.9)}, (2,))
     how = Drafting(BOUNDARY, 2, FixedGate(0.0), ExitHead(), levels=levels)
     (found,) = Drafter(model, how, params, ending).draft([text], {0: (state, n_passed)})
     assert found.token_ids == [6, 7] and found.passed == [BOUNDARY] * 2
     assert [one.layers for one in model.passes] == layers
-    assert model.n_projected == 1 + 1 + (n_passed <= 2)  # the prompt's, at the boundary, at level 2
+    assert model.n_projected == 1 + 1 + (n_passed <= 2)  # the prompt's, at the exit layer, at level 2
 
 
 def test_a_row_that_begins_anew_joins_one_that_has_begun() -> None:
@@ -106,7 +106,7 @@ def test_a_row_that_begins_anew_joins_one_that_has_begun() -> None:
     for text in texts:
         prefill(model, text)
         text.token_ids.append(6)
-    (state,) = model.run(Rows.of_sequence(texts[0].cached_as, 3, [6]), None, range(2))
+    (state,) = model.run(Batch.of_sequence(texts[0].cached_as, 3, [6]), None, range(2))
     model.passes.clear()
     Drafter(model, Drafting(BOUNDARY, 1, FixedGate(0.0), ExitHead()), params, ending).draft(texts, {0: (state, 2)})
     passes = [(one.layers, list(one.rows.sequences)) for one in model.passes]

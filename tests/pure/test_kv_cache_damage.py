@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
@@ -22,10 +22,10 @@ def filled(cache: Any) -> Any:
     """Two sequences, of which one has rows that wait, and room after a third."""
     for sequence in range(3):
         cache.open(sequence)
-    cache.admit(Rows.of_sequence(0, 0, [1] * 70))
-    cache.admit(Rows.of_sequence(2, 0, [1] * 70))
-    cache.admit(Rows.of_sequence(1, 0, [1] * 70), range(3))
-    cache.admit(Rows.of_sequence(1, 0, [1] * 2), range(3, 6))
+    cache.admit(Batch.of_sequence(0, 0, [1] * 70))
+    cache.admit(Batch.of_sequence(2, 0, [1] * 70))
+    cache.admit(Batch.of_sequence(1, 0, [1] * 70), range(3))
+    cache.admit(Batch.of_sequence(1, 0, [1] * 2), range(3, 6))
     cache.close(2)
     return cache
 
@@ -113,6 +113,6 @@ def test_damage_on_the_gpu(damage: Damage) -> None:
 
 def test_damage_to_the_gpu_s_table() -> None:
     cache = filled(GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), layers=LAYERS))
-    cache.pages.table[cache.slots(Rows.of_sequence(1, 0, [0]))[0], 1] += 1
+    cache.pages.table[cache.slots(Batch.of_sequence(1, 0, [0]))[0], 1] += 1
     with pytest.raises(HeteroError, match="sequence 1 is damaged"):
         cache.check()

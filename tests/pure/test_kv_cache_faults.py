@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetero_ee.runtime import gpu_kv_cache, kv_cache
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE, all_marks, rounded
@@ -28,8 +28,8 @@ def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "PAGE_TOKENS", PAGE_TOKENS)
 
 
-def rows_of(n_first: int, n_rows: int) -> Rows:
-    return Rows.joined([Rows.of_sequence(s, n_first + s, [0] * n_rows) for s in range(N_SEQUENCES)])
+def rows_of(n_first: int, n_rows: int) -> Batch:
+    return Batch.joined([Batch.of_sequence(s, n_first + s, [0] * n_rows) for s in range(N_SEQUENCES)])
 
 
 def filled(kind: str) -> KvCache:
@@ -37,17 +37,17 @@ def filled(kind: str) -> KvCache:
     cache = KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
     for sequence in range(N_SEQUENCES):
         cache.open(sequence)
-        write(cache, Rows.of_sequence(sequence, 0, [0] * (6 + sequence)), range(2))
-        write(cache, Rows.of_sequence(sequence, 0, [0] * (4 + sequence)), range(2, 6))
+        write(cache, Batch.of_sequence(sequence, 0, [0] * (6 + sequence)), range(2))
+        write(cache, Batch.of_sequence(sequence, 0, [0] * (4 + sequence)), range(2, 6))
     return cache
 
 
-def write(cache: KvCache, rows: Rows, layers: range) -> None:
-    cache.admit(rows, layers)
+def write(cache: KvCache, batch: Batch, layers: range) -> None:
+    cache.admit(batch, layers)
     for layer in cache.held_layers:
         if layer in layers:
-            keys = all_marks(layer, rows, 1)
-            cache.write(layer, rows, keys, -3 * keys)
+            keys = all_marks(layer, batch, 1)
+            cache.write(layer, batch, keys, -3 * keys)
 
 
 def assert_holds(cache: KvCache, n_early: int, n_late: int) -> None:
@@ -57,7 +57,7 @@ def assert_holds(cache: KvCache, n_early: int, n_late: int) -> None:
         length = cache.length_at(sequence, layer)
         assert length == (n_early if layer < 2 else n_late) + sequence
         keys, values = cache.read(layer, sequence, 0, length)
-        written = all_marks(layer, Rows.of_sequence(sequence, 0, [0] * length), 1).numpy()
+        written = all_marks(layer, Batch.of_sequence(sequence, 0, [0] * length), 1).numpy()
         assert np.array_equal(keys.numpy(), rounded(cache.kind, written).swapaxes(0, 1))
         assert np.array_equal(values.numpy(), rounded(cache.kind, -3 * written).swapaxes(0, 1))
 
@@ -138,7 +138,7 @@ def test_any_page_on_a_gpu_fails(error: BaseException, after: bool) -> None:
         cache = GpuKvCache(SHAPE, GPU_TOKENS, torch.device("cpu"), layers=LAYERS)
         for sequence in range(N_SEQUENCES):
             cache.open(sequence)
-        wanted = Rows.joined([Rows.of_sequence(s, 0, [0] * 200) for s in range(N_SEQUENCES)])
+        wanted = Batch.joined([Batch.of_sequence(s, 0, [0] * 200) for s in range(N_SEQUENCES)])
         with failing(gpu_kv_cache.torch, "tensor", n_calls, error, after), pytest.raises(type(error)):
             cache.admit(wanted, range(2))
         cache.check()
@@ -148,5 +148,5 @@ def test_any_page_on_a_gpu_fails(error: BaseException, after: bool) -> None:
         for sequence in range(N_SEQUENCES):
             cache.close(sequence)
         cache.open(0)
-        cache.admit(Rows.of_sequence(0, 0, [0] * GPU_TOKENS))  # no page is lost
+        cache.admit(Batch.of_sequence(0, 0, [0] * GPU_TOKENS))  # no page is lost
         cache.check()

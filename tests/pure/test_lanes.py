@@ -27,10 +27,10 @@ class RoundCosts:
     def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
         return COPY_S
 
-    def crossing_s(self, m: int) -> float:
+    def transfer_s(self, m: int) -> float:
         return CROSSING_S
 
-    logits_crossing_s = crossing_s
+    logits_transfer_s = transfer_s
 
 
 COSTS: Any = RoundCosts()
@@ -48,7 +48,7 @@ def placed(layers: str) -> list[str]:
         ("cccccc", 48, 48),
         ("gggggg", 14, 14),  # there and back are 2
         ("ggcccc", 40, 40),
-        ("gcgcgc", 38, 38),  # 24 + 6, and 8 crossings
+        ("gcgcgc", 38, 38),  # 24 + 6, and 8 transfers
         ("ssssss", 63, 60),  # the link never rests: 6 copies
         ("gggggs", 14, 14),  # the copy ends at 10, just before the part is reached
         ("sggggg", 23, 14),  # the only copy has run under the pass before
@@ -69,7 +69,7 @@ def test_passes_one_after_the_other(layers: str, first_s: float, steady_s: float
     [
         ("cccccc", 96),
         ("gggggg", 27),  # the second chunk crosses when the GPU is free
-        ("ggcccc", 73),  # its first layer is computed under the CPU's later ones: 5 less than in turn
+        ("ggcccc", 73),  # its first layer is computed under the CPU's later ones: 5 less than alternately
         ("sccccs", 88),  # copies come in order, so that the second chunk waits for its turn
         ("ssssss", 123),
     ],

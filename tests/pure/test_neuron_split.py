@@ -19,7 +19,7 @@ def random_instance(seed: int, n_layers: int, most_blocks: int, piece_bytes: int
     draw = random.Random(seed)
     parts: list[dict[str, Option]] = []
     splits = {}
-    slower, crossing_s = draw.uniform(2, 40), draw.choice([0.0, 1e-5, 1e-4, 1e-3])
+    slower, transfer_s = draw.uniform(2, 40), draw.choice([0.0, 1e-5, 1e-4, 1e-3])
     for layer in range(n_layers):
         n_blocks, block_bytes = draw.randint(2, most_blocks), piece_bytes * draw.uniform(0.2, 9)
         taken = -(-block_bytes * np.arange(n_blocks + 1) // piece_bytes) * piece_bytes
@@ -32,9 +32,9 @@ def random_instance(seed: int, n_layers: int, most_blocks: int, piece_bytes: int
         behind = np.concatenate([np.cumsum(active[::-1])[::-1], [0.0]]) / n_blocks
         share = np.arange(n_blocks + 1) / n_blocks
         both = np.maximum(ffn["gpu"].seconds * share, ffn["cpu"].seconds * behind)
-        splits[2 * layer + 1] = SplitTimes(both + 2 * crossing_s, taken.astype(np.int64))
+        splits[2 * layer + 1] = SplitTimes(both + 2 * transfer_s, taken.astype(np.int64))
     total = sum(part["gpu"].gpu_bytes for part in parts)
-    return parts, splits, int(total * draw.random()), crossing_s, draw.random() < 0.8
+    return parts, splits, int(total * draw.random()), transfer_s, draw.random() < 0.8
 
 
 def choices(parts: list[dict[str, Option]], splits: dict[int, SplitTimes]) -> list[list[Option]]:
@@ -49,8 +49,8 @@ def choices(parts: list[dict[str, Option]], splits: dict[int, SplitTimes]) -> li
     return found
 
 
-def seconds_of(chosen: list[Option], crossing_s: float, ends_on_gpu: bool) -> float:
-    """By the rule in words: rows begin on the CPU, a change of device is a crossing, a part on both hides none."""
+def seconds_of(chosen: list[Option], transfer_s: float, ends_on_gpu: bool) -> float:
+    """By the rule in words: rows begin on the CPU, a change of device is a transfer, a part on both hides none."""
     seconds, device = 0.0, False
     known: bool | None = device
     for option in chosen:
@@ -58,14 +58,14 @@ def seconds_of(chosen: list[Option], crossing_s: float, ends_on_gpu: bool) -> fl
         if option.on_gpu is None:
             known = None
             continue
-        seconds += crossing_s * (known is not None and known != option.on_gpu)
+        seconds += transfer_s * (known is not None and known != option.on_gpu)
         known = option.on_gpu
-    return seconds + crossing_s * (known is not None and known != ends_on_gpu)
+    return seconds + transfer_s * (known is not None and known != ends_on_gpu)
 
 
 def chosen_of(instance: Instance) -> list[Option]:
-    parts, splits, budget, crossing_s, ends_on_gpu = instance
-    found = place_split_chain(parts, splits, budget, crossing_s, ends_on_gpu=ends_on_gpu)
+    parts, splits, budget, transfer_s, ends_on_gpu = instance
+    found = place_split_chain(parts, splits, budget, transfer_s, ends_on_gpu=ends_on_gpu)
     assert found is not None and {i for i, place in enumerate(found.places) if place is None} == set(found.n_blocks)
     chosen = []
     for index, (part, place) in enumerate(zip(parts, found.places, strict=True)):
@@ -82,36 +82,36 @@ def chosen_of(instance: Instance) -> list[Option]:
 @pytest.mark.parametrize("seed", range(60))
 def test_tiny_chains_are_exactly_the_best_of_all(seed: int) -> None:
     instance = random_instance(seed, n_layers=2, most_blocks=5, piece_bytes=1)
-    parts, splits, budget, crossing_s, ends_on_gpu = instance
+    parts, splits, budget, transfer_s, ends_on_gpu = instance
     least = min(
-        seconds_of(list(chosen), crossing_s, ends_on_gpu)
+        seconds_of(list(chosen), transfer_s, ends_on_gpu)
         for chosen in itertools.product(*choices(parts, splits))
         if sum(option.gpu_bytes for option in chosen) <= budget
     )
-    assert seconds_of(chosen_of(instance), crossing_s, ends_on_gpu) == pytest.approx(least, rel=2e-3)
+    assert seconds_of(chosen_of(instance), transfer_s, ends_on_gpu) == pytest.approx(least, rel=2e-3)
 
 
 def optimum(instance: Instance) -> float:
-    """Least seconds by HiGHS: a variable for each choice, and one for each possible crossing."""
+    """Least seconds by HiGHS: a variable for each choice, and one for each possible transfer."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    parts, splits, budget, crossing_s, ends_on_gpu = instance
+    parts, splits, budget, transfer_s, ends_on_gpu = instance
     places = [(i, option) for i, each in enumerate(choices(parts, splits)) for option in each]
     m = len(parts) + 1
-    cost = np.array([*(option.seconds for _, option in places), *[crossing_s] * m]) * 1e3
+    cost = np.array([*(option.seconds for _, option in places), *[transfer_s] * m]) * 1e3
     rows: list[Any] = [[*(float(j == i) for j, _ in places), *[0.0] * m] for i in range(len(parts))]
     low, high = [1.0] * len(parts), [1.0] * len(parts)
     rows.append([*(option.gpu_bytes / 1e6 for _, option in places), *[0.0] * m])
     low.append(0.0)
     high.append(budget / 1e6)
-    for i in range(m):  # crossing i lies before part i, where one of the two is on one device and one on the other
-        crossing = [float(k == i) for k in range(m)]
+    for i in range(m):  # transfer i lies before part i, where one of the two is on one device and one on the other
+        transfer = [float(k == i) for k in range(m)]
         for device in (True, False):
             before = [float(j == i - 1 and option.on_gpu is (not device)) for j, option in places]
             after = [float(j == i and option.on_gpu is device) for j, option in places]
             fixed = float(i == 0 and device) + float(i == len(parts) and ends_on_gpu is device)
-            rows.append([*-(np.array(before) + np.array(after)), *crossing])
+            rows.append([*-(np.array(before) + np.array(after)), *transfer])
             low.append(fixed - 1)
             high.append(np.inf)
     found = milp(

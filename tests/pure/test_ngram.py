@@ -248,7 +248,7 @@ def test_no_ngram_spans_tokens_that_were_never_observed() -> None:
 
 @pytest.mark.parametrize("breaks_in", ["append", "truncate"])
 def test_a_change_broken_off_anywhere_is_mended_by_the_next(breaks_in: str) -> None:
-    """As Ctrl-C breaks it off, in front of each line in turn."""
+    """As Ctrl-C breaks it off, in front of each line alternately."""
     tokens = [1, 2, 3, 1, 2, 3, 1, 2]
     for n_lines in range(1, 40):
         index = NgramIndex(3)

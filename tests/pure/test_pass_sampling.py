@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.measure import attention_points
 from hetero_ee.profiling.pass_sampling import (
     CHUNKS_SHARE,
@@ -45,16 +45,16 @@ def test_passes_at_a_point(each_s: float, limit_s: float, expected: int) -> None
     assert n_passes(PassSampling(1.0, limit_s), each_s) == expected
 
 
-@pytest.mark.parametrize("thoroughness", [QUICK, FULL])
-def test_what_is_given_up_of_chunks_and_in_which_order(thoroughness: object) -> None:
-    points = attention_points(thoroughness)  # type: ignore[arg-type]
-    few = [point for point in points if point[0] <= FEW_ROWS]
+@pytest.mark.parametrize("preset", [QUICK, FULL])
+def test_what_is_given_up_of_chunks_and_in_which_order(preset: object) -> None:
+    points = attention_points(preset)  # type: ignore[arg-type]
+    few = [point for point in points if point[0] <= MAX_DECODE_TOKENS]
     seen: list[tuple[int, bool]] = []  # the most rows, and whether there are chunks behind a context
     left_s = 2000.0
     while left_s > 1e-3:
         found, least_s = affordable_points(points, pass_s, left_s)
-        chunks = [point for point in found if point[0] > FEW_ROWS]
-        assert [point for point in found if point[0] <= FEW_ROWS] == few
+        chunks = [point for point in found if point[0] > MAX_DECODE_TOKENS]
+        assert [point for point in found if point[0] <= MAX_DECODE_TOKENS] == few
         assert least_s == pytest.approx((1 + LEAST_PASSES) * sum(pass_s(*point) for point in chunks))
         n_rows, is_behind = max(m for m, _ in chunks), any(m < tokens for m, tokens in chunks)
         assert least_s <= CHUNKS_SHARE * left_s or (n_rows, is_behind) == (LEAST_ROWS, False)

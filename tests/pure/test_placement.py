@@ -26,8 +26,8 @@ def random_chain(seed: int) -> tuple[list[dict[str, Option]], int, float, bool]:
             for name in set(part) - {kept}:
                 del part[name]
     total = sum(max(option.gpu_bytes for option in part.values()) for part in parts)
-    crossing_s = draw.choice([0.0, 1e-5, 1e-3, 5e-3])
-    return parts, int(total * draw.random()), crossing_s, draw.random() < 0.5
+    transfer_s = draw.choice([0.0, 1e-5, 1e-3, 5e-3])
+    return parts, int(total * draw.random()), transfer_s, draw.random() < 0.5
 
 
 def _part(draw: random.Random) -> dict[str, Option]:
@@ -41,13 +41,13 @@ def _part(draw: random.Random) -> dict[str, Option]:
     }
 
 
-def optimum(parts: list[dict[str, Option]], budget: int, crossing_s: float, ends_on_gpu: bool) -> float | None:
-    """Least seconds by HiGHS: a variable for each place of each part, and one for each possible crossing."""
+def optimum(parts: list[dict[str, Option]], budget: int, transfer_s: float, ends_on_gpu: bool) -> float | None:
+    """Least seconds by HiGHS: a variable for each place of each part, and one for each possible transfer."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     places = [(i, option) for i, part in enumerate(parts) for option in part.values()]
     n, m = len(places), len(parts) + 1
-    cost = np.array([*(option.seconds for _, option in places), *[crossing_s] * m])
+    cost = np.array([*(option.seconds for _, option in places), *[transfer_s] * m])
     rows: list[Any] = []
     low, high = [], []
 
@@ -59,14 +59,14 @@ def optimum(parts: list[dict[str, Option]], budget: int, crossing_s: float, ends
     for i in range(len(parts)):
         require([*(float(j == i) for j, _ in places), *[0.0] * m], 1, 1)
     require([*(option.gpu_bytes / 1e6 for _, option in places), *[0.0] * m], 0, budget / 1e6)
-    for i in range(m):  # crossing i lies before part i; rows begin on the CPU
+    for i in range(m):  # transfer i lies before part i; rows begin on the CPU
         after = [float(j == i and option.on_gpu) for j, option in places]
         before = [float(j == i - 1 and option.on_gpu) for j, option in places]
         end = float(ends_on_gpu) if i == len(parts) else 0.0
-        crossing = [float(k == i) for k in range(m)]
+        transfer = [float(k == i) for k in range(m)]
         difference = np.array(after) - np.array(before)
-        require([*-difference, *crossing], end, np.inf)
-        require([*difference, *crossing], -end, np.inf)
+        require([*-difference, *transfer], end, np.inf)
+        require([*difference, *transfer], -end, np.inf)
     integral = np.array([1] * n + [0] * m)
     found = milp(
         cost, constraints=LinearConstraint(np.array(rows), low, high), integrality=integral, bounds=Bounds(0, 1)
@@ -75,13 +75,13 @@ def optimum(parts: list[dict[str, Option]], budget: int, crossing_s: float, ends
 
 
 def assert_near_optimum(seed: int) -> None:
-    parts, budget, crossing_s, ends_on_gpu = random_chain(seed)
-    places, least = place_chain(parts, budget, crossing_s, ends_on_gpu=ends_on_gpu), optimum(*random_chain(seed))
+    parts, budget, transfer_s, ends_on_gpu = random_chain(seed)
+    places, least = place_chain(parts, budget, transfer_s, ends_on_gpu=ends_on_gpu), optimum(*random_chain(seed))
     if places is None or least is None:
         assert places is None and least is None, seed
         return
     assert chain_bytes(parts, places) <= budget
-    assert chain_s(parts, places, crossing_s, ends_on_gpu=ends_on_gpu) <= 1.01 * least + 1e-9, seed
+    assert chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu) <= 1.01 * least + 1e-9, seed
 
 
 @pytest.mark.parametrize("first", range(0, 100, 25))
@@ -98,17 +98,17 @@ def test_within_a_hundredth_of_the_optimum_in_each_of_a_thousand() -> None:
 
 def test_small_chains_by_trying_everything() -> None:
     for seed in range(200):
-        parts, budget, crossing_s, ends_on_gpu = random_chain(seed)
+        parts, budget, transfer_s, ends_on_gpu = random_chain(seed)
         parts = parts[:4]
         tried = [
-            chain_s(parts, places, crossing_s, ends_on_gpu=ends_on_gpu)
+            chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu)
             for places in itertools.product(*parts)
             if chain_bytes(parts, places) <= budget
         ]
-        found = place_chain(parts, budget, crossing_s, ends_on_gpu=ends_on_gpu)
+        found = place_chain(parts, budget, transfer_s, ends_on_gpu=ends_on_gpu)
         assert (found is None) == (not tried)
         if found is not None:
-            assert chain_s(parts, found, crossing_s, ends_on_gpu=ends_on_gpu) <= 1.01 * min(tried) + 1e-9
+            assert chain_s(parts, found, transfer_s, ends_on_gpu=ends_on_gpu) <= 1.01 * min(tried) + 1e-9
 
 
 def test_a_crossing_that_costs_too_much_is_not_made() -> None:

@@ -12,15 +12,15 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.schedule import WORTH_IT
-from hetero_ee.planning.statistics import BoundaryRates, DraftRates, ExitStatistics, Statistics
+from hetero_ee.planning.statistics import DraftRates, ExitLayerRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 
 SPEC, PROFILE = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
 LIMITS = Limits(vram_budget_bytes=3 * 2**30, context_tokens=512)
-GOOD_EXITS = ExitStatistics("good exits", 32, (BoundaryRates(12, ExitRates(0.8, 0.95)),))
-BAD_EXITS = ExitStatistics("bad exits", 32, (BoundaryRates(12, ExitRates(0.8, 0.1)),))
+GOOD_EXITS = ExitStatistics("good exits", 32, (ExitLayerRates(12, ExitRates(0.8, 0.95)),))
+BAD_EXITS = ExitStatistics("bad exits", 32, (ExitLayerRates(12, ExitRates(0.8, 0.1)),))
 GOOD_DRAFTS = DraftRates("an n-gram source", (0.9,) * 8, 1e-5)
 BAD_DRAFTS = DraftRates("a bad source", (0.01,), 1e-5)
 
@@ -31,13 +31,13 @@ def planned(statistics: Statistics, limits: Limits = LIMITS) -> Plan:
 
 def test_good_drafts_are_planned_without_any_exits() -> None:
     full, found = planned(Statistics()), planned(Statistics(drafts=GOOD_DRAFTS))
-    assert (full.mode, full.drafts, full.boundary) == ("full", None, None)
-    assert (found.mode, found.drafts, found.boundary) == ("exact", "chain", 0)
+    assert (full.mode, full.drafts, full.exit_layer) == ("full", None, None)
+    assert (found.mode, found.drafts, found.exit_layer) == ("exact", "chain", 0)
     assert found.prediction.generated_tokens_per_s > full.prediction.generated_tokens_per_s / WORTH_IT
-    assert found.prediction.rows_per_pass == found.draft_tokens > 1
-    assert found.prediction.tokens_per_pass == pytest.approx(sum(0.9**j for j in range(found.draft_tokens)))
+    assert found.prediction.rows_per_pass == found.draft_length > 1
+    assert found.prediction.tokens_per_pass == pytest.approx(sum(0.9**j for j in range(found.draft_length)))
     assert any(reason.startswith("Drafts come from an n-gram source; a round of") for reason in found.reasons)
-    assert f"chains of {found.draft_tokens - 1} drafts from elsewhere" in explained(found)
+    assert f"chains of {found.draft_length - 1} drafts from elsewhere" in explained(found)
     assert from_json(Plan, to_json(found)) == found
 
 
@@ -70,11 +70,11 @@ def test_a_gain_of_less_than_the_predictions_err_by_is_declined() -> None:
 
 
 def test_what_the_user_sets_wins() -> None:
-    asked = replace(LIMITS, mode="exact", draft_tokens=3)
-    assert planned(Statistics(drafts=BAD_DRAFTS), asked).draft_tokens == 3
+    asked = replace(LIMITS, mode="exact", draft_length=3)
+    assert planned(Statistics(drafts=BAD_DRAFTS), asked).draft_length == 3
     assert planned(Statistics(drafts=GOOD_DRAFTS), replace(LIMITS, mode="full")).drafts is None
-    longest = planned(Statistics(drafts=GOOD_DRAFTS), replace(LIMITS, draft_tokens=12))
-    assert longest.draft_tokens == 12 and longest.prediction.tokens_per_pass == pytest.approx(
+    longest = planned(Statistics(drafts=GOOD_DRAFTS), replace(LIMITS, draft_length=12))
+    assert longest.draft_length == 12 and longest.prediction.tokens_per_pass == pytest.approx(
         sum(0.9**j for j in range(12))
     )
     with pytest.raises(UsageError, match="drafts were measured"):
@@ -83,7 +83,7 @@ def test_what_the_user_sets_wins() -> None:
 
 def test_acceptance_that_falls_makes_shorter_chains() -> None:
     falling = DraftRates("falling", (0.9, 0.6, 0.0), 1e-5)
-    lengths = [planned(Statistics(drafts=each)).draft_tokens for each in (GOOD_DRAFTS, falling)]
+    lengths = [planned(Statistics(drafts=each)).draft_length for each in (GOOD_DRAFTS, falling)]
     assert lengths[0] > lengths[1] == 3
 
 
@@ -101,7 +101,7 @@ def test_rates_that_cannot_be(acceptance: tuple[float, ...], draft_s: float) -> 
     [
         ({"drafts": "magic"}, "drafts is 'magic'"),
         ({"drafts": None}, "does not go with"),
-        ({"boundary": None}, "does not go with"),
+        ({"exit_layer": None}, "does not go with"),
         ({"mode": "full"}, "does not go with"),
         ({"version": 1}, "plan version 1, this engine reads version 3"),
     ],

@@ -14,7 +14,7 @@ from hetero_ee.planning.neuron_statistics import NeuronStatistics
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, Statistics, published_statistics
+from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.memory import rounded
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.planning.times.rounds import ExitRates
@@ -97,7 +97,7 @@ def test_a_run_is_predicted_from_the_plan_alone(split: Plan) -> None:
 
 
 def test_where_crossings_cost_too_much_nothing_is_split() -> None:
-    slow = replace(PROFILE.link, crossing=replace(PROFILE.link.crossing, value=1.0, p20=1.0, p80=1.0))  # type: ignore[type-var,union-attr]
+    slow = replace(PROFILE.link, transfer=replace(PROFILE.link.transfer, value=1.0, p20=1.0, p80=1.0))  # type: ignore[type-var,union-attr]
     far = replace(PROFILE, link=slow)
     assert plan(SPEC, far, LIMITS, STEEP) == plan(SPEC, far, LIMITS)
 
@@ -121,7 +121,7 @@ def test_full_mode_alone_splits() -> None:
     known = replace(STEEP, exits=published_statistics(SPEC.n_layers))
     exact = plan(SPEC, PROFILE, replace(LIMITS, mode="exact"), known)
     assert exact.mode == "exact" and all(part.gpu_neurons is None for part in exact.parts)
-    sure = ExitStatistics("sure", SPEC.n_layers, (BoundaryRates(4, ExitRates(0.95, 1.0)),))
+    sure = ExitStatistics("sure", SPEC.n_layers, (ExitLayerRates(4, ExitRates(0.95, 1.0)),))
     for exits in (known.exits, sure):
         found = plan(SPEC, PROFILE, LIMITS, replace(STEEP, exits=exits))
         assert found.mode == "full" or all(part.gpu_neurons is None for part in found.parts)

@@ -14,11 +14,11 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import CHAIN, EXIT, Plan
 from hetero_ee.planning.planner import check_fits
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.records import to_json
 from hetero_ee_profiles.reference import reference_profile
-from tests.emulation import LAPTOP, hollow, planned
+from tests.emulation import LAPTOP, dummy, planned
 
 SPEC = read_spec(
     {
@@ -36,8 +36,8 @@ GOOD = planned(SPEC, overrides=PINS, context_tokens=64, mode="full")
 HUGE = 10**30
 
 BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
-    "draft tokens as text": ({"draft_tokens": "3"}, r"draft_tokens is '3'; expected 1 to 16"),
-    "draft tokens as truth": ({"draft_tokens": True}, r"draft_tokens is True; expected 1 to 16"),
+    "draft tokens as text": ({"draft_length": "3"}, r"draft_length is '3'; expected 1 to 16"),
+    "draft tokens as truth": ({"draft_length": True}, r"draft_length is True; expected 1 to 16"),
     "no overrides": ({"overrides": None}, r"overrides is None; expected a tuple"),
     "overrides as text": ({"overrides": "a=gpu"}, r"overrides is 'a=gpu'; expected a tuple"),
     "a number as pattern": ({"overrides": ((1, "gpu"),)}, r"override \(1, 'gpu'\) is no pair of strings"),
@@ -59,14 +59,14 @@ BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "layers below 0": ({"gpu_layers": -1}, "gpu_layers is -1"),
 }
 
-EXITS: dict[str, Any] = {"mode": "exact", "drafts": EXIT, "boundary": 4}
+EXITS: dict[str, Any] = {"mode": "exact", "drafts": EXIT, "exit_layer": 4}
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
     "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
     "kv type as a list": ({"kv_type": []}, r"kv_type is \[\]"),
     "chunk": ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0, expected a whole number from 1"),
-    "no draft tokens": ({"draft_tokens": 0}, "draft_tokens is 0, expected a whole number from 1 to 16"),
-    "draft tokens": ({"draft_tokens": 17}, "draft_tokens is 17"),
+    "no draft tokens": ({"draft_length": 0}, "draft_length is 0, expected a whole number from 1 to 16"),
+    "draft tokens": ({"draft_length": 17}, "draft_length is 17"),
     "no threads": ({"threads": 0}, "threads is 0, expected a whole number from 1 to 1024"),
     "threads": ({"threads": 10**5}, "threads is 100000"),
     "threads as text": ({"threads": "2"}, "threads is '2'"),
@@ -77,14 +77,14 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "RAM budget exceeded": ({"ram_budget_bytes": 5}, "bytes of the cpu's memory and its budget is 5"),
     "no memory": ({"memory": ()}, r"part 'layers\.0\.attention' needs a GPU and no memory is planned"),
     "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' is there twice"),
-    "drafts in full mode": ({"drafts": CHAIN, "boundary": 0}, "mode 'full' does not go with drafts 'chain'"),
+    "drafts in full mode": ({"drafts": CHAIN, "exit_layer": 0}, "mode 'full' does not go with drafts 'chain'"),
     "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, chain or nothing"),
     "drafts as a list": ({"drafts": []}, r"drafts is \[\]"),
-    "an exit before any layer": ({"mode": "exact", "drafts": EXIT, "boundary": 0}, "'exit' and boundary 0"),
-    "an exit below": ({"mode": "exact", "drafts": EXIT, "boundary": -1}, "'exit' and boundary -1"),
-    "a chain from a layer": ({"mode": "exact", "drafts": CHAIN, "boundary": 1}, "'chain' and boundary 1"),
+    "an exit before any layer": ({"mode": "exact", "drafts": EXIT, "exit_layer": 0}, "'exit' and exit layer 0"),
+    "an exit below": ({"mode": "exact", "drafts": EXIT, "exit_layer": -1}, "'exit' and exit layer -1"),
+    "a chain from a layer": ({"mode": "exact", "drafts": CHAIN, "exit_layer": 1}, "'chain' and exit layer 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
-    "an exit level at the boundary": (EXITS | {"exit_levels": (2, 4)}, "expected layers before the boundary"),
+    "an exit level at the exit layer": (EXITS | {"exit_levels": (2, 4)}, "expected layers before the exit layer"),
     "an exit level before any layer": (EXITS | {"exit_levels": (0, 2)}, r"exit_levels is \(0, 2\)"),
     "exit levels out of order": (EXITS | {"exit_levels": (3, 2)}, r"exit_levels is \(3, 2\)"),
     "an exit level twice": (EXITS | {"exit_levels": (2, 2)}, r"exit_levels is \(2, 2\)"),
@@ -147,8 +147,8 @@ def test_places_where_a_part_can_not_be(index: int, decode: str, prefill: str) -
         ({"parts": GOOD.parts[::-1]}, "from 'head' on"),
         ({"parts": (replace(GOOD.parts[0], name="soul"), *GOOD.parts[1:])}, "from 'soul' on"),
         ({"parts": (GOOD.parts[0], replace(GOOD.parts[1], layer=1), *GOOD.parts[2:])}, "from 'layers.0.attention' on"),
-        ({"mode": "exact", "drafts": EXIT, "boundary": 3}, "exits after layer 3 and the model has 3"),
-        ({"mode": "exact", "drafts": EXIT, "boundary": HUGE}, "exits after layer 1000"),
+        ({"mode": "exact", "drafts": EXIT, "exit_layer": 3}, "exits after layer 3 and the model has 3"),
+        ({"mode": "exact", "drafts": EXIT, "exit_layer": HUGE}, "exits after layer 1000"),
         ({"shapes_sha256": "0"}, "of a 'LlamaForCausalLM' with other shapes"),
     ],
 )
@@ -176,13 +176,13 @@ def test_a_good_plan_is_read_back(tmp_path: Path) -> None:
 def opens_and_runs(made: Plan) -> None:
     """On the emulated machine, without numbers: a prompt in chunks, and a token where there is room."""
     with_room = min(20, made.context_tokens)
-    executor = hollow(SPEC, made, reference_profile(LAPTOP), Timeline())
+    executor = dummy(SPEC, made, reference_profile(LAPTOP), Timeline())
     try:
         sequence, chunk = executor.cache.open_new(), made.prefill_chunk_tokens
         starts = range(0, with_room, chunk)
-        executor.prompt(Rows.of_sequence(sequence, i, [0] * min(chunk, with_room - i)) for i in starts)
+        executor.prompt(Batch.of_sequence(sequence, i, [0] * min(chunk, with_room - i)) for i in starts)
         if with_room < made.context_tokens:
-            executor.logits(Rows((0,), (sequence,), (with_room,)), (0,))
+            executor.logits(Batch((0,), (sequence,), (with_room,)), (0,))
     finally:
         executor.close()
 

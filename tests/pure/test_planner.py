@@ -17,7 +17,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, published_statistics
+from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, DataSheet, derived_profile
@@ -72,9 +72,9 @@ profiles = st.builds(derived_profile, sheets, date=st.just("2026-11-21"))
 
 @st.composite
 def statistics_of(draw: Any, n_layers: int) -> ExitStatistics:
-    boundaries = sorted(draw(st.sets(st.integers(1, n_layers - 1), min_size=1, max_size=6)))
+    exit_layers = sorted(draw(st.sets(st.integers(1, n_layers - 1), min_size=1, max_size=6)))
     rates = st.builds(ExitRates, exit_rate=st.floats(0, 1), precision=st.floats(0, 1))
-    return ExitStatistics("drawn", n_layers, tuple(BoundaryRates(b, draw(rates)) for b in boundaries))
+    return ExitStatistics("drawn", n_layers, tuple(ExitLayerRates(b, draw(rates)) for b in exit_layers))
 
 
 @st.composite
@@ -208,13 +208,13 @@ def test_what_ram_cannot_hold_is_read_from_the_disk() -> None:
 def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
     spec, profile = spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21")
     limits = Limits(vram_budget_bytes=3 * GIB, context_tokens=512)
-    good = ExitStatistics("good", 32, (BoundaryRates(12, ExitRates(0.8, 0.95)),))
-    bad = ExitStatistics("bad", 32, (BoundaryRates(12, ExitRates(0.8, 0.2)),))
+    good = ExitStatistics("good", 32, (ExitLayerRates(12, ExitRates(0.8, 0.95)),))
+    bad = ExitStatistics("bad", 32, (ExitLayerRates(12, ExitRates(0.8, 0.2)),))
     full, pays, declined = (plan(spec, profile, limits, statistics) for statistics in (None, good, bad))
-    assert pays.mode == "exact" and pays.boundary is not None and pays.draft_tokens > 1
+    assert pays.mode == "exact" and pays.exit_layer is not None and pays.draft_length > 1
     assert pays.prediction.generated_tokens_per_s > 1.1 * full.prediction.generated_tokens_per_s
     assert declined.mode == "full" and declined.prediction == full.prediction
-    assert plan(spec, profile, replace(limits, mode="exact", draft_tokens=3), bad).draft_tokens == 3
+    assert plan(spec, profile, replace(limits, mode="exact", draft_length=3), bad).draft_length == 3
 
 
 def test_pins_to_streaming_keep_the_budget() -> None:

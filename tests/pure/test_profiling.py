@@ -10,7 +10,7 @@ import pytest
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.gpu import GpuFigures
+from hetero_ee.profiling.gpu import GpuMetrics
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.profiling.profile_store import keep_profile, kept_profile, profile_file
@@ -54,7 +54,7 @@ class Probes:
         points: Any,
         n_threads: int,
         free_bytes: int,
-        thoroughness: Any,
+        preset: Any,
         budget_s: float,
         origin: Any,
         clock: Any,
@@ -136,9 +136,9 @@ def ask(spec: ModelSpec, tmp_path: Path, cache: Path, probes: Probes, on: Any, f
     return Asking(spec, tmp_path / "data", cache)
 
 
-def measure(spec: ModelSpec, threads: Sequence[int] = (1,), thoroughness: Any = QUICK, **more: Any) -> HardwareProfile:
+def measure(spec: ModelSpec, threads: Sequence[int] = (1,), preset: Any = QUICK, **more: Any) -> HardwareProfile:
     arguments: dict[str, Any] = {"free_bytes": 1, "disk_file": None, "clock": lambda: 0.0} | more
-    return profiling.measure_profile(spec, MACHINE, ORIGIN, threads=threads, thoroughness=thoroughness, **arguments)
+    return profiling.measure_profile(spec, MACHINE, ORIGIN, threads=threads, preset=preset, **arguments)
 
 
 def test_a_quick_profile(probes: Probes, spec: ModelSpec) -> None:
@@ -164,7 +164,7 @@ def test_thread_counts_share_the_seconds_that_are_left(probes: Probes, spec: Mod
 
 
 def test_progress_counts_threads_disk_and_gpu(probes: Probes, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuFigures(FIGURES.gpu, FIGURES.link))
+    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuMetrics(FIGURES.gpu, FIGURES.link))
     stages: list[tuple[int, int]] = []
     found = measure(spec, (1, 2), gpu=StandInGpu(), progress=lambda stage, done, n: stages.append((done, n)))
     assert stages == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
@@ -269,7 +269,7 @@ def test_what_is_kept_lies_where_it_is_looked_for(spec: ModelSpec, tmp_path: Pat
 def with_figures(ask: Asking, on: Any, monkeypatch: pytest.MonkeyPatch) -> Asking:
     """On a machine with a GPU whose measurement takes no time."""
     on(WITH_GPU)
-    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuFigures(FIGURES.gpu, FIGURES.link))
+    monkeypatch.setattr(profiling, "measured_gpu", lambda *arguments: GpuMetrics(FIGURES.gpu, FIGURES.link))
     return ask
 
 

@@ -18,12 +18,12 @@ def verify_s(m: int) -> float:
     return VERIFY_S[m - 1]
 
 
-def drawn_exits(rates: ExitRates, draft_tokens: int, seed: int) -> Round:
+def drawn_exits(rates: ExitRates, draft_length: int, seed: int) -> Round:
     """Rows exit or don't; drafts are right until the first wrong one."""
     random = np.random.default_rng(seed)
-    exits = random.random((N_ROUNDS, draft_tokens - 1)) < rates.exit_rate
+    exits = random.random((N_ROUNDS, draft_length - 1)) < rates.exit_rate
     n_exits = np.cumprod(exits, axis=1).sum(axis=1)
-    right = random.random((N_ROUNDS, draft_tokens - 1)) < rates.precision
+    right = random.random((N_ROUNDS, draft_length - 1)) < rates.precision
     n_right = np.minimum(np.cumprod(right, axis=1).sum(axis=1), n_exits)
     seconds = (n_exits + 1) * DRAFT_S + np.array(VERIFY_S)[n_exits]
     return Round(float(seconds.mean()), float((n_right + 1).mean()), float((n_exits + 1).mean()))
@@ -47,8 +47,8 @@ def assert_close(found: Round, drawn: Round) -> None:
 def test_exits_as_drawn(rates: ExitRates) -> None:
     rounds = expected_rounds(rates, 8, DRAFT_S, verify_s)
     assert len(rounds) == 8
-    for draft_tokens in (2, 5, 8):
-        assert_close(rounds[draft_tokens - 1], drawn_exits(rates, draft_tokens, seed=draft_tokens))
+    for draft_length in (2, 5, 8):
+        assert_close(rounds[draft_length - 1], drawn_exits(rates, draft_length, seed=draft_length))
 
 
 @pytest.mark.parametrize("acceptance", [(0.8,) * 8, (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.0), (1.0,) * 8])

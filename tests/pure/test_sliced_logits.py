@@ -1,4 +1,4 @@
-"""Candidates at later boundaries: the logits are the head's there, of the right tokens, and gaps vary."""
+"""Candidates at later exit_layers: the logits are the head's there, of the right tokens, and gaps vary."""
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ from tests.families import random_model, save_checkpoint
 CHUNK = tuple(range(3, 60))
 
 
-def some_logits(n_boundaries: int, m: int, seed: int = 0) -> SlicedLogits:
+def some_logits(n_exit_layers: int, m: int, seed: int = 0) -> SlicedLogits:
     """Of random candidates; the full model's token is each of the four, or none, about as often."""
     random = np.random.default_rng(seed)
-    values = random.normal(scale=2, size=(n_pairs(n_boundaries), m, 4)).astype(np.float32)
-    return SlicedLogits(values, random.integers(0, 5, (n_boundaries, m)).astype(np.uint8))
+    values = random.normal(scale=2, size=(n_pairs(n_exit_layers), m, 4)).astype(np.float32)
+    return SlicedLogits(values, random.integers(0, 5, (n_exit_layers, m)).astype(np.uint8))
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +45,21 @@ def a_map(size: int) -> ExitMap:
 
 def test_each_boundary_sees_the_candidates_that_each_before_it_took(executor: Executor, found: Trace) -> None:
     """By the definition: the candidates' rows of the head, on the normed and mapped state."""
-    n_boundaries = executor.spec.n_layers - 1
+    n_exit_layers = executor.spec.n_layers - 1
     maps = {2: a_map(executor.spec.hidden_size)}
     rows = draft_rows(executor, found, maps, with_unmapped=True)
-    normed = [maps[b].apply(found.at(b)) if b in maps else found.at(b) for b in range(1, n_boundaries + 1)]
-    assert rows.sliced.n_boundaries == n_boundaries == 4
-    for first in range(1, n_boundaries + 1):
-        taken = HeadCandidates().of(executor.project(normed[first - 1])).token_ids
+    normed = [maps[b].apply(found.at(b)) if b in maps else found.at(b) for b in range(1, n_exit_layers + 1)]
+    assert rows.sliced.n_exit_layers == n_exit_layers == 4
+    for first in range(1, n_exit_layers + 1):
+        taken = HeadCandidates().of(executor.lm_head(normed[first - 1])).token_ids
         rank = [np.flatnonzero(row == token) for row, token in zip(taken, found.tokens.tolist(), strict=True)]
         assert rows.sliced.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(rows.is_right[first - 1], rows.sliced.is_right(first, first))
-        for boundary in range(first, n_boundaries + 1):
-            expected = executor.sliced(normed[boundary - 1], torch.from_numpy(taken)).numpy()
-            np.testing.assert_allclose(rows.sliced.at(first, boundary), expected, atol=1e-5)
+        for exit_layer in range(first, n_exit_layers + 1):
+            expected = executor.sliced(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
+            np.testing.assert_allclose(rows.sliced.at(first, exit_layer), expected, atol=1e-5)
             best = np.take_along_axis(taken, expected.argmax(1)[:, None], 1)[:, 0]
-            np.testing.assert_array_equal(rows.sliced.is_right(first, boundary), best == found.tokens.numpy())
+            np.testing.assert_array_equal(rows.sliced.is_right(first, exit_layer), best == found.tokens.numpy())
 
 
 def test_without_a_map_both_drafts_are_the_same(executor: Executor, found: Trace) -> None:
@@ -83,18 +83,20 @@ def test_features_count_the_change_since_the_boundary_evaluated_last() -> None:
 
 
 def test_rows_are_drawn_over_every_first_boundary_and_every_gap() -> None:
-    n_boundaries, m = 5, 600
-    sliced = some_logits(n_boundaries, m, seed=2)
+    n_exit_layers, m = 5, 600
+    sliced = some_logits(n_exit_layers, m, seed=2)
     drawn = sliced.drawn(np.random.default_rng(3))
-    for boundary in range(2, n_boundaries + 1):
-        pairs = [(first, previous) for first in range(1, boundary) for previous in range(first, boundary)]
+    for exit_layer in range(2, n_exit_layers + 1):
+        pairs = [(first, previous) for first in range(1, exit_layer) for previous in range(first, exit_layer)]
         counts = dict.fromkeys(pairs, 0)
         for pair in pairs:
-            expected = sliced.features(pair[0], boundary, pair[1])
-            hits = np.isclose(drawn.features[boundary - 1], expected).all(1) & (drawn.first[boundary - 1] == pair[0])
+            expected = sliced.features(pair[0], exit_layer, pair[1])
+            hits = np.isclose(drawn.features[exit_layer - 1], expected).all(1) & (
+                drawn.first[exit_layer - 1] == pair[0]
+            )
             counts[pair] = int(hits.sum())
-            right = sliced.is_right(pair[0], boundary)
-            np.testing.assert_array_equal(drawn.is_right[boundary - 1][hits], right[hits])
+            right = sliced.is_right(pair[0], exit_layer)
+            np.testing.assert_array_equal(drawn.is_right[exit_layer - 1][hits], right[hits])
         assert sum(counts.values()) == m and min(counts.values()) > 0.3 * m / len(pairs)
 
 
@@ -108,15 +110,15 @@ def test_the_same_seed_draws_the_same_rows() -> None:
 def test_joined_logits_are_those_of_all_tokens() -> None:
     parts = [some_logits(3, 5, seed=1), some_logits(3, 7, seed=2)]
     joined = SlicedLogits.joined(parts)
-    for first, boundary in ((1, 1), (1, 3), (2, 3)):
-        expected = np.concatenate([part.at(first, boundary) for part in parts])
-        np.testing.assert_array_equal(joined.at(first, boundary), expected)
+    for first, exit_layer in ((1, 1), (1, 3), (2, 3)):
+        expected = np.concatenate([part.at(first, exit_layer) for part in parts])
+        np.testing.assert_array_equal(joined.at(first, exit_layer), expected)
     np.testing.assert_array_equal(joined.is_right(1, 2)[5:], parts[1].is_right(1, 2))
 
 
 def test_logits_that_are_not_finite_have_features_that_show_it() -> None:
     sliced = some_logits(3, 4)
-    sliced.values[n_pairs(2), 1] = np.nan  # at boundary 3, of the candidates of boundary 1
+    sliced.values[n_pairs(2), 1] = np.nan  # at exit layer 3, of the candidates of exit layer 1
     assert np.isnan(sliced.features(1, 3, 1)).any(1).tolist() == [False, True, False, False]
     assert np.isfinite(sliced.features(1, 2, 1)).all()
     assert np.isfinite(exit_features(sliced.at(1, 1), np.zeros((4, 4), np.float32))).all()

@@ -88,7 +88,7 @@ def test_copies_for_the_next_pass_run_under_the_cpu(machine: EmulatedMachine) ->
     for _ in range(2):
         streamed(machine, stream, 0)
         last = streamed(machine, stream, 1)
-        machine.on_cpu("rest", 1, [machine.cross("out", CPU, [last])])
+        machine.on_cpu("rest", 1, [machine.transfer("out", CPU, [last])])
     assert [row for row in machine.rows() if row[0] in (GPU, CPU)] == [
         (GPU, "block 0", 2, 3),
         (GPU, "block 1", 4, 5),

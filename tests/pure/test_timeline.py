@@ -33,9 +33,9 @@ def test_the_gpu_alone(machine: EmulatedMachine) -> None:
 def test_a_split_plan(machine: EmulatedMachine) -> None:
     """Embedding on the CPU, first layers on the GPU, the rest and the head on the CPU."""
     machine.on_cpu("embedding")
-    arrived = machine.cross("in", GPU)
+    arrived = machine.transfer("in", GPU)
     first = machine.on_gpu("first", 4, [arrived])
-    back = machine.cross("out", CPU, [first])
+    back = machine.transfer("out", CPU, [first])
     machine.on_cpu("rest", 2, [back])
     assert machine.rows() == [
         (CPU, "embedding", 0, 4),
@@ -49,8 +49,8 @@ def test_a_split_plan(machine: EmulatedMachine) -> None:
 def test_a_round_trip(machine: EmulatedMachine) -> None:
     """GPU, CPU, GPU: the host begins the last part at once and waits for its result alone."""
     first = machine.on_gpu("first", 2)
-    machine.on_cpu("middle", 1, [machine.cross("out", CPU, [first])])
-    last = machine.on_gpu("last", 2, [machine.cross("in", GPU)])
+    machine.on_cpu("middle", 1, [machine.transfer("out", CPU, [first])])
+    last = machine.on_gpu("last", 2, [machine.transfer("in", GPU)])
     assert machine.cpu.now_s() == 6.25
     machine.cpu.wait(last)
     assert machine.rows() == [
@@ -97,10 +97,10 @@ def test_a_slow_link_keeps_the_gpu_waiting(machine: EmulatedMachine) -> None:
 
 def test_a_slow_cpu_lets_the_gpu_run_ahead(machine: EmulatedMachine) -> None:
     """The GPU is through with the second chunk before the CPU has finished the first."""
-    first = machine.cross("out 1", CPU, [machine.on_gpu("gpu 1", 2)])
+    first = machine.transfer("out 1", CPU, [machine.on_gpu("gpu 1", 2)])
     ahead = machine.on_gpu("gpu 2", 2)
     machine.on_cpu("cpu 1", 2, [first])
-    machine.on_cpu("cpu 2", 2, [machine.cross("out 2", CPU, [ahead])])
+    machine.on_cpu("cpu 2", 2, [machine.transfer("out 2", CPU, [ahead])])
     assert machine.rows() == [
         (GPU, "gpu 1", 0, 2),
         (ROWS_TO_CPU, "out 1", 2, 2.25),
@@ -154,8 +154,8 @@ def test_a_waiting_host_begins_later(machine: EmulatedMachine) -> None:
 def test_rows_overtake_weights_and_wait_for_rows(machine: EmulatedMachine) -> None:
     machine.copy("weights", 96)
     for name in ("in", "in too"):
-        machine.cross(name, GPU)
-    machine.cross("out", CPU)
+        machine.transfer(name, GPU)
+    machine.transfer("out", CPU)
     assert machine.rows() == [
         (TO_GPU, "weights", 0, 2),
         (ROWS_TO_GPU, "in", 0, 0.25),
@@ -166,8 +166,8 @@ def test_rows_overtake_weights_and_wait_for_rows(machine: EmulatedMachine) -> No
 
 def test_more_rows_take_longer(machine: EmulatedMachine) -> None:
     """Two more rows of 128 bytes cross at 32 bytes a second, either way; in a product each takes 1."""
-    machine.cross("in", GPU, n_rows=3)
-    machine.cross("out", CPU, n_rows=3)
+    machine.transfer("in", GPU, n_rows=3)
+    machine.transfer("out", CPU, n_rows=3)
     machine.cpu.run([work("a", m=3)], lambda: None)
     assert machine.rows() == [(ROWS_TO_GPU, "in", 0, 8.25), (ROWS_TO_CPU, "out", 0, 8.25), (CPU, "a", 0, 6)]
 

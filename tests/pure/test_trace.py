@@ -32,7 +32,7 @@ def test_what_viewers_read(tmp_path: Path) -> None:
 
 def test_a_time_line_can_be_written(tmp_path: Path) -> None:
     machine = EmulatedMachine()
-    machine.on_cpu("rest", 1, [machine.cross("out", "cpu", [machine.on_gpu("first")])])
+    machine.on_cpu("rest", 1, [machine.transfer("out", "cpu", [machine.on_gpu("first")])])
     write_trace(tmp_path / "trace.json", machine.timeline.spans, "round")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [0, 1e6, 1.25e6]

@@ -15,7 +15,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.schedule import WORTH_IT, Chain
-from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics, Statistics
+from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.planning.times.round_costs import predicted_round, round_costs
 from hetero_ee.planning.times.rounds import (
@@ -118,7 +118,7 @@ CHAIN = Chain(SUMS, [0.51] * 10, [0.01] * 10, host_s=[4.0, *(4.0 - 0.5 * i for i
 
 
 def a_walk(*shares: float, places: tuple[int, ...]) -> LevelWalk:
-    """Chances to exit at these places, the last of them the boundary."""
+    """Chances to exit at these places, the last of them the exit layer."""
     return LevelWalk(WalkRates(sum(shares), 0.9, 0.0, 1.0, 1.0), places, shares)
 
 
@@ -142,11 +142,11 @@ def test_what_a_row_ahead_spares_by_hand() -> None:
 
 
 def test_how_many_are_judged_tells_where_they_exit() -> None:
-    """Of 100 rows 40 exit at 4, then 20 at 7, then 10 at the boundary, 9; of those that have not at 4, 30 at 7 where
-    that is the boundary."""
+    """Of 100 rows 40 exit at 4, then 20 at 7, then 10 at the exit layer, 9; of those that have not at 4, 30 at 7 where
+    that is the exit layer."""
     at_7 = WalkRates(0.7, 0.9, 0.0, 5.0, n_evaluated=1 + 0.6)
     at_9 = WalkRates(0.7, 0.9, 0.0, 5.6, n_evaluated=1 + 0.6 + 0.4)
-    entries = (BoundaryRates(4, ALONE), BoundaryRates(7, ALONE, at_7), BoundaryRates(9, ALONE, at_9))
+    entries = (ExitLayerRates(4, ALONE), ExitLayerRates(7, ALONE, at_7), ExitLayerRates(9, ALONE, at_9))
     known = ExitStatistics("drawn", 12, entries, schedule=(4, 7))
     found = known.level_walk(9)
     assert found is not None and (found.places, found.levels) == ((4, 7, 9), (4, 7))
@@ -154,16 +154,16 @@ def test_how_many_are_judged_tells_where_they_exit() -> None:
     earlier = known.level_walk(7)
     assert earlier is not None and earlier.exit_shares == pytest.approx((0.4, 0.3))
     assert known.level_walk(4) is None and known.level_walk(10) is None
-    assert replace(known, boundaries=(entries[0], entries[2])).level_walk(9) is None  # what exits at 7 is not known
+    assert replace(known, exit_layers=(entries[0], entries[2])).level_walk(9) is None  # what exits at 7 is not known
     noisy = replace(at_7, n_evaluated=1.2)  # more are said to exit at 4 than do at all
-    skewed = replace(known, boundaries=(entries[0], BoundaryRates(7, ALONE, noisy))).level_walk(7)
+    skewed = replace(known, exit_layers=(entries[0], ExitLayerRates(7, ALONE, noisy))).level_walk(7)
     assert skewed is not None and skewed.exit_shares == pytest.approx((0.7, 0.0))
     twice = replace(at_7, n_evaluated=2.0, exit_rate=0.0)
-    assert replace(known, boundaries=(entries[0], BoundaryRates(7, ALONE, twice))).level_walk(7) is None
+    assert replace(known, exit_layers=(entries[0], ExitLayerRates(7, ALONE, twice))).level_walk(7) is None
 
 
 @pytest.mark.parametrize(
-    ("found", "boundary", "seconds"),
+    ("found", "exit_layer", "seconds"),
     [
         (None, 2, 0.0),
         (Overlap(2, 2), 2, 2.0),
@@ -172,9 +172,9 @@ def test_how_many_are_judged_tells_where_they_exit() -> None:
         (Overlap(1, 3), 1, 1.0),  # the waiting rows pass two layers of the GPU's before
     ],
 )
-def test_what_runs_ahead(found: Overlap | None, boundary: int, seconds: float) -> None:
-    assert replace(CHAIN, overlap=found).ahead_s(boundary) == pytest.approx(seconds)
-    assert replace(CHAIN, overlap=found, has_streams=True).ahead_s(boundary) == 0
+def test_what_runs_ahead(found: Overlap | None, exit_layer: int, seconds: float) -> None:
+    assert replace(CHAIN, overlap=found).ahead_s(exit_layer) == pytest.approx(seconds)
+    assert replace(CHAIN, overlap=found, has_streams=True).ahead_s(exit_layer) == 0
 
 
 # What is planned.
@@ -185,13 +185,13 @@ ALONE = ExitRates(0.8, 0.95)
 
 
 def statistics(*shares: float, **changes: Any) -> Statistics:
-    """Chances to exit at 6, 10 and boundary 16; no shares: walks were not measured. Drafts at 10 alone are wrong."""
+    """Chances to exit at 6, 10 and exit layer 16; no shares: walks were not measured. Drafts at 10 alone are wrong."""
     walks: list[WalkRates | None] = [None, None]
     if shares:
         n_evaluated = 2 - shares[0], 3 - 2 * shares[0] - shares[1]
         walks = [WalkRates(0.8, q, 0.0, 6.0, n) for q, n in zip((0.0, 0.95), n_evaluated, strict=True)]
     alone = {"rates": ALONE} | changes
-    entries = (BoundaryRates(10, ExitRates(0.0, 0.0), walks[0]), BoundaryRates(16, walk=walks[1], **alone))
+    entries = (ExitLayerRates(10, ExitRates(0.0, 0.0), walks[0]), ExitLayerRates(16, walk=walks[1], **alone))
     return Statistics(ExitStatistics("drawn", 32, entries, schedule=(6, 10, 20)))
 
 
@@ -201,7 +201,7 @@ def planned(known: Statistics) -> Plan:
 
 def test_levels_are_planned_where_they_are_faster() -> None:
     without, found = planned(statistics()), planned(statistics(0.8, 0.0, 0.0))
-    assert without.exit_levels == () and (found.exit_levels, found.boundary) == ((6, 10), 16)
+    assert without.exit_levels == () and (found.exit_levels, found.exit_layer) == ((6, 10), 16)
     assert planned(statistics(0.0, 0.0, 0.8)).exit_levels == ()
     rates = [made.prediction.generated_tokens_per_s for made in (without, found)]
     assert rates[1] > rates[0] / WORTH_IT
@@ -219,7 +219,7 @@ def test_a_gain_of_less_than_the_predictions_err_by_is_left() -> None:
 
 
 def test_there_are_no_levels_where_weights_are_streamed() -> None:
-    """What copies that run ahead take is known of whole ways to the boundary alone."""
+    """What copies that run ahead take is known of whole ways to the exit layer alone."""
     streamed = replace(LIMITS, overrides=((r"layers\.(28|29|30|31)\..*", "stream"),), mode="exact")
     made = plan(SPEC, PROFILE, streamed, statistics(0.8, 0.0, 0.0))
     assert (made.drafts, made.exit_levels) == ("exit", ())
@@ -240,7 +240,7 @@ def test_a_round_is_predicted_with_the_plans_levels() -> None:
 
 
 def test_rows_that_begin_ahead_make_rounds_shorter_where_guesses_are_known() -> None:
-    """Layers before the boundary on the GPU, those behind on the CPU."""
+    """Layers before the exit layer on the GPU, those behind on the CPU."""
     known = statistics(rates=replace(ALONE, refused_precision=0.5))
     pinned = replace(LIMITS, gpu_layers=16, vram_budget_bytes=6 * 2**30, mode="exact")
     found = [plan(SPEC, PROFILE, pinned, each).prediction for each in (statistics(), known)]
@@ -257,5 +257,5 @@ def test_layers_in_words() -> None:
 
 @pytest.mark.parametrize("schedule", [(0,), (32,), (3, 2), (2, 2)])
 def test_schedules_that_cannot_be(schedule: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="the schedule's boundaries must ascend between 1 and 31"):
-        ExitStatistics("drawn", 32, (BoundaryRates(16, ALONE),), schedule=schedule)
+    with pytest.raises(ValueError, match="the schedule's exit layers must ascend between 1 and 31"):
+        ExitStatistics("drawn", 32, (ExitLayerRates(16, ALONE),), schedule=schedule)

@@ -1,4 +1,4 @@
-"""Walks over several boundaries, against rows judged one by one as the definition says."""
+"""Walks over several exit layers, against rows judged one by one as the definition says."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetero_ee.calibration.predictor_quality import NO_EXIT
 from hetero_ee.calibration.walks import Walks, walks
-from hetero_ee.speculation.exits.calibration import FittedBoundary
+from hetero_ee.speculation.exits.calibration import FittedExitLayer
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.predictors import LogisticPredictor, ThresholdPredictor
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
@@ -22,26 +22,26 @@ def logistic(seed: int) -> LogisticPredictor:
     return LogisticPredictor(np.zeros(12, np.float32), np.ones(12, np.float32), weights, np.zeros(1, np.float32))
 
 
-def some_fits(n_boundaries: int, seed: int, without_sliced: set[int]) -> list[FittedBoundary]:
+def some_fits(n_exit_layers: int, seed: int, without_sliced: set[int]) -> list[FittedExitLayer]:
     """Predictors of their own for both contexts, so that a mixed-up one is seen."""
     fits = []
-    for boundary in range(1, n_boundaries + 1):
-        has_sliced = boundary > 1 and boundary not in without_sliced
-        sliced = logistic(1000 + 100 * seed + boundary) if has_sliced else None
-        whole = logistic(100 * seed + boundary)
-        fits.append(FittedBoundary(boundary, None, whole, 0.8, sliced, 0.7 if has_sliced else NO_EXIT))
+    for exit_layer in range(1, n_exit_layers + 1):
+        has_sliced = exit_layer > 1 and exit_layer not in without_sliced
+        sliced = logistic(1000 + 100 * seed + exit_layer) if has_sliced else None
+        whole = logistic(100 * seed + exit_layer)
+        fits.append(FittedExitLayer(exit_layer, None, whole, 0.8, sliced, 0.7 if has_sliced else NO_EXIT))
     return fits
 
 
 def walk_of_row(
-    fits: list[FittedBoundary], levels: list[int], boundary: int, sliced: SlicedLogits, row: int
+    fits: list[FittedExitLayer], levels: list[int], exit_layer: int, sliced: SlicedLogits, row: int
 ) -> tuple[bool, int, bool, int]:
-    """(exits, depth, is right, evaluated) of one token that walks to `boundary`."""
+    """(exits, depth, is right, evaluated) of one token that walks to `exit_layer`."""
     first, n_evaluated = None, 0
     softmax = np.zeros((1, 4), np.float32)
     for level in levels:
         predictor = fits[level - 1].predictor if first is None else fits[level - 1].sliced_predictor
-        if level >= boundary or predictor is None:
+        if level >= exit_layer or predictor is None:
             continue
         threshold = fits[level - 1].threshold if first is None else fits[level - 1].sliced_threshold
         first = first or level
@@ -49,29 +49,29 @@ def walk_of_row(
         n_evaluated += 1
         if predictor.probability(exit_features(logits, softmax))[0] >= threshold:
             return True, level, int(logits[0].argmax()) == sliced.rank[first - 1, row], n_evaluated
-    logits = sliced.at(boundary, boundary)[row : row + 1]
-    chance = fits[boundary - 1].predictor.probability(exit_features(logits, np.zeros((1, 4), np.float32)))[0]
-    is_right = int(logits[0].argmax()) == sliced.rank[boundary - 1, row]
-    return bool(chance >= fits[boundary - 1].threshold), boundary, is_right, n_evaluated + 1
+    logits = sliced.at(exit_layer, exit_layer)[row : row + 1]
+    chance = fits[exit_layer - 1].predictor.probability(exit_features(logits, np.zeros((1, 4), np.float32)))[0]
+    is_right = int(logits[0].argmax()) == sliced.rank[exit_layer - 1, row]
+    return bool(chance >= fits[exit_layer - 1].threshold), exit_layer, is_right, n_evaluated + 1
 
 
 @given(
-    n_boundaries=st.integers(1, 6),
+    n_exit_layers=st.integers(1, 6),
     levels=st.sets(st.integers(1, 6)),
     without_sliced=st.sets(st.integers(1, 6), max_size=2),
     seed=st.integers(0, 50),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_walk_is_that_of_each_row_by_itself(
-    n_boundaries: int, levels: set[int], without_sliced: set[int], seed: int
+    n_exit_layers: int, levels: set[int], without_sliced: set[int], seed: int
 ) -> None:
-    fits, sliced = some_fits(n_boundaries, seed, without_sliced), some_logits(n_boundaries, 12, seed)
-    places = sorted(level for level in levels if level <= n_boundaries)
+    fits, sliced = some_fits(n_exit_layers, seed, without_sliced), some_logits(n_exit_layers, 12, seed)
+    places = sorted(level for level in levels if level <= n_exit_layers)
     found = walks(fits, places, sliced)
-    for boundary in range(1, n_boundaries + 1):
+    for exit_layer in range(1, n_exit_layers + 1):
         for row in range(12):
-            expected = walk_of_row(fits, places, boundary, sliced, row)
-            at = (boundary - 1, row)
+            expected = walk_of_row(fits, places, exit_layer, sliced, row)
+            at = (exit_layer - 1, row)
             assert (found.is_exit[at], found.is_right[at], found.n_evaluated[at]) == (
                 expected[0],
                 expected[2],
@@ -82,13 +82,13 @@ def test_a_walk_is_that_of_each_row_by_itself(
 
 def test_without_levels_each_boundary_stands_alone() -> None:
     fits, sliced = some_fits(4, 1, set()), some_logits(4, 300)
-    for boundary, figures in enumerate(walks(fits, (), sliced).figures(), start=1):
-        opens = fits[boundary - 1].opens(sliced.features(boundary, boundary, None), is_sliced=False)
-        right = sliced.is_right(boundary, boundary)
-        assert 0 < figures.exit_rate < 1 and figures.exit_rate == pytest.approx(opens.mean())
-        assert figures.precision == pytest.approx(right[opens].mean())
-        assert figures.refused_precision == pytest.approx(right[~opens].mean())
-        assert (figures.mean_exit_depth, figures.n_evaluated) == (boundary, 1)
+    for exit_layer, metrics in enumerate(walks(fits, (), sliced).metrics(), start=1):
+        opens = fits[exit_layer - 1].opens(sliced.features(exit_layer, exit_layer, None), is_sliced=False)
+        right = sliced.is_right(exit_layer, exit_layer)
+        assert 0 < metrics.exit_rate < 1 and metrics.exit_rate == pytest.approx(opens.mean())
+        assert metrics.precision == pytest.approx(right[opens].mean())
+        assert metrics.refused_precision == pytest.approx(right[~opens].mean())
+        assert (metrics.mean_exit_depth, metrics.n_evaluated) == (exit_layer, 1)
 
 
 def test_figures_of_a_walk_counted_by_hand() -> None:
@@ -99,15 +99,15 @@ def test_figures_of_a_walk_counted_by_hand() -> None:
         np.array([[False] * 3, [True] * 3, [True, False, True]]),
         np.array([[1, 1, 1], [1, 1, 1], [1, 2, 2]]),
     )
-    figures = Walks.joined([found, found]).figures()[2]
-    assert figures == found.figures()[2]
-    assert (figures.exit_rate, figures.precision, figures.refused_precision) == (2 / 3, 1 / 2, 1)
-    assert (figures.mean_exit_depth, figures.n_evaluated) == (2, 5 / 3)
-    assert found.figures()[0].mean_exit_depth == 0
+    metrics = Walks.joined([found, found]).metrics()[2]
+    assert metrics == found.metrics()[2]
+    assert (metrics.exit_rate, metrics.precision, metrics.refused_precision) == (2 / 3, 1 / 2, 1)
+    assert (metrics.mean_exit_depth, metrics.n_evaluated) == (2, 5 / 3)
+    assert found.metrics()[0].mean_exit_depth == 0
 
 
 def test_a_gate_that_never_opens_leaves_the_last_boundary() -> None:
     fits = [replace(each, threshold=NO_EXIT, sliced_threshold=NO_EXIT) for each in some_fits(3, 2, set())]
     fits[2] = replace(fits[2], predictor=ThresholdPredictor(4, 1e-9, 1e-9), threshold=0.0)
-    figures = walks(fits, (1, 2), some_logits(3, 40)).figures()[2]
-    assert (figures.exit_rate, figures.mean_exit_depth, figures.n_evaluated) == (1.0, 3.0, 3.0)
+    metrics = walks(fits, (1, 2), some_logits(3, 40)).metrics()[2]
+    assert (metrics.exit_rate, metrics.mean_exit_depth, metrics.n_evaluated) == (1.0, 3.0, 3.0)

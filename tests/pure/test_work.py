@@ -12,7 +12,7 @@ from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -22,8 +22,8 @@ BLOCKS = decoder_blocks(SPEC)
 KV_BYTES = {"fp32": 2 * 32 * 4, "fp16": 2 * 32 * 2, "int8": 2 * (32 + 4 * 4)}  # of one position, 4 heads of 8
 
 
-def works_of(rows: Rows, spec: ModelSpec = SPEC, **options: Any) -> list[Work]:
-    return block_works(spec, decoder_blocks(spec), rows, **({"kv_bytes_per_token": KV_BYTES["fp32"]} | options))
+def works_of(batch: Batch, spec: ModelSpec = SPEC, **options: Any) -> list[Work]:
+    return block_works(spec, decoder_blocks(spec), batch, **({"kv_bytes_per_token": KV_BYTES["fp32"]} | options))
 
 
 def seconds(work: Work, profile: HardwareProfile, on_gpu: bool = False) -> float:
@@ -33,7 +33,7 @@ def seconds(work: Work, profile: HardwareProfile, on_gpu: bool = False) -> float
 
 
 def test_the_blocks_of_a_pass() -> None:
-    works = works_of(Rows.of_sequence(0, 20, [1, 2, 3]))
+    works = works_of(Batch.of_sequence(0, 20, [1, 2, 3]))
     assert [each.name for each in works] == [block.name for block in BLOCKS]
     assert {each.m for each in works} == {3}
     embedding, attention, ffn, *_, final_norm, head = works
@@ -58,21 +58,21 @@ def test_the_blocks_of_a_pass() -> None:
 )
 def test_positions_that_attention_reads(window: int | None, first: int, m: int, read: int) -> None:
     spec = replace(SPEC, sliding_windows=(window,) * SPEC.n_layers)
-    found = works_of(Rows.of_sequence(0, first, [0] * m), spec)[1].attention
+    found = works_of(Batch.of_sequence(0, first, [0] * m), spec)[1].attention
     assert found is not None and found.n_positions == read
 
 
 def test_of_several_sequences_the_longest_counts() -> None:
-    rows = Rows.joined([Rows.of_sequence(0, 9, [1]), Rows.of_sequence(1, 30, [1]), Rows.of_sequence(2, 0, [1])])
-    found = works_of(rows)[1].attention
+    batch = Batch.joined([Batch.of_sequence(0, 9, [1]), Batch.of_sequence(1, 30, [1]), Batch.of_sequence(2, 0, [1])])
+    found = works_of(batch)[1].attention
     assert found is not None and found.n_positions == 31
-    begun = works_of(Rows.joined([Rows.of_sequence(i, 0, [1]) for i in range(5)]))[1].attention
+    begun = works_of(Batch.joined([Batch.of_sequence(i, 0, [1]) for i in range(5)]))[1].attention
     assert begun is not None and begun.n_positions == 5  # each row reads itself
 
 
 def test_seconds_by_hand() -> None:
     """On the CPU: 4 a tile of 16 x 32, 0.5 for half a layer, attention 1 + 16 / 8."""
-    attention, ffn, head = (works_of(Rows.of_sequence(0, 15, [1]))[i] for i in (1, 2, -1))
+    attention, ffn, head = (works_of(Batch.of_sequence(0, 15, [1]))[i] for i in (1, 2, -1))
     profile = round_profile()
     assert seconds(attention, profile) == (6 + 2) * 4 + 0.5 + 3
     assert seconds(ffn, profile) == (8 + 4) * 4 + 0.5
@@ -112,7 +112,7 @@ def test_names_of_several_works() -> None:
 def test_the_planner_expects_the_same(
     window: int | None, kv_type: str, n_rows: int, first: int, place: str, sheet: Any
 ) -> None:
-    """Two ways to the same figures: the planner's by parts, the emulated device's by works."""
+    """Two ways to the same metrics: the planner's by parts, the emulated device's by works."""
     spec = read_spec(
         {
             "model_type": "mistral",
@@ -135,7 +135,7 @@ def test_the_planner_expects_the_same(
     works = block_works(
         spec,
         blocks,
-        Rows.of_sequence(0, first, [1] * n_rows),
+        Batch.of_sequence(0, first, [1] * n_rows),
         kv_bytes_per_token=kv_bytes,
         disk_bytes=lambda block: parts[block.name].weight_bytes if place == "disk" else 0,
     )

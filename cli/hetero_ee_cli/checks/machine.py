@@ -54,7 +54,7 @@ def instructions(
     try:
         uses = compiled_for()
     except Exception as error:
-        return fail(f"Numba can't be used ({type(error).__name__}: {error})", "Install hetero-ee anew.")
+        return fail(f"Numba can't be used ({type(error).__name__}: {error})", "Install hetero-ee again.")
     if rank(uses) < rank(has):
         limits = ", ".join(name for name in NUMBA_VARIABLES if environment.get(name) is not None)
         advice = f"Unset {limits}." if limits else "Update numba and llvmlite."

@@ -12,7 +12,7 @@ from hetero_ee_profiles.host.host import TIMEOUT_S, Host
 from hetero_ee_profiles.host.torch_build import TorchBuild
 
 LOWEST_PYTHON = (3, 11)
-INSTALL = "Install hetero-ee anew: its dependencies are not complete."
+INSTALL = "Install hetero-ee again: its dependencies are not complete."
 Version = Callable[[str], str | None]
 
 

@@ -69,7 +69,7 @@ def bench(
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure this machine anew even where a profile is kept.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure this machine again even where a profile is kept.")] = False,
     vram_budget: VramBudget = None,
     vram_margin: VramMargin = None,
     gpu_layers: GpuLayers = None,
@@ -113,7 +113,7 @@ def bench(
         override=override,
         kv_type=kv_type,
         mode=None if mode == ALL else mode,
-        draft_tokens=draft_length,
+        draft_length=draft_length,
         ctx_size=None,
         threads=None,
     )
@@ -287,7 +287,7 @@ def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress)
     if abs(speed - 1) > MAX_DRIFT:
         progress(
             f"Memory is read at {speed:.0%} of the speed that the profile of {profile_date(profile)} has with "
-            f"{threads} thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it anew with "
+            f"{threads} thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it again with "
             "--refresh",
             0,
             0,

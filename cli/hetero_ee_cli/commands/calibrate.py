@@ -15,7 +15,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
-    from hetero_ee.speculation.exits.calibration import BoundaryCalibration, Calibration
+    from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
 
 JSON_SCHEMA = 1
 STANDARD_INPUT = "-"
@@ -79,22 +79,22 @@ def _request(files: list[Path] | None, n_tokens: int | None) -> "CalibrationRequ
 
 
 def _print_table(calibration: "Calibration") -> None:
-    print("boundary  agreement  with map  exit rate  precision  recall  acceptance")
-    for each in calibration.boundaries:
+    print("exit layer  agreement  with map  exit rate  precision  recall  acceptance")
+    for each in calibration.exit_layers:
         print(_row(each))
-    levels = ", ".join(str(level) for level in calibration.schedule.boundaries)
-    print(f"\nworth judging rows at: {levels or 'one boundary alone'}")
+    levels = ", ".join(str(level) for level in calibration.schedule.exit_layers)
+    print(f"\nworth judging rows at: {levels or 'one exit layer alone'}")
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
     print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect gates)")
     print(f"{depths.locality:.0%} of tokens exit within 2 layers of one of the last 5")
 
 
-def _row(each: "BoundaryCalibration") -> str:
-    figures = each.figures
-    mapped = f"{figures.mapped_agreement:8.3f}" if figures.mapped_agreement is not None else f"{'-':>8}"
-    gate = f"{figures.exit_rate:9.3f}  {figures.precision:9.3f}  {figures.recall:6.3f}  {figures.acceptance:10.3f}"
-    return f"{each.boundary:8}  {figures.agreement:9.3f}  {mapped}  {gate}"
+def _row(each: "ExitLayerCalibration") -> str:
+    metrics = each.metrics
+    mapped = f"{metrics.mapped_agreement:8.3f}" if metrics.mapped_agreement is not None else f"{'-':>8}"
+    gate = f"{metrics.exit_rate:9.3f}  {metrics.precision:9.3f}  {metrics.recall:6.3f}  {metrics.acceptance:10.3f}"
+    return f"{each.exit_layer:8}  {metrics.agreement:9.3f}  {mapped}  {gate}"
 
 
 def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any]:
@@ -103,17 +103,17 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
     from hetero_ee import __version__
 
     calibration = outcome.calibration
-    boundaries = [
+    exit_layers = [
         {
-            "boundary": each.boundary,
+            "exit_layer": each.exit_layer,
             "map_rank": each.exit_map.rank if each.exit_map else None,
             "predictor": each.predictor.kind,
             "threshold": each.threshold,
             "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
-            **asdict(each.figures),
+            **asdict(each.metrics),
             "walk": asdict(each.walk),
         }
-        for each in calibration.boundaries
+        for each in calibration.exit_layers
     ]
     return {
         "schema": JSON_SCHEMA,
@@ -122,7 +122,7 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         "folder": str(outcome.folder),
         "seconds": outcome.seconds,
         "text": asdict(calibration.text),
-        "boundaries": boundaries,
-        "schedule": calibration.schedule.boundaries,
+        "exit_layers": exit_layers,
+        "schedule": calibration.schedule.exit_layers,
         "depths": asdict(calibration.depths),
     }

@@ -98,7 +98,7 @@ def generate(
         override=override,
         kv_type=kv_type,
         mode=mode,
-        draft_tokens=draft_length,
+        draft_length=draft_length,
         ctx_size=ctx_size,
         threads=threads,
     )

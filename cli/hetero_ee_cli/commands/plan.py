@@ -47,7 +47,7 @@ def plan(
     ctx_size: CtxSize = None,
     kv_type: KvType = None,
     mode: Mode = None,
-    draft_tokens: DraftTokens = None,
+    draft_length: DraftTokens = None,
     threads: Threads = None,
     offline: Offline = None,
     published_exits: Annotated[
@@ -78,7 +78,7 @@ def plan(
         ctx_size=ctx_size,
         kv_type=kv_type,
         mode=mode,
-        draft_tokens=draft_tokens,
+        draft_length=draft_length,
         threads=threads,
     )
     with ending_at_once():
@@ -115,9 +115,9 @@ def plan(
 
 
 def _own_statistics(
-    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", notice: Callable[[str], None]
+    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", warn: Callable[[str], None]
 ) -> "Statistics":
-    """Of the calibration and the draft head that opening this model would find; a notice where they can't be read."""
+    """Of the calibration and the draft head that opening this model would find; a warning where they can't be read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.errors import HeteroError
@@ -134,10 +134,10 @@ def _own_statistics(
             quantization = Quantization.of_model(folder, None)
             store = cached_store(folder, quantization, cache_folder())
             place = CalibrationPlace(spec, store, folder, quantization)
-        knowledge = found_knowledge(place, None, folder, spec, notice)
+        knowledge = found_knowledge(place, None, folder, spec, warn)
         return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
     except HeteroError as error:
-        notice(f"Planned without drafts: {error}")
+        warn(f"Planned without drafts: {error}")
         return Statistics()
 
 

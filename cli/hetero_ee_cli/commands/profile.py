@@ -26,7 +26,7 @@ def profile(
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
     quick: Annotated[bool, typer.Option(help=f"Rough figures in {QUICK_S} seconds, all cores only.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure anew even where a profile is kept.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure again even where a profile is kept.")] = False,
     offline: Offline = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole profile as a JSON document.")] = False,
 ) -> None:
@@ -147,7 +147,7 @@ def _link_shown(link: "LinkTimes") -> list[str]:
         ("small copy", link.latency),
         ("launch", link.launch),
         ("launch and wait", link.synchronize),
-        ("hidden state across", link.crossing),
+        ("hidden state across", link.transfer),
     )
     return [
         "link: GB/s, then microseconds, each with p20 and p80",

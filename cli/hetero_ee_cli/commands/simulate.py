@@ -102,7 +102,7 @@ def simulate(
         "ctx_size": ctx_size,
         "kv_type": kv_type,
         "mode": mode,
-        "draft_tokens": draft_length,
+        "draft_length": draft_length,
         "threads": None,
     }
     limits_beside_plan(plan_file, **limiting)
@@ -212,7 +212,7 @@ def _report(simulation: "Simulation", plan: "Plan", drafted: Drafted | None) -> 
     if drafted is not None:
         predicted = drafted.predicted_tokens_per_pass
         expected = "" if predicted is None else f"   predicted {predicted:.1f} tok/pass"
-        words = f"{drafted.origin}, {plan.draft_tokens} rows: {draft_words(drafted.counts)}"
+        words = f"{drafted.origin}, {plan.draft_length} rows: {draft_words(drafted.counts)}"
         lines.append(f"{'drafts':8}{words}{expected}")
     for lane in simulation.lanes:
         if lane.prompt_s or lane.generation_s:
@@ -233,8 +233,8 @@ def _document(simulation: "Simulation", plan: "Plan", drafted: Drafted | None) -
             "simulated": True,
             **asdict(simulation),
             "mode": plan.mode,
-            "boundary": plan.boundary,
-            "draft_tokens": plan.draft_tokens,
+            "exit_layer": plan.exit_layer,
+            "draft_length": plan.draft_length,
             "drafts": None if drafted is None else drafts_document(drafted.counts),
             "predicted_tokens_per_pass": None if drafted is None else drafted.predicted_tokens_per_pass,
             "gpu_layers": plan.gpu_layers,

@@ -74,7 +74,7 @@ def limits_beside_plan(plan_file: Path | None, **limiting: Any) -> list[str]:
     settings = ("ctx_size", "threads")
     given = [name for name, value in limiting.items() if value not in (None, []) and name not in settings]
     if plan_file is not None and given:
-        flag = "--" + {"draft_tokens": "draft_length"}.get(given[0], given[0]).replace("_", "-")
+        flag = "--" + {"draft_length": "draft_length"}.get(given[0], given[0]).replace("_", "-")
         raise UsageError(f"a plan says already what {flag} would say; drop {flag} or --plan.")
     return given
 

@@ -47,7 +47,7 @@ Mode = Annotated[str | None, typer.Option(help="full or exact. [default: what is
 DraftTokens = Annotated[
     int | None,
     typer.Option(
-        "--draft-length", "--draft-tokens", help="Rows in one verification of exact mode. [default: the best]"
+        "--draft-length", "--draft-tokens", help="Batch in one verification of exact mode. [default: the best]"
     ),
 ]
 
@@ -62,7 +62,7 @@ def limits_from(
     ctx_size: int | None,
     kv_type: str | None,
     mode: str | None,
-    draft_tokens: int | None,
+    draft_length: int | None,
     threads: int | None,
 ) -> "Limits":
     """The flags as the planner takes them. Raises UsageError."""
@@ -80,7 +80,7 @@ def limits_from(
         context_tokens=settings.value("ctx_size", ctx_size),
         kv_type=kv_type or usual.kv_type,
         mode=mode,
-        draft_tokens=draft_tokens,
+        draft_length=draft_length,
         threads=settings.value("threads", threads),
     )
 

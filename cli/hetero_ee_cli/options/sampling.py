@@ -16,7 +16,7 @@ TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 k
 TopP = Annotated[float | None, typer.Option(help="Keep the smallest set of tokens with this probability.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's.")]
 RepeatPenalty = Annotated[float | None, typer.Option(help="Above 1, tokens already there become less likely.")]
-Seed = Annotated[int | None, typer.Option("-s", "--seed", help="Same seed, same text. [default: drawn anew]")]
+Seed = Annotated[int | None, typer.Option("-s", "--seed", help="Same seed, same text. [default: drawn again]")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given several times.")]
 
 

@@ -61,8 +61,8 @@ def columns(
         "plan_hash": made.sha256,
         "profile_date": profile_date(profile),
         "mode": made.mode,
-        "boundary": made.boundary,
-        "draft_tokens": made.draft_tokens,
+        "exit_layer": made.exit_layer,
+        "draft_length": made.draft_length,
         "acceptance": None if found is None else found.acceptance,
         "tokens_per_pass": None if found is None else found.tokens_per_pass,
     }
@@ -98,7 +98,7 @@ def _rate(tokens_per_s: float | None) -> str:
 
 def footer(rows: list[Row]) -> str:
     """What holds for all rows: where the predictions come from, and what the executor itself takes."""
-    lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures anew"]
+    lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures again"]
     spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
     known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
     if known:

@@ -91,5 +91,5 @@ def slowness(result: "GenerationResult", expected: float | None, uses_gpu: bool)
     remedy = "lower --vram-budget" if uses_gpu else "end it"
     return (
         f"This text came at {rate:.1f} tokens/s, less than half of the {expected:.1f} expected: another program may be "
-        f"busy{spilled}; {remedy}, or measure anew with hetero-ee profile --refresh."
+        f"busy{spilled}; {remedy}, or measure again with hetero-ee profile --refresh."
     )

@@ -21,7 +21,7 @@ def mode_words(engine: "Engine") -> str | None:
         asked = None if engine.placement is None else engine.placement.limits.mode
         is_declined = asked is None and any(reason.startswith(DECLINED) for reason in made.reasons)
         return "full (exact declined)" if is_declined else "full"
-    n_rows = made.draft_tokens if engine.drafting is None else engine.drafting.draft_tokens
+    n_rows = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return f"exact ({engine.draft_origin}, up to {n_rows} row{'s' * (n_rows > 1)}): {draft_words(found)}"
 
 
@@ -41,8 +41,8 @@ def run_document(engine: "Engine") -> dict[str, Any]:
     made = engine.plan
     return {
         "mode": "full" if made is None else made.mode,
-        "boundary": None if made is None else made.boundary,
-        "draft_tokens": 1 if made is None else made.draft_tokens,
+        "exit_layer": None if made is None else made.exit_layer,
+        "draft_length": 1 if made is None else made.draft_length,
         "gpu_layers": 0 if made is None else made.gpu_layers,
         "plan_hash": None if made is None else made.sha256,
         "drafts": drafts_document(engine.draft_statistics),

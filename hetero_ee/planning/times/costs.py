@@ -1,4 +1,4 @@
-"""Expected seconds: a part on a device, a copy between devices, a crossing of rows. From a profile alone."""
+"""Expected seconds: a part on a device, a copy between devices, a transfer of rows. From a profile alone."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # places whose parts the GPU computes
-FEW_ROWS = 16  # up to so many, attention takes the time of reading keys and values
+MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
@@ -75,11 +75,11 @@ class Costs:
         n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
         return link.latency.value + n_bytes / link.to_gpu_bytes_per_s.value
 
-    def crossing_s(self, m: int) -> float:
+    def transfer_s(self, m: int) -> float:
         """Bringing m rows of hidden states from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
-    def logits_crossing_s(self, m: int) -> float:
+    def logits_transfer_s(self, m: int) -> float:
         """Bringing the logits of m rows from the GPU's head to the CPU."""
         return self._way_s(m, self.spec.vocab_size)
 
@@ -87,13 +87,15 @@ class Costs:
         link = self.profile.link
         if link is None:
             return 0.0
-        return link.crossing.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
+        return link.transfer.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
         """Of few rows in proportion to the bytes of the keys and values read, where they were timed in another type."""
         spec = self.spec
-        seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= FEW_ROWS)
-        if m <= FEW_ROWS:
+        seconds = times.attention_s(
+            spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= MAX_DECODE_TOKENS
+        )
+        if m <= MAX_DECODE_TOKENS:
             seconds *= part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
         return seconds
 

@@ -14,13 +14,13 @@ from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STRE
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """seconds: of the whole pass. cpu_s, gpu_s: computing of one device alone. crossing_s: hidden states between the
+    """seconds: of the whole pass. cpu_s, gpu_s: computing of one device alone. transfer_s: hidden states between the
     devices. waited_s: computing that had to wait for a copy."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
     gpu_s: float = 0.0
-    crossing_s: float = 0.0
+    transfer_s: float = 0.0
     waited_s: float = 0.0
 
     def since(self, before: "PassTime") -> "PassTime":
@@ -29,7 +29,7 @@ class PassTime:
             self.seconds - before.seconds,
             self.cpu_s - before.cpu_s,
             self.gpu_s - before.gpu_s,
-            self.crossing_s - before.crossing_s,
+            self.transfer_s - before.transfer_s,
             self.waited_s - before.waited_s,
         )
 
@@ -44,7 +44,7 @@ class Flow:
 
 class Lanes:
     """Begins at 0, nothing copied yet. Copies of streamed weights run ahead as far as there are buffers, also into the
-    next pass, if it streams the same parts; if not, they begin anew."""
+    next pass, if it streams the same parts; if not, they begin again."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -77,22 +77,22 @@ class Lanes:
         A streamed part's buffer is free once the part has been computed. A split part has its row brought to the other
         device and one result back; behind it rows may go on from either.
         """
-        costs, crossing_s = self._costs, self._costs.crossing_s(m)
+        costs, transfer_s = self._costs, self._costs.transfer_s(m)
         part_s = costs.part_s
         cpu, gpu, link, buffers = self._cpu_s, self._gpu_s, self._link_s, self._buffers_s
         ready, on_gpu = flow.ready_s, flow.on_gpu
         cpu_s = gpu_s = waited_s = 0.0
-        n_crossings = 0
+        n_transfers = 0
         for part, place in zip(parts, places, strict=True):
             seconds = part_s(part, place, m, context_tokens)
             if place == SPLIT:
-                cpu = gpu = ready = max(cpu, gpu, ready) + 2 * crossing_s + seconds
-                on_gpu, n_crossings = None, n_crossings + 2
+                cpu = gpu = ready = max(cpu, gpu, ready) + 2 * transfer_s + seconds
+                on_gpu, n_transfers = None, n_transfers + 2
                 continue
             computes_on_gpu = place in ON_GPU
             if on_gpu is not None and on_gpu != computes_on_gpu:
-                n_crossings += 1
-                ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + crossing_s
+                n_transfers += 1
+                ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
             on_gpu = computes_on_gpu
             if not on_gpu:
                 cpu_s += seconds
@@ -112,17 +112,17 @@ class Lanes:
             cpu,
             before.cpu_s + cpu_s,
             before.gpu_s + gpu_s,
-            before.crossing_s + n_crossings * crossing_s,
+            before.transfer_s + n_transfers * transfer_s,
             before.waited_s + waited_s,
         )
         return Flow(ready, on_gpu)
 
     def finish_logits(self, flow: Flow, m: int) -> None:
         """The host waits for these logits of m rows, which come over the link where the GPU has computed them."""
-        crossing_s = self._costs.logits_crossing_s(m) if flow.on_gpu else 0.0
-        self._cpu_s = max(self._cpu_s, flow.ready_s) + crossing_s
+        transfer_s = self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0
+        self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
         before = self._spent
-        self._spent = replace(before, seconds=self._cpu_s, crossing_s=before.crossing_s + crossing_s)
+        self._spent = replace(before, seconds=self._cpu_s, transfer_s=before.transfer_s + transfer_s)
 
     def wait(self, flow: Flow) -> None:
         """The host waits for the rows where they are."""

@@ -44,14 +44,14 @@ def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 
 
 def gpu_reserve_terms(
-    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_tokens: int
+    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_length: int
 ) -> list[MemoryTerm]:
     """What a GPU that computes any layer needs besides the parts placed there; the head comes first."""
     head_bytes = sum(product.n_bytes for product in parts[-1].products)
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     terms = [
         MemoryTerm("gpu", "head", rounded(head_bytes)),
-        MemoryTerm("gpu", "logits", rounded(draft_tokens * spec.vocab_size * FLOAT_BYTES)),
+        MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
         MemoryTerm("gpu", "activations", rounded(working_bytes(spec, chunk_tokens))),
         MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_ROWS * n_attended * FLOAT_BYTES)),
         MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
@@ -72,6 +72,6 @@ def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str], context_to
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], places: Sequence[str]) -> int:
-    """The buffers in RAM that streamed weights pass, in turn."""
+    """The buffers in RAM that streamed weights pass, alternately."""
     streamed = [part.cpu_bytes for part, place in zip(parts, places, strict=True) if place in STREAMED]
     return N_PINNED_BUFFERS * max(streamed, default=0)

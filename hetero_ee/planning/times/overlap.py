@@ -16,13 +16,13 @@ class Overlap:
     ahead: int
     behind: int
 
-    def layers_ahead(self, boundary: int) -> int:
-        """How many layers a row passes ahead of a round whose rows wait at this boundary."""
-        return min(self.ahead, boundary)
+    def layers_ahead(self, exit_layer: int) -> int:
+        """How many layers a row passes ahead of a round whose rows wait at this exit layer."""
+        return min(self.ahead, exit_layer)
 
-    def layers_behind(self, boundary: int) -> int:
+    def layers_behind(self, exit_layer: int) -> int:
         """The first layer of the waiting rows that the CPU computes meanwhile."""
-        return max(self.behind, boundary)
+        return max(self.behind, exit_layer)
 
 
 def overlap(places: Sequence[str]) -> Overlap | None:

@@ -92,7 +92,7 @@ def placed_parts(
 def _terms(
     costs: Costs, parts: Sequence[Part], places: Sequence[str], whole: PassTime, m: int, context_tokens: int
 ) -> tuple[TimeTerm, ...]:
-    """The pass's seconds by what is computed where; crossings and waiting are the rest."""
+    """The pass's seconds by what is computed where; transfers and waiting are the rest."""
     seconds: dict[str, float] = {}
     for part, place in zip(parts, places, strict=True):
         if part.kind is BlockKind.EMBEDDING:
@@ -100,7 +100,7 @@ def _terms(
         where = "both" if place == SPLIT else "the GPU" if place in ON_GPU else "the CPU"
         name = f"{part.kind.value} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, place, m, context_tokens)
-    seconds["crossings"] = whole.crossing_s
+    seconds["transfers"] = whole.transfer_s
     seconds["waiting for copies"] = whole.waited_s
     return tuple(TimeTerm(name, value) for name, value in seconds.items() if value > 0)
 

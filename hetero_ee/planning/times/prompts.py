@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.planning.parts import Part
-from hetero_ee.planning.times.costs import FEW_ROWS, ON_GPU, STREAMED, Costs
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU, STREAMED, Costs
 from hetero_ee.planning.times.lanes import Flow, Lanes
 
 
@@ -17,7 +17,7 @@ class Ways:
     decode: Sequence[str]
 
     def of(self, m: int) -> Sequence[str]:
-        return self.decode if m <= FEW_ROWS else self.prefill
+        return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
 
 
 def prompt_s(costs: Costs, parts: Sequence[Part], ways: Ways, n_tokens: int, chunk_tokens: int) -> float:

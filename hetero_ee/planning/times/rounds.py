@@ -1,7 +1,7 @@
-"""Expected time of exact decoding: drafts that exit at a boundary or come from elsewhere, verified in one pass.
+"""Expected time of exact decoding: drafts that exit at an exit layer or come from elsewhere, verified in one pass.
 
-A round: rows 1, 2, ... run through the layers before the boundary; each but the last exits there, or at a level on the
-way, and its draft is the next row's token; the last cannot exit, or the queue is full. Then one pass takes all rows
+A round: rows 1, 2, ... run through the layers before the exit layer; each but the last exits there, or at a level on
+the way, and its draft is the next row's token; the last cannot exit, or the queue is full. Then one pass takes all rows
 through the layers behind and through the head, which keeps the drafts up to the first wrong one and gives one token
 more. Drafts from elsewhere, an n-gram source or a draft head, make a chain of a fixed length, and all rows of it take
 every layer in one pass.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExitRates:
-    """At one boundary: the chance that a row exits, and that an exited row's draft is the full model's token.
+    """At one exit_layer: the chance that a row exits, and that an exited row's draft is the full model's token.
 
     refused_precision: the same of a row that does not exit, of the token likeliest there; 0 where it is not known.
     """
@@ -30,9 +30,9 @@ class ExitRates:
 
 @dataclass(frozen=True, slots=True)
 class WalkRates:
-    """The same of a row that is judged at several boundaries in turn, the last of them the one it waits at.
+    """The same of a row that is judged at several exit layers alternately, the last of them the one it waits at.
 
-    mean_exit_depth: layers that a row which exits has passed, on average, 0 where none does. n_evaluated: boundaries
+    mean_exit_depth: layers that a row which exits has passed, on average, 0 where none does. n_evaluated: exit layers
     at which a row is judged, on average over all rows.
     """
 
@@ -52,7 +52,7 @@ class WalkRates:
 
 @dataclass(frozen=True, slots=True)
 class LevelWalk:
-    """A way through levels to a boundary. places: 1 or more levels, ascending, then the boundary. exit_shares: the
+    """A way through levels to an exit layer. places: 1 or more levels, ascending, then the exit layer. exit_shares: the
     chance of a row to exit at each; together the rates' exit_rate."""
 
     rates: WalkRates
@@ -87,8 +87,8 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class WalkCosts:
     """exit_s: one row to where it exits, judged on the way; it waits there. last_s(m): the row behind, the m-th, to the
-    boundary, and what those that wait add to the passes that take them along. refused_s: judging a row everywhere, in
-    vain. head_s: at the boundary alone.
+    exit layer, and what those that wait add to the passes that take them along. refused_s: judging a row everywhere, in
+    vain. head_s: at the exit layer alone.
     """
 
     exit_s: float
@@ -102,7 +102,7 @@ def expected_rounds(
 ) -> list[Round]:
     """The average rounds with at most 1, 2, ... `max_draft_tokens` rows in their verification.
 
-    draft_s: one row through the layers before the boundary, its exit head included. verify_s(m): m rows through the
+    draft_s: one row through the layers before the exit layer, its exit head included. verify_s(m): m rows through the
     rest and the full head. ahead_s: what a round is shorter by where the row before its first was guessed right.
     """
 
@@ -115,7 +115,7 @@ def expected_rounds(
 def walk_rounds(
     walk: WalkRates, max_draft_tokens: int, costs: WalkCosts, verify_s: Callable[[int], float], ahead_s: float = 0.0
 ) -> list[Round]:
-    """The same where rows are judged at levels on the way to the boundary."""
+    """The same where rows are judged at levels on the way to the exit layer."""
 
     def round_s(n_rows: int, is_full: bool) -> float:
         judging_s = costs.head_s if is_full else costs.refused_s

@@ -51,7 +51,7 @@ class StreamedRounds:
         return ends_s[-1] - ends_s[-2], rounds_s
 
     def _draft(self, lanes: Lanes, n_parts: int) -> Flow:
-        """One row to the boundary, where it is found afterwards, and through the exit head."""
+        """One row to the exit layer, where it is found afterwards, and through the exit head."""
         flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
         if n_parts:
             head = self._through(lanes, slice(-1, None), 1, flow)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hetero_ee.runtime.devices.allocation import Allocation, Ledger
 from hetero_ee.runtime.devices.cuda_driver import CudaDriver
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
-from hetero_ee.runtime.devices.cuda_stream import CudaClock, CudaQueue
+from hetero_ee.runtime.devices.cuda_stream import CudaClock, CudaStream
 from hetero_ee.runtime.devices.device import CPU, GPU, Event, T
 from hetero_ee.runtime.devices.timeline import COPY_LANES, ROW_LANES
 from hetero_ee.runtime.work import Work, joined_name
@@ -32,7 +32,7 @@ class CudaDevice:
         self._driver, self._clock, self._budget_bytes = driver, clock, budget_bytes
         self._ledger = Ledger(GPU)
         with driver_errors("its start", driver.free_bytes):
-            self._queue = CudaQueue(driver, driver.compute_stream(), GPU, trace)
+            self._queue = CudaStream(driver, driver.compute_stream(), GPU, trace)
 
     def now_s(self) -> float:
         """See Device.now_s."""
@@ -81,7 +81,7 @@ class CudaLink:
         self._driver, self._host_free_bytes = driver, host_free_bytes
         with driver_errors("its start", driver.free_bytes):
             self._copies = self._queues(COPY_LANES, trace)
-            self._crossings = self._queues(ROW_LANES, trace)
+            self._transfers = self._queues(ROW_LANES, trace)
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
@@ -89,18 +89,18 @@ class CudaLink:
         """See Link.copy."""
         return self._copies[to].begin(name, compute, after)
 
-    def cross(
+    def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.cross."""
-        return self._crossings[to].begin(name, compute, after)
+        """See Link.transfer."""
+        return self._transfers[to].begin(name, compute, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
         """See Link.host_buffer: pinned."""
         with driver_errors("a pinned buffer", self._host_free_bytes, device=CPU, n_bytes=n_bytes):
             return self._driver.pinned(n_bytes)
 
-    def _queues(self, lanes: Mapping[str, str], trace: CudaClock | None) -> dict[str, CudaQueue]:
+    def _queues(self, lanes: Mapping[str, str], trace: CudaClock | None) -> dict[str, CudaStream]:
         """For each device at the end, a stream of its own."""
         driver = self._driver
-        return {to: CudaQueue(driver, driver.new_stream(), lane, trace) for to, lane in lanes.items()}
+        return {to: CudaStream(driver, driver.new_stream(), lane, trace) for to, lane in lanes.items()}

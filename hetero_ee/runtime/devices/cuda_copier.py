@@ -13,10 +13,10 @@ N_TURNS = 4  # a prompt has two chunks on their way; what came to the CPU stays 
 GPU_TYPE = "cuda"
 
 
-class CudaMover:
+class CudaCopier:
     """row_bytes, n_rows: what is moved most at a time; of more, buffers are made when it comes.
 
-    To be used in `Link.cross`, after all work that the GPU was given: a buffer there is free by then.
+    To be used in `Link.transfer`, after all work that the GPU was given: a buffer there is free by then.
     """
 
     def __init__(self, driver: CudaDriver, link: Link, n_rows: int, row_bytes: int) -> None:
@@ -28,12 +28,12 @@ class CudaMover:
         self._copied: list[Any] = [None] * N_TURNS
 
     def is_on_gpu(self, x: Tensor) -> bool:
-        """See Mover.is_on_gpu."""
+        """See Copier.is_on_gpu."""
         return x.device.type == GPU_TYPE
 
     @torch.inference_mode()
     def to_gpu(self, x: Tensor) -> Tensor:
-        """See Mover.to_gpu. Valid until the fourth call after."""
+        """See Copier.to_gpu. Valid until the fourth call after."""
         if self.is_on_gpu(x):
             return x
         turn = self._to_gpu.next()
@@ -48,7 +48,7 @@ class CudaMover:
 
     @torch.inference_mode()
     def to_cpu(self, x: Tensor) -> Tensor:
-        """See Mover.to_cpu."""
+        """See Copier.to_cpu."""
         if not self.is_on_gpu(x):
             return x
         found = self._to_cpu.like(x, self._to_cpu.next())

@@ -10,18 +10,18 @@ from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.costs import FEW_ROWS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.runtime.devices.cpu import CpuDevice
 from hetero_ee.runtime.devices.cuda import CudaDevice, CudaLink
-from hetero_ee.runtime.devices.cuda_copier import CudaMover
+from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_driver import CudaDriver, TorchCuda
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_stream import CudaClock
 from hetero_ee.runtime.devices.device import GPU, Link
-from hetero_ee.runtime.devices.machine import CpuMover, Machine
+from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.executors.gpu import GpuLayers
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import Notice, default_registry
+from hetero_ee.runtime.gpu.registry import Warn, default_registry
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.streaming.block_source import PinnedBlocks
 from hetero_ee.runtime.trace import SpanRecorder
@@ -48,13 +48,13 @@ class Gpu:
             return self.driver.free_bytes() + self.driver.kept_bytes()
 
 
-def usable_gpu(model: str | None, notice: Notice) -> Gpu | None:
-    """The GPU of that name, else the one with most memory; None where torch can use none. notice: see Registry."""
+def usable_gpu(model: str | None, warn: Warn) -> Gpu | None:
+    """The GPU of that name, else the one with most memory; None where torch can use none. warn: see Registry."""
     if cuda_platform(None) is None:
         return None
     platform = cuda_platform(model)
     assert platform is not None, "there was one just now"
-    operations = gpu_operations(default_registry(notice=notice), platform.kind)
+    operations = gpu_operations(default_registry(warn=warn), platform.kind)
     return Gpu(platform.device, TorchCuda(platform.device), operations)
 
 
@@ -74,20 +74,20 @@ def cuda_machine(
     """recorder: gets what ran where and when. Raises DeviceMemoryError and DeviceLostError."""
     cpu = CpuDevice(clock, ram_bytes, recorder)
     if not plan.n_bytes(GPU):
-        return Machine(cpu, None, None, CpuMover())
+        return Machine(cpu, None, None, CpuCopier())
     trace = CudaClock(gpu.driver, clock, recorder) if recorder is not None else None
     device = CudaDevice(gpu.driver, clock, plan.vram_budget_bytes, trace)
     link = CudaLink(gpu.driver, cpu.free_bytes, trace)
     with driver_errors("buffers of hidden states", gpu.driver.free_bytes):
-        n_rows = max(plan.prefill_chunk_tokens, FEW_ROWS)
-        mover = CudaMover(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
+        n_rows = max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)
+        copier = CudaCopier(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
 
     def make_source(
         blocks: Sequence[Block], weights: ModelWeights, _: Callable[[int], int], over: Link
     ) -> PinnedBlocks:
         return PinnedBlocks(blocks, weights, device, over)
 
-    return Machine(cpu, device, link, mover, make_source, lambda: ThreadPoolExecutor(1, "weights"))
+    return Machine(cpu, device, link, copier, make_source, lambda: ThreadPoolExecutor(1, "weights"))
 
 
 def gpu_layers(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuLayers:

@@ -46,7 +46,7 @@ class CudaClock:
         return self._origin_s + float(self._origin.elapsed_time(event)) / 1e3
 
 
-class CudaQueue:
+class CudaStream:
     """lane: what its spans are recorded as, where there is a clock for them.
 
     What a `compute` holds is kept until its event is reached: torch would give the memory of a tensor that nobody names

@@ -65,7 +65,7 @@ class Device(Protocol):
 
 
 class Link(Protocol):
-    """Copies between the CPU's memory and the GPU's. Copies one way keep their order, as do crossings.
+    """Copies between the CPU's memory and the GPU's. Copies one way keep their order, as do transfers.
 
     `to` is the device at the end, "cpu" or "gpu". What is read must stay as it is until the copy's event, and what is
     written must be memory that was there before: made in `compute`, it would be the link's to give away again.
@@ -80,7 +80,7 @@ class Link(Protocol):
         """
         ...
 
-    def cross(
+    def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
         """Copies n_rows of hidden states likewise; its event is reached when the device `to` can use them."""

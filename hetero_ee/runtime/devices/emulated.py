@@ -1,6 +1,6 @@
 """Emulated devices and link: numbers computed on this CPU at once, time taken from a hardware profile.
 
-They share the profile with the planner and nothing else, so that a plan's prediction can be held against what the
+They share the profile with the planner and nothing else, so that a plan's prediction can be checked against what the
 executor really asks for.
 """
 
@@ -94,12 +94,13 @@ class EmulatedLink:
         seconds = self._times.latency.value + n_bytes / rate.value
         return value, self._timeline.occupy(COPY_LANES[to], name, seconds, after)
 
-    def cross(
+    def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.cross: what one row was measured to take, and the rest at the rate towards the CPU, the slower."""
+        """See Link.transfer: what one row was measured to take, and the rest at the rate towards the CPU, the
+        slower."""
         value = compute()
-        seconds = self._times.crossing.value + (n_rows - 1) * row_bytes / self._times.to_cpu_bytes_per_s.value
+        seconds = self._times.transfer.value + (n_rows - 1) * row_bytes / self._times.to_cpu_bytes_per_s.value
         return value, self._timeline.occupy(ROW_LANES[to], name, seconds, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:

@@ -12,7 +12,7 @@ from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource, Worker
 from hetero_ee.weights.model_weights import ModelWeights
 
 
-class Mover(Protocol):
+class Copier(Protocol):
     """Where a tensor lies, and how it gets elsewhere."""
 
     def is_on_gpu(self, x: Tensor) -> bool: ...
@@ -26,7 +26,7 @@ class Mover(Protocol):
         ...
 
 
-class CpuMover:
+class CpuCopier:
     """Of a machine without a GPU."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
@@ -67,6 +67,6 @@ class Machine:
     cpu: Device
     gpu: Device | None
     link: Link | None
-    mover: Mover
+    copier: Copier
     make_source: MakeSource | None = None
     new_worker: Callable[[], Worker] = AtOnce

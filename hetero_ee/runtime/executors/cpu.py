@@ -1,4 +1,5 @@
-"""The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one team.
+"""The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one thread
+pool.
 
 It computes what `Executor` computes, with each residual added inside the norm that follows it. A row's bits depend on
 that row and its sequence alone, as the reference's do.
@@ -15,7 +16,7 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -28,7 +29,7 @@ from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 from hetero_ee_cpu_ops.places import SequenceCache, place_rows
 from hetero_ee_cpu_ops.rope import Rope
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 COMPILING = "Compiling the CPU kernels"
 
@@ -49,12 +50,12 @@ class CpuExecutor(Executor):
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: KvCache | None = None
     ) -> None:
         super().__init__(spec, weights, max_tokens, cache=cache)
-        self._team = Team(threads)
-        self._matmul = Matmul(self._team)
+        self._pool = ThreadPool(threads)
+        self._matmul = Matmul(self._pool)
         shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
         self._kv_write = KvWrite(*shape, kind)
-        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._team)
+        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool)
         self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
         self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -69,27 +70,27 @@ class CpuExecutor(Executor):
         sequence = self.cache.open_new()
         if progress:
             progress(COMPILING, len(kinds), len(kinds) + 1)
-        self.hidden(Rows.of_sequence(sequence, 0, [0]))
+        self.hidden(Batch.of_sequence(sequence, 0, [0]))
         self.cache.close(sequence)
         if progress:
             progress(COMPILING, len(kinds) + 1, len(kinds) + 1)
 
     def close(self) -> None:
-        self._team.close()
+        self._pool.close()
 
     @property
-    def team(self) -> Team:
+    def pool(self) -> ThreadPool:
         """Its threads, for others that compute while it does not."""
-        return self._team
+        return self._pool
 
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """See Executor.embed."""
-        return torch.from_numpy(self._embedded(rows))
+        return torch.from_numpy(self._embedded(batch))
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk."""
-        positions = np.array(rows.positions, np.int64)
-        places = self._places(rows) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward."""
+        positions = np.array(batch.positions, np.int64)
+        places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
@@ -98,14 +99,14 @@ class CpuExecutor(Executor):
                 delta = self._fed_forward(block, self._normed(block, x, delta))
         return torch.from_numpy(x if delta is None else x + delta)
 
-    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
-        """See Executor.walk_lent."""
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        """See Executor.forward_with."""
         own = self._linears, self._vectors
         linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._linears, self._vectors = own[0] | linears, own[1] | vectors
         try:
-            return self.walk(hidden, rows, [block])
+            return self.forward(hidden, batch, [block])
         finally:
             self._linears, self._vectors = own
 
@@ -116,8 +117,8 @@ class CpuExecutor(Executor):
             return hidden
         return torch.from_numpy(self._normed(block, np.ascontiguousarray(hidden.numpy()), None))
 
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
         return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
@@ -127,18 +128,18 @@ class CpuExecutor(Executor):
         logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
         return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
 
-    def _places(self, rows: Rows) -> Any:
+    def _places(self, batch: Batch) -> Any:
         """Where each row's keys and values lie, for all layers."""
-        caches = [self._sequence_cache(sequence) for sequence in rows.sequences]
-        return place_rows(caches, rows.positions, self._cache_shape, self.cache.kind)
+        caches = [self._sequence_cache(sequence) for sequence in batch.sequences]
+        return place_rows(caches, batch.positions, self._cache_shape, self.cache.kind)
 
     def _sequence_cache(self, sequence: int) -> SequenceCache:
         """The sequence's storage as the kernels take it."""
         view: SequenceCache = self.cache.view(sequence, _sequence_cache)
         return view
 
-    def _embedded(self, rows: Rows) -> Any:
-        block, ids = self.blocks[0], np.array(rows.token_ids, np.int64)
+    def _embedded(self, batch: Batch) -> Any:
+        block, ids = self.blocks[0], np.array(batch.token_ids, np.int64)
         weight = self.weights.matrices[block.tensors["tokens"].name]
         assert isinstance(weight, TileWeight)
         tiles, scales = weight.tiles.numpy(), weight.scales.numpy().view(np.uint16)
@@ -149,7 +150,7 @@ class CpuExecutor(Executor):
             x = embed_int4(tiles, scales, 2.0**weight.exponent, codebook, weight.shape, ids)
         if "positions" in block.tensors:
             offset = self.spec.learned_position_offset or 0
-            x += self._vectors[block.tensors["positions"].name][np.array(rows.positions) + offset]
+            x += self._vectors[block.tensors["positions"].name][np.array(batch.positions) + offset]
         return x
 
     def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
@@ -171,7 +172,7 @@ class CpuExecutor(Executor):
         spec = self.spec
         inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
         kind, threshold = spec.activation, spec.activation_threshold
-        active = activate(inner, kind, gated=spec.gated, threshold=threshold, team=self._team)
+        active = activate(inner, kind, gated=spec.gated, threshold=threshold, pool=self._pool)
         return self._multiplied(active, block, "down")
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:

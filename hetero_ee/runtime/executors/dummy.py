@@ -7,37 +7,37 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block, TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
 from hetero_ee.weights.weight import TileWeight
 
-HOLLOW = "hollow"  # what stands for the quantizer
+HOLLOW = "dummy"  # what stands for the quantizer
 
 
-class HollowRunner(Executor):
+class DummyRunner(Executor):
     """Hidden states come out as they go in, and logits are 0. Its cache counts tokens and keeps nothing."""
 
     def __init__(self, spec: ModelSpec, max_tokens: int, layers: tuple[int, ...] | None = None) -> None:
         n_layers = spec.n_layers if layers is None else len(layers)
-        super().__init__(spec, hollow_weights(spec), max_tokens, cache=KvCache(n_layers, 0, 0, max_tokens, layers))
+        super().__init__(spec, dummy_weights(spec), max_tokens, cache=KvCache(n_layers, 0, 0, max_tokens, layers))
 
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """See Executor.embed."""
-        return torch.zeros(len(rows), self.spec.hidden_size)
+        return torch.zeros(len(batch), self.spec.hidden_size)
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk."""
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward."""
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm."""
         return hidden
 
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
@@ -45,18 +45,18 @@ class HollowRunner(Executor):
         return torch.zeros(token_ids.shape)
 
 
-def hollow_weights(spec: ModelSpec) -> ModelWeights:
+def dummy_weights(spec: ModelSpec) -> ModelWeights:
     """Weights of the right sizes that take no memory: one value each, repeated."""
     weights = ModelWeights({}, {}, HOLLOW)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = _hollow_tiles(tensor)
+            weights.matrices[tensor.name] = _dummy_tiles(tensor)
         else:
             weights.vectors[tensor.name] = torch.zeros(1).expand(tensor.n_elements).view(tensor.shape)
     return weights
 
 
-def _hollow_tiles(tensor: TensorSpec) -> TileWeight:
+def _dummy_tiles(tensor: TensorSpec) -> TileWeight:
     is_int4 = tensor.role is TensorRole.MATRIX
     n_rows, n_columns = tensor.shape
     padded_rows, padded_columns = padded_shape(n_rows, n_columns)

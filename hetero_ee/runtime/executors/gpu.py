@@ -1,6 +1,7 @@
-"""What a plan runs on a GPU: blocks whose weights stay there, blocks that are lent weights, and the head.
+"""What a plan runs on a GPU: blocks whose weights stay there, blocks that are borrowed weights, and the head.
 
-The host waits for the GPU in `visit_lent` and `sliced` alone. A row's bits depend on that row and its sequence alone.
+The host waits for the GPU in `attend_uploaded` and `sliced` alone. A row's bits depend on that row and its sequence
+alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
@@ -47,40 +48,42 @@ class GpuLayers(Executor):
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
-        self._lent: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
+        self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
         """Gives the memory back, whoever still holds this."""
         self._segments.clear()
-        self._lent.clear()
+        self._borrowed.clear()
         self._resident.release()
         for cache in (self._gpu_cache, self._visiting):
             if cache is not None:
                 cache.release()
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk. Of the blocks whose weights stay."""
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward. Of the blocks whose weights stay."""
         names = tuple(block.name for block in blocks)
         if names not in self._segments:
             self._segments[names] = GpuSegment(
                 self.spec, self._resident, blocks, self._gpu_cache, self._operations, self._recorder, self._room
             )
-        return self._segments[names].run(hidden, rows)
+        return self._segments[names].run(hidden, batch)
 
-    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
-        """See Executor.walk_lent. The same weights object holds the same block each time, wherever its bytes lie."""
-        return self._lent_segment(block, weights, self._gpu_cache).run(hidden, rows)
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        """See Executor.forward_with. The same weights object holds the same block each time, wherever its bytes lie."""
+        return self._borrowed_segment(block, weights, self._gpu_cache).run(hidden, batch)
 
     @torch.inference_mode()
-    def visit_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights, owner: Executor) -> Tensor:
-        """See Executor.visit_lent. One sequence after the other; the host waits for each."""
+    def attend_uploaded(
+        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: Executor
+    ) -> Tensor:
+        """See Executor.attend_uploaded. One sequence after the other; the host waits for each."""
         visiting, layer = self._visiting, block.layer
         if visiting is None or layer is None:
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        segment, window = self._lent_segment(block, weights, visiting), self.spec.sliding_windows[layer]
+        segment, window = self._borrowed_segment(block, weights, visiting), self.spec.sliding_windows[layer]
         out = torch.empty(hidden.shape, device=self._device)
-        for sequence, mine in _by_sequence(rows).items():
-            n_known, n_rows = rows.positions[mine[0]], len(mine)
+        for sequence, mine in _by_sequence(batch).items():
+            n_known, n_rows = batch.positions[mine[0]], len(mine)
             first = 0 if window is None else max(0, n_known + 1 - window)
             here = visiting.bring(owner.cache, layer, sequence, first, n_known, n_rows)
             out[mine] = segment.run(hidden[mine], here)
@@ -102,8 +105,8 @@ class GpuLayers(Executor):
         return normed
 
     @torch.inference_mode()
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
         linear, m = self._resident.linear(self.blocks[-1], "tokens"), len(normed)
         logits = torch.empty(m, self.spec.vocab_size, device=self._device)
         for first in range(0, m, MAX_ROWS):
@@ -118,22 +121,22 @@ class GpuLayers(Executor):
         matrix = self._resident.linear(self.blocks[-1], "tokens").matrix
         ids = token_ids.to(self._device).contiguous()
         if not isinstance(matrix, TileMatrix):
-            return self.project(normed).gather(1, ids)
+            return self.lm_head(normed).gather(1, ids)
         logits: Tensor = self._operations.sliced_head(self._whole(normed), matrix, ids)
         return logits
 
-    def _lent_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
-        """Made once of tiles, which are taken where they lie; anew of weights that are repacked, as those would stay.
+    def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
+        """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.
 
         Not recorded: copying a block takes longer than launching it, and recordings take memory.
         """
         key = block.name, id(weights)
-        found = self._lent.get(key)
+        found = self._borrowed.get(key)
         if found is not None and found[0] is weights and found[1].cache is cache:
             return found[1]
         segment = GpuSegment(self.spec, weights, [block], cache, self._operations, None, self._room)
         if self._operations.is_capturable:
-            self._lent[key] = weights, segment
+            self._borrowed[key] = weights, segment
         return segment
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -141,9 +144,9 @@ class GpuLayers(Executor):
         return x.to(self._device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _by_sequence(rows: Rows) -> dict[int, list[int]]:
+def _by_sequence(batch: Batch) -> dict[int, list[int]]:
     """Row numbers of each sequence."""
     found: dict[int, list[int]] = {}
-    for row, sequence, _ in rows.places():
+    for row, sequence, _ in batch.places():
         found.setdefault(sequence, []).append(row)
     return found

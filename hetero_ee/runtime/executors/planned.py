@@ -1,4 +1,4 @@
-"""Runs a plan: each block where it was placed, hidden states crossing between the devices, weights streamed.
+"""Runs a plan: each block where it was placed, hidden states transfer between the devices, weights streamed.
 
 The host never waits for the GPU before it needs a result on the CPU: of a prompt, the GPU's first layers begin the next
 chunk while the CPU is still in the last one's later layers.
@@ -17,15 +17,15 @@ from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.costs import FEW_ROWS, ON_GPU
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.allocation import Allocation
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.reference import Executor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
-from hetero_ee.runtime.route import DECODE, PREFILL, Route, Stretch
+from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
 from hetero_ee.runtime.work import Work, block_work, block_works
 from hetero_ee.weights.model_weights import ModelWeights
@@ -78,10 +78,10 @@ class PlannedExecutor(Executor):
                 with suppress(DeviceLostError):
                     self._streams.close()
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. What fails is undone: the cache holds what it held."""
-        with self._admitted(rows, layers):
-            return self._through(rows, self._entered(rows, hidden), self._stretches(rows, layers)).hidden
+        with self._admitted(batch, layers):
+            return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
 
     @property
     def overlap(self) -> Overlap | None:  # type: ignore[override]
@@ -92,71 +92,71 @@ class PlannedExecutor(Executor):
         """See Executor.on_cpu."""
         return self._moved(_Flow(hidden), False).hidden
 
-    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt and the module's text. Of chunks that fail, what is not complete is undone."""
         every = range(self.spec.n_layers)
-        unfinished: list[Rows] = []
-        waiting: tuple[Rows, _Flow, Sequence[Stretch]] | None = None  # a chunk whose first stretches run already
+        unfinished: list[Batch] = []
+        waiting: tuple[Batch, _Flow, Sequence[Segment]] | None = None  # a chunk whose first segments run already
         flow: _Flow | None = None
         try:
-            for rows in chunks:
-                if waiting is not None and any(stretch.is_streamed for stretch in waiting[2]):
+            for batch in chunks:
+                if waiting is not None and any(segment.is_streamed for segment in waiting[2]):
                     flow, waiting = self._finished(*waiting, observe, unfinished), None  # copies come in a pass's order
-                self.cache.admit(rows, every)
-                unfinished.append(rows)
-                stretches = self._stretches(rows, every)
-                n_first = next((i for i, each in enumerate(stretches) if not each.on_gpu), len(stretches))
-                first = self._through(rows, self._entered(rows, None), stretches[:n_first])
+                self.cache.admit(batch, every)
+                unfinished.append(batch)
+                segments = self._segments(batch, every)
+                n_first = next((i for i, each in enumerate(segments) if not each.on_gpu), len(segments))
+                first = self._through(batch, self._entered(batch, None), segments[:n_first])
                 if waiting is not None:
                     self._finished(*waiting, observe, unfinished)
-                waiting = rows, first, stretches[n_first:]
+                waiting = batch, first, segments[n_first:]
             assert waiting is not None, "a prompt has a token"
             flow = self._finished(*waiting, observe, unfinished)
         except BaseException:
-            for rows in unfinished:
-                self._take_back(rows, every)
+            for batch in unfinished:
+                self._take_back(batch, every)
             raise
         return self._head(_Flow(flow.hidden[-1:], flow.ready))[0]
 
     def _finished(
-        self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch], observe: Observe | None, unfinished: list[Rows]
+        self, batch: Batch, flow: _Flow, segments: Sequence[Segment], observe: Observe | None, unfinished: list[Batch]
     ) -> _Flow:
         """The first of the unfinished chunks through what is left of its way."""
-        found = self._through(rows, flow, stretches)
+        found = self._through(batch, flow, segments)
         if observe is not None:
-            observe(rows, self.final_norm(found.hidden))
-        unfinished.remove(rows)
+            observe(batch, self.final_norm(found.hidden))
+        unfinished.remove(batch)
         return found
 
     @contextmanager
-    def _admitted(self, rows: Rows, layers: range) -> Iterator[None]:
+    def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:
         """Admits the rows for what is done inside, and takes them back where it fails."""
         if layers:
-            self.cache.admit(rows, layers)
-        with self._undone(rows, layers):
+            self.cache.admit(batch, layers)
+        with self._undone(batch, layers):
             yield
 
     @contextmanager
-    def _undone(self, rows: Rows, layers: range) -> Iterator[None]:
+    def _undone(self, batch: Batch, layers: range) -> Iterator[None]:
         """Takes admitted rows back from the cache where what is done inside fails."""
         try:
             yield
         except BaseException:
-            self._take_back(rows, layers)
+            self._take_back(batch, layers)
             raise
 
-    def _take_back(self, rows: Rows, layers: range) -> None:
-        for _, sequence, position in rows.places():
+    def _take_back(self, batch: Batch, layers: range) -> None:
+        for _, sequence, position in batch.places():
             self.cache.cut(sequence, position, layers)
 
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """See Executor.embed."""
-        return self._entered(rows, None).hidden
+        return self._entered(batch, None).hidden
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk: blocks of whole layers."""
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward: blocks of whole layers."""
         layers = [block.layer for block in blocks if block.layer is not None]
-        return self._through(rows, _Flow(hidden), self._stretches(rows, range(layers[0], layers[-1] + 1))).hidden
+        return self._through(batch, _Flow(hidden), self._segments(batch, range(layers[0], layers[-1] + 1))).hidden
 
     def head(self, hidden: Tensor) -> Tensor:
         """See Executor.head."""
@@ -168,15 +168,15 @@ class PlannedExecutor(Executor):
         found, _ = device.run([], lambda: self._marked(runner.final_norm(flow.hidden)), flow.ready)
         return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
-        return self._logits(_Flow(normed), lambda runner, x: runner.project(x), self.spec.vocab_size)
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
+        return self._logits(_Flow(normed), lambda runner, x: runner.lm_head(x), self.spec.vocab_size)
 
-    def project_on_cpu(self, normed: Tensor) -> Tensor:
-        """See Executor.project_on_cpu. Weights that the GPU holds are mapped as well."""
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head_on_cpu. Weights that the GPU holds are mapped as well."""
         x = self._moved(_Flow(normed), False).hidden
         works = [block_work(self.blocks[-1], x.shape[0])]
-        return self.machine.cpu.run(works, lambda: self._runners[CPU].project(x))[0]
+        return self.machine.cpu.run(works, lambda: self._runners[CPU].lm_head(x))[0]
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """See Executor.sliced."""
@@ -200,63 +200,65 @@ class PlannedExecutor(Executor):
         assert self.machine.link is not None, "the plan has a part on a GPU that is not there"
         return self.machine.link
 
-    def _stretches(self, rows: Rows, layers: range) -> tuple[Stretch, ...]:
+    def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
         """The way of these rows; copies of the weights that are streamed on it begin."""
-        stretches = self._route.stretches(PREFILL if len(rows) > FEW_ROWS else DECODE, layers)
+        segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
         if self._streams is not None:
-            self._streams.begin([block for each in stretches if each.is_streamed for block in each.blocks])
-        return stretches
+            self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
+        return segments
 
-    def _entered(self, rows: Rows, hidden: Tensor | None) -> _Flow:
+    def _entered(self, batch: Batch, hidden: Tensor | None) -> _Flow:
         if hidden is not None:
             return _Flow(hidden)
-        found, _ = self.machine.cpu.run([block_work(self.blocks[0], len(rows))], lambda: self._runners[CPU].embed(rows))
+        found, _ = self.machine.cpu.run(
+            [block_work(self.blocks[0], len(batch))], lambda: self._runners[CPU].embed(batch)
+        )
         return _Flow(found)
 
-    def _through(self, rows: Rows, flow: _Flow, stretches: Sequence[Stretch]) -> _Flow:
-        for stretch in stretches:
-            flow = self._moved(flow, stretch.on_gpu)
-            run = self._streamed if stretch.is_streamed else self._computed
-            flow = run(rows, flow, stretch)
+    def _through(self, batch: Batch, flow: _Flow, segments: Sequence[Segment]) -> _Flow:
+        for segment in segments:
+            flow = self._moved(flow, segment.on_gpu)
+            run = self._streamed if segment.is_streamed else self._computed
+            flow = run(batch, flow, segment)
         return flow
 
-    def _computed(self, rows: Rows, flow: _Flow, stretch: Stretch) -> _Flow:
-        device, runner = (self._gpu, self._runners[GPU]) if stretch.on_gpu else (self.machine.cpu, self._runners[CPU])
+    def _computed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
+        device, runner = (self._gpu, self._runners[GPU]) if segment.on_gpu else (self.machine.cpu, self._runners[CPU])
 
         def compute() -> Tensor:
-            found = runner.walk(flow.hidden, rows, stretch.blocks)
-            return self.machine.mover.to_gpu(found) if stretch.on_gpu else found
+            found = runner.forward(flow.hidden, batch, segment.blocks)
+            return self.machine.copier.to_gpu(found) if segment.on_gpu else found
 
-        found, event = device.run(self._works(rows, stretch), compute, flow.ready)
-        return _Flow(found, (event,) if stretch.on_gpu else ())
+        found, event = device.run(self._works(batch, segment), compute, flow.ready)
+        return _Flow(found, (event,) if segment.on_gpu else ())
 
-    def _streamed(self, rows: Rows, flow: _Flow, stretch: Stretch) -> _Flow:
+    def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         """Block by block: each waits for its weights and for the block before."""
         assert self._streams is not None
-        for block, work in zip(stretch.blocks, self._works(rows, stretch), strict=True):
-            found, event = self._streams.run(block, stretch.place, rows, flow.hidden, flow.ready, work)
+        for block, work in zip(segment.blocks, self._works(batch, segment), strict=True):
+            found, event = self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work)
             flow = _Flow(found, (event,))
         return flow
 
-    def _works(self, rows: Rows, stretch: Stretch) -> list[Work]:
-        on_disk = stretch.place == "disk"
+    def _works(self, batch: Batch, segment: Segment) -> list[Work]:
+        on_disk = segment.place == "disk"
         return block_works(
             self.spec,
-            stretch.blocks,
-            rows,
+            segment.blocks,
+            batch,
             kv_bytes_per_token=self._kv_bytes_per_token,
             disk_bytes=lambda block: self._part_bytes[block.name] if on_disk else 0,
         )
 
     def _moved(self, flow: _Flow, to_gpu: bool) -> _Flow:
         """The hidden states on that device. The host waits for what it brings to the CPU."""
-        mover, hidden = self.machine.mover, flow.hidden
-        if mover.is_on_gpu(hidden) == to_gpu:
+        copier, hidden = self.machine.copier, flow.hidden
+        if copier.is_on_gpu(hidden) == to_gpu:
             return flow
-        move, target = (mover.to_gpu, GPU) if to_gpu else (mover.to_cpu, CPU)
+        move, target = (copier.to_gpu, GPU) if to_gpu else (copier.to_cpu, CPU)
         ready = flow.ready or self._gpu_done()
         n_rows, row_bytes = hidden.shape[0], hidden.shape[1] * FLOAT_BYTES
-        found, event = self._link.cross("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
+        found, event = self._link.transfer("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
         if to_gpu:
             return _Flow(found, (event,))
         self.machine.cpu.wait(event)
@@ -280,4 +282,4 @@ class PlannedExecutor(Executor):
 
     def _marked(self, x: Tensor) -> Tensor:
         """x as a tensor of the head's device, which computed it."""
-        return self.machine.mover.to_gpu(x) if self._head_on_gpu else x
+        return self.machine.copier.to_gpu(x) if self._head_on_gpu else x

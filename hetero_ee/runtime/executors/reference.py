@@ -9,13 +9,13 @@ from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-Observe = Callable[[Rows, Tensor], None]  # is told rows and their final normed states (m, hidden)
+Observe = Callable[[Batch, Tensor], None]  # is told rows and their final normed states (m, hidden)
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -49,63 +49,65 @@ class Executor:
         """Ends what the executor keeps running: here nothing."""
 
     @torch.inference_mode()
-    def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
+    def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
         """Runs the rows through every block; fp32 logits (len(wanted), vocab) of the wanted row indices."""
-        hidden = self.hidden(rows)
+        hidden = self.hidden(batch)
         return self.head(hidden[list(wanted)])
 
-    def hidden(self, rows: Rows) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         """Runs the rows through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
-        return self.run(rows, None, range(self.spec.n_layers))
+        return self.run(batch, None, range(self.spec.n_layers))
 
-    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         """Runs the chunks of a prompt in order: logits (vocab,) of the last one's last row."""
         hidden = None
-        for rows in chunks:
-            hidden = self.hidden(rows)
+        for batch in chunks:
+            hidden = self.hidden(batch)
             if observe is not None:
-                observe(rows, self.final_norm(hidden))
+                observe(batch, self.final_norm(hidden))
         assert hidden is not None, "a prompt has a token"
         return self.head(hidden[-1:])[0]
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """The rows through these layers: hidden states (m, hidden) before them -> after them.
 
         hidden: None begins with the embedding. Admits the rows to the cache of these layers alone; raises ValueError,
         and computes nothing, unless each follows the last token there.
         """
         if layers:
-            self.cache.admit(rows, layers)
-        start = self.embed(rows) if hidden is None else hidden
-        return self.walk(start, rows, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
+            self.cache.admit(batch, layers)
+        start = self.embed(batch) if hidden is None else hidden
+        return self.forward(start, batch, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
 
     @torch.inference_mode()
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """(m, hidden) before the first layer."""
-        return self._embed(self.blocks[0], rows)
+        return self._embed(self.blocks[0], batch)
 
     @torch.inference_mode()
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """The same through attentions and FFNs that follow each other; rows are admitted already."""
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
-                hidden = hidden + self._attend(block, hidden, rows)
+                hidden = hidden + self._attend(block, hidden, batch)
             else:
                 hidden = hidden + self._feed_forward(block, hidden)
         return hidden
 
-    def walk_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights) -> Tensor:
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         """`walk` through one block with these weights in place of the executor's own of the same names."""
         own = self.weights
         self.weights = ModelWeights(own.matrices | weights.matrices, own.vectors | weights.vectors)
         try:
-            return self.walk(hidden, rows, [block])
+            return self.forward(hidden, batch, [block])
         finally:
             self.weights = own
 
-    def visit_lent(self, hidden: Tensor, rows: Rows, block: Block, weights: ModelWeights, owner: "Executor") -> Tensor:
+    def attend_uploaded(
+        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "Executor"
+    ) -> Tensor:
         """The same through an attention whose keys and values are in the cache of another executor."""
-        return owner.walk_lent(hidden, rows, block, weights)  # memory of one machine: whoever computes
+        return owner.forward_with(hidden, batch, block, weights)  # memory of one machine: whoever computes
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         """Hidden states in the CPU's memory, waited for: what is run after this no longer stands in their way.
@@ -121,46 +123,46 @@ class Executor:
         return self._norm(block, hidden) if block.kind is BlockKind.FINAL_NORM else hidden
 
     @torch.inference_mode()
-    def project(self, normed: Tensor) -> Tensor:
+    def lm_head(self, normed: Tensor) -> Tensor:
         """The head's product: (m, hidden) -> logits (m, vocab)."""
         return self._ops.linear(normed, self._matrix(self.blocks[-1], "tokens"))
 
-    def project_on_cpu(self, normed: Tensor) -> Tensor:
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """The same by the CPU, wherever the head lies, for what is there anyway."""
-        return self.project(normed)
+        return self.lm_head(normed)
 
     @torch.inference_mode()
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
-        return self.project(normed).gather(1, token_ids)
+        return self.lm_head(normed).gather(1, token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
-        return self.project(self.final_norm(hidden))
+        return self.lm_head(self.final_norm(hidden))
 
-    def _embed(self, block: Block, rows: Rows) -> Tensor:
-        hidden = self._ops.embed(self._matrix(block, "tokens"), rows.token_ids)
+    def _embed(self, block: Block, batch: Batch) -> Tensor:
+        hidden = self._ops.embed(self._matrix(block, "tokens"), batch.token_ids)
         positions = self._vector(block, "positions")
         if positions is None:
             return hidden
         offset = self.spec.learned_position_offset or 0
-        return hidden + positions[torch.tensor(rows.positions) + offset]
+        return hidden + positions[torch.tensor(batch.positions) + offset]
 
-    def _attend(self, block: Block, hidden: Tensor, rows: Rows) -> Tensor:
+    def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
         spec, ops, layer = self.spec, self._ops, block.layer
         assert layer is not None
         qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
         queries, keys, values = (
-            part.reshape(len(rows), -1, spec.head_dim)
+            part.reshape(len(batch), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
         )
         if spec.qk_norm:
             queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
             keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
         if spec.rope:
-            queries, keys = (ops.rope(part, rows.positions, spec.rope) for part in (queries, keys))
-        self.cache.write(layer, rows, keys, values)
-        attended = ops.attention(queries, self.cache, layer, rows, spec.sliding_windows[layer])
+            queries, keys = (ops.rope(part, batch.positions, spec.rope) for part in (queries, keys))
+        self.cache.write(layer, batch, keys, values)
+        attended = ops.attention(queries, self.cache, layer, batch, spec.sliding_windows[layer])
         return ops.linear(attended.flatten(1), self._matrix(block, "output"), self._vector(block, "output_bias"))
 
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:

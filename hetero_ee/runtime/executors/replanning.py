@@ -10,7 +10,7 @@ from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor, Observe
@@ -20,12 +20,12 @@ N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before th
 TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
 PIECE_TOKENS = 256  # whose keys and values are fetched at a time, as there may be little memory left to gather them in
 GIB = 2**30
-Notice = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 class ReplanningExecutor(Executor):
     """replan: a plan within so many bytes of GPU memory, 0 for none; None: errors are passed on. open_plan: makes it
-    ready; where memory can't be had, a smaller one is opened. notice: is told in a sentence what was done.
+    ready; where memory can't be had, a smaller one is opened. warn: is told in a sentence what was done.
     reachable_bytes: GPU memory that other programs leave to this one, in use or not; None where there are no others.
 
     A step that failed for want of the GPU's memory is repeated once; the CPU's own is not the GPU's to make up for.
@@ -36,10 +36,10 @@ class ReplanningExecutor(Executor):
         plan: Plan,
         replan: Callable[[int], Plan] | None,
         open_plan: Callable[[Plan], PlannedExecutor],
-        notice: Notice,
+        warn: Warn,
         reachable_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._replan, self._open, self._notice = replan, open_plan, notice
+        self._replan, self._open, self._warn = replan, open_plan, warn
         self._reachable_bytes = reachable_bytes
         self._emptied: set[int] = set()  # open sequences whose tokens were lost with a device
         self._inner, problem = self._opened(plan)
@@ -77,16 +77,16 @@ class ReplanningExecutor(Executor):
     def close(self) -> None:
         self._inner.close()
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor:
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
-        self._refuse_lost(rows)
-        return self._step(lambda inner, x: inner.run(rows, x, layers), hidden)
+        self._refuse_lost(batch)
+        return self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         """See Executor.on_cpu."""
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
-    def prompt(self, chunks: Iterable[Rows], observe: Observe | None = None) -> Tensor:
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         """See Executor.prompt. Chunks that the cache holds already are not computed again."""
         every = list(chunks)
         self._refuse_lost(every[0])
@@ -97,30 +97,30 @@ class ReplanningExecutor(Executor):
 
         return self._step(prompt)
 
-    def logits(self, rows: Rows, wanted: Sequence[int]) -> Tensor:
+    def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
         """See Executor.logits."""
-        hidden = self.hidden(rows)
+        hidden = self.hidden(batch)
         return self.head(hidden[list(wanted)])
 
-    def embed(self, rows: Rows) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """See Executor.embed."""
-        return self._step(lambda inner: inner.embed(rows))
+        return self._step(lambda inner: inner.embed(batch))
 
-    def walk(self, hidden: Tensor, rows: Rows, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.walk."""
-        return self._step(lambda inner, x: inner.walk(x, rows, blocks), hidden)
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See Executor.forward."""
+        return self._step(lambda inner, x: inner.forward(x, batch, blocks), hidden)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm."""
         return self._step(lambda inner, x: inner.final_norm(x), hidden)
 
-    def project(self, normed: Tensor) -> Tensor:
-        """See Executor.project."""
-        return self._step(lambda inner, x: inner.project(x), normed)
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head."""
+        return self._step(lambda inner, x: inner.lm_head(x), normed)
 
-    def project_on_cpu(self, normed: Tensor) -> Tensor:
-        """See Executor.project_on_cpu."""
-        return self._step(lambda inner, x: inner.project_on_cpu(x), normed)
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head_on_cpu."""
+        return self._step(lambda inner, x: inner.lm_head_on_cpu(x), normed)
 
     def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """See Executor.sliced."""
@@ -151,9 +151,9 @@ class ReplanningExecutor(Executor):
         self._tell_of(problem)
         return action(self._inner, *self._within_reach(tensors))
 
-    def _refuse_lost(self, rows: Rows) -> None:
-        """Rows of sequences that a lost device has emptied follow nothing, unless they begin anew."""
-        for _, sequence, position in rows.places():
+    def _refuse_lost(self, batch: Batch) -> None:
+        """Rows of sequences that a lost device has emptied follow nothing, unless they begin again."""
+        for _, sequence, position in batch.places():
             if sequence in self._emptied and sequence in self._inner.cache.sequences and position:
                 raise DeviceLostError(
                     f"the first {position} tokens of this text were lost with the GPU; begin it again, on the CPU."
@@ -169,7 +169,7 @@ class ReplanningExecutor(Executor):
     def _contents(self) -> "_Contents":
         """Keys and values of all sequences. Raises DeviceMemoryError where there is not even room to fetch them."""
         inner = self._inner
-        assert inner.machine.gpu is not None, "only a GPU has plans made anew"
+        assert inner.machine.gpu is not None, "only a GPU has plans made again"
         found, _ = inner.machine.gpu.run([], lambda: _contents(inner.cache))
         return found
 
@@ -203,7 +203,7 @@ class ReplanningExecutor(Executor):
         """What went wrong, and how it goes on."""
         plan = self._inner.plan
         budget = f"Planned again within {plan.vram_budget_bytes / GIB:.2f} GiB of VRAM, and going on."
-        self._notice(f"{problem} {budget if _uses_gpu(plan) else 'Going on without the GPU.'}")
+        self._warn(f"{problem} {budget if _uses_gpu(plan) else 'Going on without the GPU.'}")
 
     def _look_at_memory(self) -> None:
         """Tells, once, of another program that has taken VRAM."""
@@ -213,7 +213,7 @@ class ReplanningExecutor(Executor):
         taken = self._reachable_at_first - reachable
         if taken >= TAKEN_BYTES:
             self._reachable_bytes = None
-            self._notice(
+            self._warn(
                 f"Another program has taken {taken / GIB:.1f} GiB of VRAM since this model was opened, and "
                 f"{reachable / GIB:.1f} GiB are left to it; where it gets slow, close that program or lower "
                 "--vram-budget."
@@ -246,11 +246,11 @@ def _restore(cache: Any, contents: _Contents) -> None:
         for layer, (keys, values) in enumerate(layers):
             n_tokens = keys.shape[1]
             if n_tokens:
-                cache.admit(Rows.of_sequence(sequence, 0, [0] * n_tokens), range(layer, layer + 1))
+                cache.admit(Batch.of_sequence(sequence, 0, [0] * n_tokens), range(layer, layer + 1))
             for first in range(0, n_tokens, PIECE_TOKENS):
                 piece = slice(first, min(first + PIECE_TOKENS, n_tokens))
-                rows = Rows.of_sequence(sequence, first, [0] * (piece.stop - first))
-                cache.write(layer, rows, keys[:, piece].transpose(0, 1), values[:, piece].transpose(0, 1))
+                batch = Batch.of_sequence(sequence, first, [0] * (piece.stop - first))
+                cache.write(layer, batch, keys[:, piece].transpose(0, 1), values[:, piece].transpose(0, 1))
 
 
 def _uses_gpu(plan: Plan) -> bool:
@@ -267,9 +267,9 @@ def _fewer_bytes(plan: Plan) -> int:
     return int(SMALLER * min(plan.vram_budget_bytes, plan.n_bytes(GPU)))
 
 
-def _missing(executor: PlannedExecutor, chunks: Sequence[Rows]) -> list[Rows]:
+def _missing(executor: PlannedExecutor, chunks: Sequence[Batch]) -> list[Batch]:
     """What its cache lacks of a sequence's rows, in chunks of its own size; where it has all, the last ones again."""
-    rows, n_tokens = Rows.joined(list(chunks)), executor.prompt_chunk_tokens
+    rows, n_tokens = Batch.joined(list(chunks)), executor.prompt_chunk_tokens
     sequence, first, end = rows.sequences[0], rows.positions[0], rows.positions[-1] + 1
     start = max(first, executor.cache.length(sequence))
     if start >= end:
@@ -277,6 +277,6 @@ def _missing(executor: PlannedExecutor, chunks: Sequence[Rows]) -> list[Rows]:
         executor.cache.cut(sequence, start)
     token_ids = list(rows.token_ids)
     return [
-        Rows.of_sequence(sequence, at, token_ids[at - first : min(at + n_tokens, end) - first])
+        Batch.of_sequence(sequence, at, token_ids[at - first : min(at + n_tokens, end) - first])
         for at in range(start, end, n_tokens)
     ]

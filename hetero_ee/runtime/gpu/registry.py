@@ -13,7 +13,7 @@ from typing import Any
 
 from hetero_ee.errors import UsageError
 
-Notice = Callable[[str], None]  # is told, once, what an automatic choice had to do without
+Warn = Callable[[str], None]  # is told, once, what an automatic choice had to do without
 IsInstalled = Callable[[str], bool]
 GPU_KINDS = ("cuda", "rocm")
 WAYS_OUT = {
@@ -71,16 +71,16 @@ def is_installed(package: str) -> bool:
 
 
 class Registry:
-    """is_installed: a seam, so that a machine without a package can be tried out. notice: see Notice."""
+    """is_installed: a seam, so that a machine without a package can be tried out. warn: see Warn."""
 
     def __init__(
         self,
         implementations: Iterable[Implementation],
         is_installed: IsInstalled = is_installed,
-        notice: Notice | None = None,
+        warn: Warn | None = None,
     ) -> None:
         self._implementations = tuple(implementations)
-        self._is_installed, self._notice = is_installed, notice
+        self._is_installed, self._warn = is_installed, warn
         self._told: set[str] = set()
 
     def operations(self, kind: str) -> list[str]:
@@ -106,9 +106,9 @@ class Registry:
         if name is not None:
             return self._named(operation, kind, name)
         choice = self.explain(operation, kind)
-        if choice.missing and self._notice and choice.reason not in self._told:
+        if choice.missing and self._warn and choice.reason not in self._told:
             self._told.add(choice.reason)
-            self._notice(choice.reason)
+            self._warn(choice.reason)
         return choice.implementation
 
     def _named(self, operation: str, kind: str, name: str) -> Implementation:
@@ -140,9 +140,9 @@ def device_kind(device: Any) -> str:
     return "rocm" if torch.version.hip else "cuda"
 
 
-def default_registry(is_installed: IsInstalled = is_installed, notice: Notice | None = None) -> Registry:
+def default_registry(is_installed: IsInstalled = is_installed, warn: Warn | None = None) -> Registry:
     """Everything that comes with hetero_ee."""
-    return Registry(IMPLEMENTATIONS, is_installed, notice)
+    return Registry(IMPLEMENTATIONS, is_installed, warn)
 
 
 def _loaded(place: str) -> Any:
@@ -161,7 +161,7 @@ def _gpu(operation: str, entry: str, reference: str = "", prepare: str = "") -> 
 def _cpu(
     operation: str, entry: str, reference: str = "hetero_ee.runtime.torch_ops:TorchOps"
 ) -> Iterator[Implementation]:
-    """Numba's, and what its results are held against."""
+    """Numba's, and what its results are checked against."""
     yield Implementation(operation, ("cpu",), "numba", f"hetero_ee_cpu_ops.{entry}")
     yield Implementation(operation, ("cpu",), "torch", reference)
 

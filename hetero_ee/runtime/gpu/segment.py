@@ -1,7 +1,7 @@
 """Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay.
 
-Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded anew when
-contexts grow. Without a recorder the launches are made one by one, with the same results.
+Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded again
+when contexts grow. Without a recorder the launches are made one by one, with the same results.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentBuffers, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.weights import GpuWeights
@@ -71,24 +71,24 @@ class GpuSegment:
         self._replays: dict[int, Work] = {}
 
     @torch.inference_mode()
-    def run(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def run(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
 
         The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
         """
-        if tuple(hidden.shape) != (len(rows), self.spec.hidden_size):
+        if tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
             raise ValueError(
-                f"hidden states are {tuple(hidden.shape)} for {len(rows)} rows of {self.spec.hidden_size}."
+                f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
             )
         with _entered(self._device):
-            return self._run(hidden, rows)
+            return self._run(hidden, batch)
 
-    def _run(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
         out = torch.empty(hidden.shape, device=self._device)
-        slots = self.cache.slots(rows) if self._attends else [0] * len(rows)
-        for first in range(0, len(rows), MAX_ROWS):
-            end = min(first + MAX_ROWS, len(rows))
-            self._room.place(hidden[first:end], slots[first:end], rows.positions[first:end])
+        slots = self.cache.slots(batch) if self._attends else [0] * len(batch)
+        for first in range(0, len(batch), MAX_ROWS):
+            end = min(first + MAX_ROWS, len(batch))
+            self._room.place(hidden[first:end], slots[first:end], batch.positions[first:end])
             self._pass(end - first)
             out[first:end] = self._room.buffers.x[: end - first]
         return out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.layered import LayeredCache
 
 PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
@@ -53,10 +53,10 @@ class KvCache(LayeredCache[_Sequence]):
             raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
         self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
 
-    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Keys and values (m, n_kv_heads, head_dim) of admitted rows."""
         place = self._held.place(layer)
-        for row, sequence, position in rows.places():
+        for row, sequence, position in batch.places():
             parts = self._sequences[sequence].parts
             for index, x in enumerate((keys[row], values[row])):
                 if self.kind == "int8":

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 
 
 class DeviceCaches:
@@ -79,17 +79,17 @@ class DeviceCaches:
         for cache in self._caches:
             cache.cut(sequence, length, layers)
 
-    def admit(self, rows: Rows, layers: range | None = None) -> None:
+    def admit(self, batch: Batch, layers: range | None = None) -> None:
         """Makes room for the rows in these layers, None for all. Raises what the caches raise, and admits none."""
         first: dict[int, int] = {}
-        for _, sequence, position in rows.places():
+        for _, sequence, position in batch.places():
             first.setdefault(sequence, position)
             if layers and layers.start - 1 in self._holder and position >= self.length_at(sequence, layers.start - 1):
                 raise ValueError(f"sequence {sequence}: position {position} has not passed layer {layers.start - 1}.")
         admitted: list[Any] = []
         try:
             for cache in self._caches:
-                cache.admit(rows, layers)
+                cache.admit(batch, layers)
                 admitted.append(cache)
         except BaseException:
             for cache in admitted:
@@ -101,9 +101,9 @@ class DeviceCaches:
         """See KvCache.read."""
         return self._holder[layer].read(layer, sequence, first, end)
 
-    def write(self, layer: int, rows: Rows, keys: Any, values: Any) -> None:
+    def write(self, layer: int, batch: Batch, keys: Any, values: Any) -> None:
         """See KvCache.write."""
-        self._holder[layer].write(layer, rows, keys, values)
+        self._holder[layer].write(layer, batch, keys, values)
 
     @property
     def n_bytes(self) -> int:

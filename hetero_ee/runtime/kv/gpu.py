@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import HeteroError, UsageError
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.kv.layered import LayeredCache
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
@@ -59,20 +59,20 @@ class GpuKvCache(LayeredCache[_Sequence]):
         held = self._sequences[sequence]
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
 
-    def slots(self, rows: Rows) -> list[int]:
+    def slots(self, batch: Batch) -> list[int]:
         """The table's line of each row."""
-        return [self._sequences[sequence].slot for sequence in rows.sequences]
+        return [self._sequences[sequence].slot for sequence in batch.sequences]
 
     def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1."""
         keys, values = read(self.pages, self._sequences[sequence].slot, self._held.place(layer), first, end)
         return keys, values
 
-    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Keys and values (m, n_kv_heads, head_dim) of admitted rows, already turned to their positions."""
         device, width = self.pages.codes.device, keys[0].numel()
         both = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(device)
-        slots, positions = (torch.tensor(numbers, device=device) for numbers in (self.slots(rows), rows.positions))
+        slots, positions = (torch.tensor(numbers, device=device) for numbers in (self.slots(batch), batch.positions))
         kv_write(both, self.pages, slots, positions, self._held.place(layer), 0, width)
 
     @property

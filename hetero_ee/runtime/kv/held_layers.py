@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 
 
 class HeldLayers:
@@ -36,19 +36,19 @@ class HeldLayers:
         return slice(found[0], found[-1] + 1) if found else slice(0, 0)
 
 
-def lengths_with(rows: Rows, lengths: Mapping[int, Sequence[int]], places: slice, max_tokens: int) -> dict[int, int]:
+def lengths_with(batch: Batch, lengths: Mapping[int, Sequence[int]], places: slice, max_tokens: int) -> dict[int, int]:
     """How many tokens these layers hold of each of the rows' sequences with the rows. lengths: of open sequences.
 
     Raises ValueError unless each row follows the last token that every one of the layers holds of its sequence, and has
     passed the layer before them.
     """
     before: dict[int, int] = {}
-    for sequence in lengths.keys() & set(rows.sequences):
+    for sequence in lengths.keys() & set(batch.sequences):
         mine = lengths[sequence][places]
         before[sequence] = mine[0]
         if mine.count(mine[0]) != len(mine):
             raise ValueError(f"sequence {sequence} holds {min(mine)} tokens in one layer and {max(mine)} in another.")
-    after = rows.lengths_after(before, max_tokens)
+    after = batch.lengths_after(before, max_tokens)
     for sequence, length in after.items():
         if places.start and lengths[sequence][places.start - 1] < length:
             n_passed = lengths[sequence][places.start - 1]

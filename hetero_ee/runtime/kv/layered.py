@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.held_layers import HeldLayers, lengths_with
 
 
@@ -86,7 +86,7 @@ class LayeredCache(ABC, Generic[S]):
         """Numbers of the layers it holds, in the model."""
         return self._held.layers
 
-    def admit(self, rows: Rows, layers: range | None = None) -> None:
+    def admit(self, batch: Batch, layers: range | None = None) -> None:
         """Makes room for the rows in these layers, None for all, once a pass.
 
         Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
@@ -96,7 +96,7 @@ class LayeredCache(ABC, Generic[S]):
         if places.start == places.stop:
             return
         held = {number: each.lengths for number, each in self._sequences.items()}
-        lengths = lengths_with(rows, held, places, self.max_tokens)
+        lengths = lengths_with(batch, held, places, self.max_tokens)
         self._make_room(lengths)
         for number, length in lengths.items():
             self._sequences[number].lengths[places] = [length] * (places.stop - places.start)

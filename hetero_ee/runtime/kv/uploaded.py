@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
@@ -24,16 +24,16 @@ class VisitingCache(GpuKvCache):
         """The one place there is."""
         return 0
 
-    def bring(self, owner: KvCache, layer: int, sequence: int, first: int, n_known: int, n_rows: int) -> Rows:
+    def bring(self, owner: KvCache, layer: int, sequence: int, first: int, n_known: int, n_rows: int) -> Batch:
         """The owner's positions first..n_known-1 of the layer, and room for n_rows more: these, as rows here."""
         self.close(VISITOR)
         self.open(VISITOR)
-        self.admit(Rows.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
+        self.admit(Batch.of_sequence(VISITOR, 0, [0] * (n_known + n_rows)))
         if first < n_known:
             for ours, theirs in zip(self._parts(), owner.stored(layer, sequence, first, n_known), strict=True):
                 at = self._places(first, n_known)
                 ours[at] = theirs.transpose(0, 1).to(ours.device)
-        return Rows.of_sequence(VISITOR, n_known, [0] * n_rows)
+        return Batch.of_sequence(VISITOR, n_known, [0] * n_rows)
 
     def take_back(self, owner: KvCache, layer: int, sequence: int, first: int, end: int) -> None:
         """Positions first..end-1, written since, into the owner's layer."""

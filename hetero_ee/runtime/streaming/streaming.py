@@ -66,7 +66,7 @@ class _Copy:
 
 
 class WeightStream(Generic[T]):
-    """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block in turn.
+    """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block alternately.
 
     worker: where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
     """
@@ -104,7 +104,7 @@ class WeightStream(Generic[T]):
         return found
 
     def done(self, block: int, event: Event) -> None:
-        """Nothing reads the block after this event: its buffer is filled anew from there. In the order of use()."""
+        """Nothing reads the block after this event: its buffer is filled again from there. In the order of use()."""
         if not self._in_use or self._in_use[0].block != block:
             raise ValueError(f"block {block} is not the one in use for longest.")
         self._free.append((self._in_use.popleft().buffer, (event,)))

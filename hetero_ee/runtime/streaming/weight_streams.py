@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.route import DECODE, PREFILL, Route
@@ -21,10 +21,10 @@ from hetero_ee.weights.model_weights import ModelWeights
 VISIT = "visit"
 
 
-class Lent(Protocol):
+class Borrowed(Protocol):
     """Computes one block of the rows on the GPU, from these weights: hidden states before it -> after it."""
 
-    def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, rows: Rows, /) -> Tensor: ...
+    def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch, /) -> Tensor: ...
 
 
 class WeightStreams:
@@ -38,8 +38,8 @@ class WeightStreams:
         stream: WeightStream[ModelWeights],
         blocks: Sequence[Block],
         machine: Machine,
-        compute: Lent,
-        visit: Lent,
+        compute: Borrowed,
+        visit: Borrowed,
         kv_bytes_per_token: int,
     ) -> None:
         self._stream, self._machine = stream, machine
@@ -60,7 +60,7 @@ class WeightStreams:
         self._order, self._n_left = order, len(order)
 
     def run(
-        self, block: Block, place: str, rows: Rows, hidden: Tensor, ready: Sequence[Event], work: Work
+        self, block: Block, place: str, batch: Batch, hidden: Tensor, ready: Sequence[Event], work: Work
     ) -> tuple[Tensor, Event]:
         """The rows through the next block of the pass, once the events are reached; its event."""
         gpu, link = self._machine.gpu, self._machine.link
@@ -70,10 +70,10 @@ class WeightStreams:
         visits = place == VISIT and block.kind is BlockKind.ATTENTION
         compute = self._visit if visits else self._compute
         weights, copied = self._stream.use(number)
-        found, event = gpu.run([work], lambda: compute(block, weights, hidden, rows), (*ready, copied))
+        found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
         self._stream.done(number, event)
         if visits:
-            link.copy(f"{block.name} back", len(rows) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
+            link.copy(f"{block.name} back", len(batch) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
         self._order, self._n_left = order, self._n_left - 1
         return found, event
 
@@ -93,9 +93,9 @@ def streamed_blocks(route: Route, layers: range) -> list[Block]:
     names = {
         block.name
         for kind in (DECODE, PREFILL)
-        for stretch in route.stretches(kind, layers)
-        if stretch.is_streamed
-        for block in stretch.blocks
+        for segment in route.segments(kind, layers)
+        if segment.is_streamed
+        for block in segment.blocks
     }
     return [block for block in route.blocks if block.name in names]
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.activations import FREQUENCY
-from hetero_ee.calibration.metrics import BoundaryFigures, DepthFigures
-from hetero_ee.planning.statistics import BoundaryRates, ExitStatistics
+from hetero_ee.calibration.metrics import DepthMetrics, ExitLayerMetrics
+from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics
 from hetero_ee.planning.times.rounds import ExitRates, WalkRates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictors import Predictor
@@ -16,16 +16,16 @@ from hetero_ee.speculation.exits.schedule import ExitSchedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FittedBoundary:
-    """Exits in front of layer `boundary`, counted from 0: `boundary` layers have run.
+class FittedExitLayer:
+    """Exits in front of layer `exit_layer`, counted from 0: `exit_layer` layers have run.
 
     exit_map: None where none agrees with the full model more often than no map does. A row may exit where the
     predictor's probability is at least `threshold`; the features are those of the first layer evaluated for a row,
     where the whole head takes the candidates. sliced_predictor, sliced_threshold: the same of a row whose candidates an
-    earlier boundary has taken, with the change since the one evaluated last; None where too few rows tell.
+    earlier exit layer has taken, with the change since the one evaluated last; None where too few rows tell.
     """
 
-    boundary: int
+    exit_layer: int
     exit_map: ExitMap | None
     predictor: Predictor
     threshold: float
@@ -33,7 +33,7 @@ class FittedBoundary:
     sliced_threshold: float
 
     def opens(self, features: NDArray[np.float32], *, is_sliced: bool) -> NDArray[np.bool_]:
-        """(m, 12) -> (m,): which rows may exit. is_sliced: an earlier boundary has taken their candidates."""
+        """(m, 12) -> (m,): which rows may exit. is_sliced: an earlier exit layer has taken their candidates."""
         if not is_sliced:
             return np.asarray(self.predictor.probability(features) >= self.threshold)
         if self.sliced_predictor is None:
@@ -42,10 +42,10 @@ class FittedBoundary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoundaryCalibration(FittedBoundary):
-    """The same with its figures. walk: of tokens judged at the schedule's boundaries before this one as well."""
+class ExitLayerCalibration(FittedExitLayer):
+    """The same with its figures. walk: of tokens judged at the schedule's exit layers before this one as well."""
 
-    figures: BoundaryFigures
+    metrics: ExitLayerMetrics
     walk: WalkRates
 
 
@@ -66,20 +66,21 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """All figures are of held-out tokens. schedule: the boundaries worth judging rows at, none where that is not known;
-    its units are bytes read (see schedule_fitting.py). activations: means a token by name, see activations.py."""
+    """All figures are of held-out tokens. schedule: the exit layers worth judging rows at, none where that is not
+    known; its units are bytes read (see schedule_fitting.py). activations: means a token by name, see
+    activations.py."""
 
     n_layers: int
     hidden_size: int
     text: CalibrationText
-    boundaries: tuple[BoundaryCalibration, ...]
+    exit_layers: tuple[ExitLayerCalibration, ...]
     schedule: ExitSchedule
-    depths: DepthFigures
+    depths: DepthMetrics
     activations: Mapping[str, NDArray[np.float32]]
 
-    def at(self, boundary: int) -> BoundaryCalibration:
-        """boundary: 1 to n_layers - 1."""
-        return self.boundaries[boundary - 1]
+    def at(self, exit_layer: int) -> ExitLayerCalibration:
+        """exit_layer: 1 to n_layers - 1."""
+        return self.exit_layers[exit_layer - 1]
 
     @property
     def neuron_frequencies(self) -> NDArray[np.float32]:
@@ -89,17 +90,17 @@ class Calibration:
 
     def statistics(self) -> ExitStatistics:
         """What the planner wants to know. Every token passes every layer in the end, so that no layer is spared."""
-        rates = tuple(self._rates(each) for each in self.boundaries)
+        rates = tuple(self._rates(each) for each in self.exit_layers)
         text = f"calibration on {self.text.description}"
-        return ExitStatistics(text, self.n_layers, rates, schedule=self.schedule.boundaries)
+        return ExitStatistics(text, self.n_layers, rates, schedule=self.schedule.exit_layers)
 
-    def levels(self, boundary: int) -> tuple[int, ...]:
-        """The schedule's boundaries in front of this one."""
-        return tuple(place for place in self.schedule.boundaries if place < boundary)
+    def levels(self, exit_layer: int) -> tuple[int, ...]:
+        """The schedule's exit layers in front of this one."""
+        return tuple(place for place in self.schedule.exit_layers if place < exit_layer)
 
-    def _rates(self, each: BoundaryCalibration) -> BoundaryRates:
-        alone = each.figures
+    def _rates(self, each: ExitLayerCalibration) -> ExitLayerRates:
+        alone = each.metrics
         rates = ExitRates(alone.exit_rate, alone.precision, alone.refused_precision)
-        if not self.levels(each.boundary):
-            return BoundaryRates(each.boundary, rates)
-        return BoundaryRates(each.boundary, rates, each.walk)
+        if not self.levels(each.exit_layer):
+            return ExitLayerRates(each.exit_layer, rates)
+        return ExitLayerRates(each.exit_layer, rates, each.walk)

@@ -37,7 +37,7 @@ def feature_names(n_candidates: int = N_CANDIDATES, is_rich: bool = False) -> tu
 def exit_features(logits: Floats, previous: Floats, out: Floats | None = None) -> Floats:
     """logits, previous: (m, k) of the candidates -> (m, 3k): logits, softmax, change; written to out where given.
 
-    `previous` becomes the softmax. Rows with a logit that is NaN or infinite have features that are not finite, and
+    `previous` becomes the softmax. Batch with a logit that is NaN or infinite have features that are not finite, and
     leave previous so: to see them is the caller's part (is_finite).
     """
     m, k = logits.shape

@@ -1,4 +1,4 @@
-"""Which boundaries get a predictor: chosen once from how rows exit, and widened by where the last tokens exited.
+"""Which exit layers get a predictor: chosen once from how rows exit, and widened by where the last tokens exited.
 
 Boundary b lies in front of layer b: b layers have run. SpecEE (arXiv 2504.08850, sections 5.1 and 5.2): a few places
 take most exits, and tokens exit near where the last ones did.
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 N_LAST = 5
 RADIUS = 2
 
-_Choice = tuple[float, tuple[int, ...]]  # what is saved, and the boundaries that save it
+_Choice = tuple[float, tuple[int, ...]]  # what is saved, and the exit layers that save it
 
 
 @dataclass(frozen=True, slots=True)
 class ExitCosts:
-    """Costs in one unit, seconds or bytes read. histogram[b]: share of rows whose first possible exit is boundary b,
+    """Costs in one unit, seconds or bytes read. histogram[b]: share of rows whose first possible exit is exit layer b,
     the rest has none; layer[b]: of layer b, saved by every row that exits before it; predictor[b]: of judging a row at
-    boundary b, for every row that comes by; first: what a row's first boundary costs beside that, the whole head. All
-    as long as the model has layers; a row can exit wherever its first exit lies behind it.
+    exit layer b, for every row that comes by; first: what a row's first exit layer costs beside that, the whole head.
+    All as long as the model has layers; a row can exit wherever its first exit lies behind it.
     """
 
     histogram: tuple[float, ...]
@@ -46,43 +46,44 @@ class ExitCosts:
     def n_layers(self) -> int:
         return len(self.histogram)
 
-    def gain(self, before: int | None, boundary: int) -> float:
-        """What a row saves on average by being judged here, the nearest boundary before at `before` (None for none)."""
+    def gain(self, before: int | None, exit_layer: int) -> float:
+        """What a row saves on average by being judged here, the nearest exit layer before at `before` (None for
+        none)."""
         exited = 0.0 if before is None else self._exitable[before]
-        cost = self.predictor[boundary] + (self.first if before is None else 0.0)
-        return (self._exitable[boundary] - exited) * self._behind[boundary] - (1 - exited) * cost
+        cost = self.predictor[exit_layer] + (self.first if before is None else 0.0)
+        return (self._exitable[exit_layer] - exited) * self._behind[exit_layer] - (1 - exited) * cost
 
-    def saved(self, boundaries: Iterable[int]) -> float:
-        """What a row saves on average by being judged at these boundaries, each 1 to n_layers - 1."""
-        places = sorted(set(boundaries))
+    def saved(self, exit_layers: Iterable[int]) -> float:
+        """What a row saves on average by being judged at these exit layers, each 1 to n_layers - 1."""
+        places = sorted(set(exit_layers))
         return sum(self.gain(before, place) for before, place in zip([None, *places], places, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
 class ExitSchedule:
-    """boundaries: ascending, those worth judging rows at. saved: what a row saves by them on average, in the unit of
+    """exit_layers: ascending, those worth judging rows at. saved: what a row saves by them on average, in the unit of
     the costs; worth: what of it each adds to the others."""
 
-    boundaries: tuple[int, ...]
+    exit_layers: tuple[int, ...]
     worth: tuple[float, ...]
     saved: float
 
     def __post_init__(self) -> None:
-        if list(self.boundaries) != sorted(set(self.boundaries)) or min(self.boundaries, default=1) < 1:
-            raise ValueError("the boundaries of a schedule have to ascend from 1 or more")
-        if len(self.worth) != len(self.boundaries):
-            raise ValueError(f"a schedule of {len(self.boundaries)} boundaries says what {len(self.worth)} are worth")
+        if list(self.exit_layers) != sorted(set(self.exit_layers)) or min(self.exit_layers, default=1) < 1:
+            raise ValueError("the exit layers of a schedule have to ascend from 1 or more")
+        if len(self.worth) != len(self.exit_layers):
+            raise ValueError(f"a schedule of {len(self.exit_layers)} exit layers says what {len(self.worth)} are worth")
 
 
 NO_SCHEDULE = ExitSchedule((), (), 0.0)
 
 
-def choose_boundaries(costs: ExitCosts, n_most: int, first: int | None = None) -> ExitSchedule:
-    """The at most n_most boundaries that save most together; none where none pays. first: the only one that may be the
+def choose_exit_layers(costs: ExitCosts, n_most: int, first: int | None = None) -> ExitSchedule:
+    """The at most n_most exit layers that save most together; none where none pays. first: the only one that may be the
     first of them, any where None.
 
-    Exact, not greedy: what a boundary gains depends on the nearest one before it alone, hence dynamic programming over
-    (boundaries chosen, the last of them).
+    Exact, not greedy: what an exit layer gains depends on the nearest one before it alone, hence dynamic programming
+    over (exit layers chosen, the last of them).
     """
     best: dict[int, _Choice] = {}
     found: _Choice = (0.0, ())
@@ -100,14 +101,14 @@ def choose_boundaries(costs: ExitCosts, n_most: int, first: int | None = None) -
                 longer[last] = max(starts, key=lambda entry: entry[0])
         best = longer
         found = max([found, *best.values()], key=lambda entry: entry[0])
-    boundaries = found[1]
-    worth = tuple(found[0] - costs.saved(set(boundaries) - {place}) for place in boundaries)
-    return ExitSchedule(boundaries, worth, found[0])
+    exit_layers = found[1]
+    worth = tuple(found[0] - costs.saved(set(exit_layers) - {place}) for place in exit_layers)
+    return ExitSchedule(exit_layers, worth, found[0])
 
 
 def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
     """agrees (m, n_layers): whether a row's token in front of layer b is the full model's -> share of rows, by the
-    first boundary from which on it stays so; boundary 0, where nothing has run, takes no part."""
+    first exit layer from which on it stays so; exit layer 0, where nothing has run, takes no part."""
     m, n_layers = agrees.shape
     stays = np.logical_and.accumulate(agrees[:, ::-1], axis=1)[:, ::-1]
     stays[:, 0] = False
@@ -117,7 +118,7 @@ def exit_histogram(agrees: NDArray[np.bool_]) -> tuple[float, ...]:
 
 
 class RecentExits:
-    """The boundaries whose predictors are active for one sequence: those chosen, and those within `radius` of its last
+    """The exit layers whose predictors are active for one sequence: those chosen, and those within `radius` of its last
     n_last exits. Make a new one for every sequence.
 
     Every exit is kept, two bytes each, so that undone drafts leave no trace.
@@ -126,25 +127,25 @@ class RecentExits:
     def __init__(self, chosen: Iterable[int], n_layers: int, *, n_last: int = N_LAST, radius: int = RADIUS) -> None:
         self._n_layers, self._n_last, self._radius = n_layers, n_last, radius
         self._exits = array("H")
-        # [b]: reasons to be active at boundary b.
+        # [b]: reasons to be active at exit layer b.
         self._reasons = [0] * n_layers
-        for boundary in chosen:
-            if not 0 < boundary < n_layers:
-                raise ValueError(f"boundary {boundary} of a model with {n_layers} layers")
-            self._reasons[boundary] += 1
+        for exit_layer in chosen:
+            if not 0 < exit_layer < n_layers:
+                raise ValueError(f"exit layer {exit_layer} of a model with {n_layers} layers")
+            self._reasons[exit_layer] += 1
 
     def __len__(self) -> int:
         """Exits entered."""
         return len(self._exits)
 
-    def append(self, boundary: int) -> None:
+    def append(self, exit_layer: int) -> None:
         """The next token exited here; at n_layers where it passed every layer. Raises ValueError beyond 1 to that."""
-        if not 0 < boundary <= self._n_layers:
-            raise ValueError(f"an exit at boundary {boundary} of a model with {self._n_layers} layers")
+        if not 0 < exit_layer <= self._n_layers:
+            raise ValueError(f"an exit at exit layer {exit_layer} of a model with {self._n_layers} layers")
         if len(self._exits) >= self._n_last:
             self._count(self._exits[-self._n_last], -1)
-        self._exits.append(boundary)
-        self._count(boundary, 1)
+        self._exits.append(exit_layer)
+        self._count(exit_layer, 1)
 
     def truncate(self, n_exits: int) -> None:
         """Back to the first n_exits exits, as if the others had never been entered."""
@@ -153,15 +154,15 @@ class RecentExits:
             if len(self._exits) >= self._n_last:
                 self._count(self._exits[-self._n_last], 1)
 
-    def is_active(self, boundary: int) -> bool:
-        """Whether the predictor at this boundary, 0 to n_layers - 1, is evaluated for the next token."""
-        return self._reasons[boundary] > 0
+    def is_active(self, exit_layer: int) -> bool:
+        """Whether the predictor at this exit layer, 0 to n_layers - 1, is evaluated for the next token."""
+        return self._reasons[exit_layer] > 0
 
     def active(self) -> tuple[int, ...]:
-        """All such boundaries, ascending."""
-        return tuple(boundary for boundary, reasons in enumerate(self._reasons) if reasons)
+        """All such exit layers, ascending."""
+        return tuple(exit_layer for exit_layer, reasons in enumerate(self._reasons) if reasons)
 
-    def _count(self, boundary: int, change: int) -> None:
-        first, last = max(1, boundary - self._radius), min(self._n_layers - 1, boundary + self._radius)
+    def _count(self, exit_layer: int, change: int) -> None:
+        first, last = max(1, exit_layer - self._radius), min(self._n_layers - 1, exit_layer + self._radius)
         for near in range(first, last + 1):
             self._reasons[near] += change

@@ -1,6 +1,6 @@
-"""What later boundaries make of the candidates that an earlier one took: their logits there, and the features of them.
+"""What later exit layers make of the candidates that an earlier one took: their logits there, and the features of them.
 
-A row's first boundary takes the candidates with the whole head; the boundaries behind it look at those alone.
+A row's first exit layer takes the candidates with the whole head; the exit layers behind it look at those alone.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
 
-def n_pairs(n_boundaries: int) -> int:
-    """Pairs of a boundary that took candidates, and one at or behind it."""
-    return n_boundaries * (n_boundaries + 1) // 2
+def n_pairs(n_exit_layers: int) -> int:
+    """Pairs of an exit layer that took candidates, and one at or behind it."""
+    return n_exit_layers * (n_exit_layers + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedLogits:
-    """Of m tokens. values: fp32 (n_pairs, m, 4), for boundary 1, 2, ... the logits there of the candidates taken at 1,
-    2, ... up to it. rank: uint8 (n_boundaries, m), the place of the full model's token among the candidates that each
-    boundary took, N_CANDIDATES where it is none of them.
+    """Of m tokens. values: fp32 (n_pairs, m, 4), for exit layer 1, 2, ... the logits there of the candidates taken at
+    1, 2, ... up to it. rank: uint8 (n_exit_layers, m), the place of the full model's token among the candidates that
+    each exit layer took, N_CANDIDATES where it is none of them.
     """
 
     values: Floats
@@ -37,40 +37,42 @@ class SlicedLogits:
         return cls(np.concatenate(values, axis=1), np.concatenate(rank, axis=1))
 
     @property
-    def n_boundaries(self) -> int:
+    def n_exit_layers(self) -> int:
         return len(self.rank)
 
-    def at(self, first: int, boundary: int) -> Floats:
-        """(m, 4): at `boundary`, of the candidates taken at `first`, at or before it."""
-        found: Floats = self.values[n_pairs(boundary - 1) + first - 1]
+    def at(self, first: int, exit_layer: int) -> Floats:
+        """(m, 4): at `exit_layer`, of the candidates taken at `first`, at or before it."""
+        found: Floats = self.values[n_pairs(exit_layer - 1) + first - 1]
         return found
 
-    def features(self, first: int, boundary: int, previous: int | None) -> Floats:
-        """(m, 12) of such candidates, the change counted since boundary `previous`; None for candidates just taken."""
-        changed_from = np.zeros_like(self.at(first, boundary))
+    def features(self, first: int, exit_layer: int, previous: int | None) -> Floats:
+        """(m, 12) of such candidates, the change counted since exit layer `previous`; None for candidates just
+        taken."""
+        changed_from = np.zeros_like(self.at(first, exit_layer))
         if previous is not None:
             exit_features(self.at(first, previous), changed_from)
-        return exit_features(self.at(first, boundary), changed_from)
+        return exit_features(self.at(first, exit_layer), changed_from)
 
-    def is_right(self, first: int, boundary: int) -> Flags:
+    def is_right(self, first: int, exit_layer: int) -> Flags:
         """(m,): whether the likeliest of such candidates is the full model's token."""
-        return np.asarray(self.at(first, boundary).argmax(1) == self.rank[first - 1])
+        return np.asarray(self.at(first, exit_layer).argmax(1) == self.rank[first - 1])
 
     def drawn(self, random: np.random.Generator) -> "SlicedRows":
-        """Each token as every boundary may come to see it: the one that took its candidates is drawn evenly from those
-        before, and the one evaluated last from those between, so that gaps vary as they do when drafts are made."""
-        parts = [self._drawn_at(boundary, random) for boundary in range(1, self.n_boundaries + 1)]
+        """Each token as every exit layer may come to see it: the one that took its candidates is drawn evenly from
+        those before, and the one evaluated last from those between, so that gaps vary as they do when drafts are
+        made."""
+        parts = [self._drawn_at(exit_layer, random) for exit_layer in range(1, self.n_exit_layers + 1)]
         features, is_right, first = (np.stack(arrays) for arrays in zip(*parts, strict=True))
         return SlicedRows(features, is_right, first)
 
-    def _drawn_at(self, boundary: int, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
+    def _drawn_at(self, exit_layer: int, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
         m = self.rank.shape[1]
-        if boundary == 1:  # nothing lies before it
+        if exit_layer == 1:  # nothing lies before it
             return self.features(1, 1, None), np.zeros(m, np.bool_), np.ones(m, np.int64)
-        first = np.asarray(random.integers(1, boundary, m))
-        previous = np.asarray(random.integers(first, boundary))
+        first = np.asarray(random.integers(1, exit_layer, m))
+        previous = np.asarray(random.integers(first, exit_layer))
         tokens = np.arange(m)
-        logits: Floats = self.values[n_pairs(boundary - 1) + first - 1, tokens]
+        logits: Floats = self.values[n_pairs(exit_layer - 1) + first - 1, tokens]
         earlier: Floats = self.values[(previous - 1) * previous // 2 + first - 1, tokens]  # n_pairs of arrays
         changed_from = np.zeros_like(earlier)
         exit_features(earlier, changed_from)
@@ -80,9 +82,9 @@ class SlicedLogits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedRows:
-    """Tokens as boundary 1, 2, ... sees candidates taken earlier: features fp32 (n_boundaries, m, 12); is_right bool
-    (n_boundaries, m), whether the likeliest candidate is the full model's token; first (n_boundaries, m), the boundary
-    that took them. Those of boundary 1, which has none before it, mean nothing."""
+    """Tokens as exit layer 1, 2, ... sees candidates taken earlier: features fp32 (n_exit_layers, m, 12); is_right bool
+    (n_exit_layers, m), whether the likeliest candidate is the full model's token; first (n_exit_layers, m), the exit
+    layer that took them. Those of exit layer 1, which has none before it, mean nothing."""
 
     features: Floats
     is_right: Flags

@@ -1,4 +1,4 @@
-"""Candidates: the few tokens that may follow, from the head at a boundary and from sources that draft ahead."""
+"""Candidates: the few tokens that may follow, from the head at an exit layer and from sources that draft ahead."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """DraftHeadSource: chains of tokens from a draft head, which knows the model's last verified states.
 
-Row i of a sequence joins the state at position i with the token at i + 1, and guesses the state at i + 1. Rows of
+Row i of a sequence joins the state at position i with the token at i + 1, and guesses the state at i + 1. Batch of
 verified states keep their keys and values; those of a chain, whose states are guesses, are forgotten when it ends.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.candidates import ABSENT, ChainJudge, Choose, spread_out
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 
@@ -29,11 +29,11 @@ class Target(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def run(self, rows: Rows, hidden: Tensor | None, layers: range) -> Tensor: ...
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor: ...
 
-    def project(self, normed: Tensor) -> Tensor: ...
+    def lm_head(self, normed: Tensor) -> Tensor: ...
 
-    def project_on_cpu(self, normed: Tensor) -> Tensor: ...
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Sequence:
 
 
 class DraftHeadSource:
-    """A DraftSource. notice: told once where anything is not finite; what depends on it is then not drafted.
+    """A DraftSource. warn: told once where anything is not finite; what depends on it is then not drafted.
 
     Takes (2 x key-value size + hidden size) x 4 bytes a token. draft_token_ids: of the layer's logits, None for all.
     on_gpu: where the layer computes, and so its logits; on the CPU, verified states come with the model's logits.
@@ -70,13 +70,13 @@ class DraftHeadSource:
         layer: DraftHeadLayer,
         target: Target,
         draft_token_ids: Tensor | None = None,
-        notice: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         *,
         on_gpu: bool = False,
     ) -> None:
-        self._project = target.project if on_gpu else target.project_on_cpu
+        self._project = target.lm_head if on_gpu else target.lm_head_on_cpu
         self._layer, self._target, self._draft_token_ids = layer, target, draft_token_ids
-        self._notice, self._noticed = notice, False
+        self._warn, self._has_warned = warn, False
         self._sequences: dict[int, _Sequence] = {}
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class DraftHeadSource:
         return [int(token) for token in found[values > ABSENT]]
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
-        """See DraftSource.observe. Rows already held are replaced; behind a gap, what is held is dropped."""
+        """See DraftSource.observe. Batch already held are replaced; behind a gap, what is held is dropped."""
         held = self._sequences.get(sequence)
         if held is not None and held.first <= first_position <= held.end:
             self.truncate(sequence, first_position)
@@ -124,7 +124,7 @@ class DraftHeadSource:
             held = self._opened(sequence, first_position)
         n_rows = _finite_rows(normed)
         if n_rows < len(normed):
-            self._warn()
+            self._warn_once()
             held.is_blind = True
         n_held = len(held.token_ids)
         held.states = _with_room(held.states, n_held, n_held + n_rows)
@@ -201,11 +201,11 @@ class DraftHeadSource:
 
     def _guessed(self, slot: int, token_ids: list[int], states: Tensor) -> Tensor:
         """The next states (m, hidden) behind the rows that the cache holds."""
-        rows = Rows.of_sequence(slot, self._layer.cache.length(slot), token_ids)
+        batch = Batch.of_sequence(slot, self._layer.cache.length(slot), token_ids)
         embedded = self._layer.embed(token_ids)
         if embedded is None:
-            embedded = self._target.run(rows, None, range(0))
-        return self._layer.guess(embedded, states, rows)
+            embedded = self._target.run(batch, None, range(0))
+        return self._layer.guess(embedded, states, batch)
 
     def _logits(self, held: _Sequence) -> Tensor | None:
         """Of the chain's newest guess, over the whole vocabulary; None where a number is none."""
@@ -215,16 +215,16 @@ class DraftHeadSource:
             logits = self._project(held.drafted)
         # A sum shows a NaN or an infinity too, in an eighth of the time of looking at each number.
         if not math.isfinite(held.drafted.sum().item() + logits.sum().item()):
-            self._warn()
+            self._warn_once()
             return None
         if self._draft_token_ids is None:
             return logits[0]
         return spread_out(logits[0], self._draft_token_ids, self._target.spec.vocab_size)
 
-    def _warn(self) -> None:
-        if self._notice and not self._noticed:
-            self._notice(NOT_FINITE)
-        self._noticed = True
+    def _warn_once(self) -> None:
+        if self._warn and not self._has_warned:
+            self._warn(NOT_FINITE)
+        self._has_warned = True
 
 
 def _finite_rows(states: Tensor) -> int:

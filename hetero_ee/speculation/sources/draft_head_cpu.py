@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
@@ -19,7 +19,7 @@ from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import rms_norm
 from hetero_ee_cpu_ops.places import SequenceCache, place_rows
 from hetero_ee_cpu_ops.rope import Rope
-from hetero_ee_cpu_ops.thread_pool import Team
+from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 KV_KIND = "fp32"
 
@@ -34,7 +34,7 @@ class _Linear:
 
 
 class CpuDraftHeadLayer:
-    """See DraftHeadLayer. team: the threads, the caller's to close. head: rows of the model's for the draft vocabulary.
+    """See DraftHeadLayer. pool: the threads, the caller's to close. head: rows of the model's for the draft vocabulary.
 
     weights: finite, as those from a file are. quantizer: of the matrices; head and embedding are int8, as the model's.
     """
@@ -43,16 +43,16 @@ class CpuDraftHeadLayer:
         self,
         weights: DraftHeadWeights,
         max_tokens: int,
-        team: Team,
+        pool: ThreadPool,
         head: Weight | None = None,
         quantizer: str = DEFAULT_QUANTIZER,
     ) -> None:
         spec = weights.spec
         self.cache = KvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_KIND)
-        self._spec, self._team, self._matmul, self._quantizer = spec, team, Matmul(team), quantizer
+        self._spec, self._pool, self._matmul, self._quantizer = spec, pool, Matmul(pool), quantizer
         self._cache_shape = shape = (1, spec.n_kv_heads, spec.head_dim)
         self._kv_write = KvWrite(*shape, KV_KIND)
-        self._attention = Attention(1, spec.n_heads, *shape[1:], KV_KIND, team)
+        self._attention = Attention(1, spec.n_heads, *shape[1:], KV_KIND, pool)
         self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
         self._fc = self._linear(weights.fc, weights.fc_bias)
         self._qkv = self._linear(weights.qkv, weights.qkv_bias)
@@ -62,15 +62,15 @@ class CpuDraftHeadLayer:
         self._embedding = None if weights.embedding is None else EightBit().quantize(weights.embedding)
         self._head = None if head is None else _head_of(head)
 
-    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess."""
-        self.cache.admit(rows)
+        self.cache.admit(batch)
         spec = self._spec
         x = self._multiplied(np.concatenate([embedded.numpy(), states.numpy()], axis=1), self._fc)
-        delta = self._multiplied(self._attended(x, rows), self._output)
+        delta = self._multiplied(self._attended(x, batch), self._output)
         normed = rms_norm(x, self._norm, spec.norm_eps, delta=delta)
         inner, kind = self._multiplied(normed, self._gate_up), spec.activation
-        active = activate(inner, kind, gated=True, threshold=spec.activation_threshold, team=self._team)
+        active = activate(inner, kind, gated=True, threshold=spec.activation_threshold, pool=self._pool)
         return torch.from_numpy(x + self._multiplied(active, self._down))
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
@@ -81,13 +81,13 @@ class CpuDraftHeadLayer:
         """See DraftHeadLayer.logits."""
         return None if self._head is None else torch.from_numpy(self._multiplied(states.numpy(), self._head))
 
-    def _attended(self, x: Any, rows: Rows) -> Any:
+    def _attended(self, x: Any, batch: Batch) -> Any:
         spec = self._spec
         qkv = self._multiplied(x, self._qkv)
         if self._rope:
-            self._rope.turn(qkv, np.array(rows.positions, np.int64), 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
-        caches = [self.cache.view(sequence, _sequence_cache) for sequence in rows.sequences]
-        places = place_rows(caches, rows.positions, self._cache_shape, KV_KIND)
+            self._rope.turn(qkv, np.array(batch.positions, np.int64), 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
+        caches = [self.cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
+        places = place_rows(caches, batch.positions, self._cache_shape, KV_KIND)
         self._kv_write.write(qkv, places, 0, spec.query_size, spec.query_size + spec.kv_size)
         return self._attention.attend(qkv, places, 0, spec.sliding_windows[0])
 

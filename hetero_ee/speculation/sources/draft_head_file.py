@@ -127,7 +127,7 @@ def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, .
     if any(name in extra for name in _EAGLE_3):
         raise CheckpointError(f"{file} holds an EAGLE-3 head; heads of EAGLE-1 are supported.")
     if missing:
-        raise CheckpointError(f"{file} lacks tensor {min(missing)} of a draft head; get the file anew.")
+        raise CheckpointError(f"{file} lacks tensor {min(missing)} of a draft head; get the file again.")
     if extra:
         raise CheckpointError(f"{file} holds tensor {shown(min(extra))}, which an EAGLE-1 draft head does not have.")
     for name, shape in shapes.items():
@@ -157,7 +157,7 @@ def _opened(file: Path) -> Callable[[str], Tensor]:
     try:
         opened: Any = safe_open(file, framework="pt")
     except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
-        raise CheckpointError(f"{file} can't be read ({shown(str(error))}); get the file anew.") from error
+        raise CheckpointError(f"{file} can't be read ({shown(str(error))}); get the file again.") from error
 
     def get(name: str) -> Tensor:
         tensor: Tensor = opened.get_tensor(name)

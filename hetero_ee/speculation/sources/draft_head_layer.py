@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.weight import DenseWeight
@@ -46,7 +46,7 @@ class DraftHeadLayer(Protocol):
         """Keys and values of its one layer."""
         ...
 
-    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """The next states, (m, d) fp32: of the tokens' embeddings and the states before them, (m, d) each."""
         ...
 
@@ -69,11 +69,11 @@ class TorchDraftHeadLayer:
         self._head = None if head is None else DenseWeight(head)
 
     @torch.inference_mode()
-    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess."""
-        self.cache.admit(rows)
+        self.cache.admit(batch)
         x = self._linear(torch.cat([embedded, states], -1), self._weights.fc, self._weights.fc_bias)
-        x = x + self._linear(self._attended(x, rows).flatten(1), self._weights.output)
+        x = x + self._linear(self._attended(x, batch).flatten(1), self._weights.output)
         normed = self._ops.norm(x, "rms", self._weights.norm, None, self._spec.norm_eps)
         active = self._ops.activate(self._linear(normed, self._weights.gate_up), self._spec)
         return x + self._linear(active, self._weights.down)
@@ -88,17 +88,17 @@ class TorchDraftHeadLayer:
         """See DraftHeadLayer.logits."""
         return None if self._head is None else self._ops.linear(states, self._head)
 
-    def _attended(self, x: Tensor, rows: Rows) -> Tensor:
+    def _attended(self, x: Tensor, batch: Batch) -> Tensor:
         spec = self._spec
         qkv = self._linear(x, self._weights.qkv, self._weights.qkv_bias)
         queries, keys, values = (
-            part.reshape(len(rows), -1, spec.head_dim)
+            part.reshape(len(batch), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
         )
         if spec.rope:
-            queries, keys = (self._ops.rope(part, rows.positions, spec.rope) for part in (queries, keys))
-        self.cache.write(0, rows, keys, values)
-        return self._ops.attention(queries, self.cache, 0, rows, spec.sliding_windows[0])
+            queries, keys = (self._ops.rope(part, batch.positions, spec.rope) for part in (queries, keys))
+        self.cache.write(0, batch, keys, values)
+        return self._ops.attention(queries, self.cache, 0, batch, spec.sliding_windows[0])
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._ops.linear(x, DenseWeight(weight), bias)

@@ -16,39 +16,39 @@ from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLa
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 if TYPE_CHECKING:
-    from hetero_ee_cpu_ops.thread_pool import Team
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 
 def open_draft_head(
     folder: Path,
     executor: Executor,
-    team: "Team | None" = None,
+    pool: "ThreadPool | None" = None,
     *,
     machine: Callable[[], Machine] | None = None,
     on_gpu: bool = False,
-    notice: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> DraftHeadSource:
     """Drafts for the executor's model from the head in `folder`.
 
-    team: threads for the CPU kernels, the caller's to close; None computes in plain torch. machine: told what drafting
-    takes, on its CPU or, with on_gpu, its GPU. notice: see DraftHeadSource. Raises ModelError, CheckpointError.
+    pool: threads for the CPU kernels, the caller's to close; None computes in plain torch. machine: told what drafting
+    takes, on its CPU or, with on_gpu, its GPU. warn: see DraftHeadSource. Raises ModelError, CheckpointError.
     """
     weights = read_draft_head(folder, executor.spec)
-    layer = _layer(weights, executor, team)
+    layer = _layer(weights, executor, pool)
     if machine is not None:
         layer = PlacedDraftHeadLayer(layer, weights.spec, machine, on_gpu=on_gpu)
-    return DraftHeadSource(layer, executor, weights.draft_token_ids, notice, on_gpu=on_gpu)
+    return DraftHeadSource(layer, executor, weights.draft_token_ids, warn, on_gpu=on_gpu)
 
 
-def _layer(weights: DraftHeadWeights, executor: Executor, team: "Team | None") -> DraftHeadLayer:
+def _layer(weights: DraftHeadWeights, executor: Executor, pool: "ThreadPool | None") -> DraftHeadLayer:
     head, max_tokens = _head_rows(executor, weights.draft_token_ids), executor.cache.max_tokens
-    if team is None:
+    if pool is None:
         return TorchDraftHeadLayer(weights, max_tokens, None if head is None else head.dequantize())
     from hetero_ee.speculation.sources.draft_head_cpu import (
         CpuDraftHeadLayer,  # the kernels look where to be cached when imported
     )
 
-    return CpuDraftHeadLayer(weights, max_tokens, team, head)
+    return CpuDraftHeadLayer(weights, max_tokens, pool, head)
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.kv.cache import KvCache
@@ -16,10 +16,10 @@ from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 EMBEDDING, LOGITS = "draft embedding", "draft logits"  # what crosses the link
 
 
-def draft_head_works(spec: ModelSpec, rows: Rows) -> list[Work]:
+def draft_head_works(spec: ModelSpec, batch: Batch) -> list[Work]:
     """What one guess of each row takes: fc and the layer of this spec, in 4 bits, keys and values in fp32."""
-    m, size = len(rows), spec.hidden_size
-    attention = Attention(max(rows.positions) + 1, 2 * spec.kv_size * FLOAT_BYTES)
+    m, size = len(batch), spec.hidden_size
+    attention = Attention(max(batch.positions) + 1, 2 * spec.kv_size * FLOAT_BYTES)
     first = (("int4", size, 2 * size), ("int4", spec.query_size + 2 * spec.kv_size, size))
     second = (("int4", 2 * spec.ffn_size, size), ("int4", size, spec.ffn_size))
     return [
@@ -55,14 +55,14 @@ class PlacedDraftHeadLayer:
         """See DraftHeadLayer.cache."""
         return self._layer.cache
 
-    def guess(self, embedded: Tensor, states: Tensor, rows: Rows) -> Tensor:
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess. On a GPU the embeddings cross the link first; verified states are there already."""
-        mover, works = self._machine.mover, draft_head_works(self._spec, rows)
-        inputs = (mover.to_cpu(embedded), mover.to_cpu(states))
+        copier, works = self._machine.copier, draft_head_works(self._spec, batch)
+        inputs = (copier.to_cpu(embedded), copier.to_cpu(states))
         if not self._on_gpu:
-            return self._machine.cpu.run(works, lambda: self._layer.guess(*inputs, rows))[0]
-        crossed = self._crossed(EMBEDDING, embedded, GPU, ())
-        return self._gpu.run(works, lambda: mover.to_gpu(self._layer.guess(*inputs, rows)), (crossed,))[0]
+            return self._machine.cpu.run(works, lambda: self._layer.guess(*inputs, batch))[0]
+        transferred = self._transferred(EMBEDDING, embedded, GPU, ())
+        return self._gpu.run(works, lambda: copier.to_gpu(self._layer.guess(*inputs, batch)), (transferred,))[0]
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
         """See DraftHeadLayer.embed."""
@@ -70,7 +70,7 @@ class PlacedDraftHeadLayer:
 
     def logits(self, states: Tensor) -> Tensor | None:
         """See DraftHeadLayer.logits."""
-        found = self._layer.logits(self._machine.mover.to_cpu(states))
+        found = self._layer.logits(self._machine.copier.to_cpu(states))
         if found is None:
             return None
         m, n_tokens = found.shape
@@ -78,7 +78,7 @@ class PlacedDraftHeadLayer:
         if not self._on_gpu:
             return self._machine.cpu.run(works, lambda: found)[0]
         _, computed = self._gpu.run(works, lambda: None)
-        self._machine.cpu.wait(self._crossed(LOGITS, found, CPU, (computed,)))
+        self._machine.cpu.wait(self._transferred(LOGITS, found, CPU, (computed,)))
         return found
 
     @property
@@ -86,8 +86,8 @@ class PlacedDraftHeadLayer:
         assert self._machine.gpu is not None, "looked at before"
         return self._machine.gpu
 
-    def _crossed(self, name: str, x: Tensor, to: str, after: Sequence[Event]) -> Event:
-        """The event of x (m, columns) crossing to that device."""
+    def _transferred(self, name: str, x: Tensor, to: str, after: Sequence[Event]) -> Event:
+        """The event of x (m, columns) transfer to that device."""
         assert self._machine.link is not None, "looked at before"
         n_rows, n_columns = x.shape
-        return self._machine.link.cross(name, n_rows, n_columns * FLOAT_BYTES, to, lambda: None, after)[1]
+        return self._machine.link.transfer(name, n_rows, n_columns * FLOAT_BYTES, to, lambda: None, after)[1]

@@ -133,7 +133,7 @@ class NgramSource:
         self._history[0].extend(kept)
 
     def _learn(self, index: NgramIndex, token_ids: Sequence[int]) -> None:
-        """Adds verified tokens, each held against what followed the longest match before it."""
+        """Adds verified tokens, each checked against what followed the longest match before it."""
         for token_id in token_ids:
             found = _longest_match([index, *filter(len, self._history)], index.keys, 1)
             if found is not None:

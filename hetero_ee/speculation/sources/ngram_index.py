@@ -74,7 +74,7 @@ class NgramIndex:
             n_most -= 1
 
     def _begin(self) -> None:
-        """A change begins; what one before has left half done is made anew."""
+        """A change begins; what one before has left half done is made again."""
         if self._is_changing:
             whole = NgramIndex(len(self._newest))
             whole.extend(self.token_ids)

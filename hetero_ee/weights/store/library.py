@@ -72,7 +72,7 @@ def open_cached(
     progress: Progress | None = None,
     files: FileSystem | None = None,
 ) -> tuple[Path, ModelWeights]:
-    """The store of the checkpoint in `folder` and its weights; made where it is not there, and anew where damaged.
+    """The store of the checkpoint in `folder` and its weights; made where it is not there, and again where damaged.
 
     Damage is what was seen in its bytes; a store that can't be read just now stays as it is. Raises StoreError.
     """

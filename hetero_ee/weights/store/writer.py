@@ -161,7 +161,7 @@ class StoreWriter:
         journal = read_journal(self._folder / JOURNAL_FILE, self._identity)
         if journal is None:
             return False
-        for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written anew
+        for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written again
             self._files.remove_file(self._folder / name)
         self._weights = self._files.reopen_file(self._folder / WEIGHTS_FILE)
         self._journal = self._files.reopen_file(self._folder / JOURNAL_FILE)

@@ -1,4 +1,4 @@
-"""Rows of a matrix in tiles as in ../embed.py."""
+"""Batch of a matrix in tiles as in ../embed.py."""
 
 from typing import Any
 

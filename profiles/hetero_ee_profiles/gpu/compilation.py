@@ -62,9 +62,9 @@ def compile_for(record: Any, card: CardClass) -> Compiled:
     target = GPUTarget("hip" if card.is_hip else "cuda", architecture, 32)
     options = {"num_warps": record.n_warps, "num_stages": record.n_stages, "enable_fp_fusion": True}
     kernel = triton.compile(source, target=target, options=options)
-    figures = _hip_figures(kernel.asm["amdgcn"]) if card.is_hip else _cuda_figures(kernel.asm["cubin"])
+    metrics = _hip_figures(kernel.asm["amdgcn"]) if card.is_hip else _cuda_figures(kernel.asm["cubin"])
     n_loads = len(VECTOR_LOADS.findall(kernel.asm["amdgcn" if card.is_hip else "ptx"]))
-    return Compiled(record.name, card, record.n_warps, *figures, kernel.metadata.shared, n_loads)
+    return Compiled(record.name, card, record.n_warps, *metrics, kernel.metadata.shared, n_loads)
 
 
 def _cuda_figures(cubin: bytes) -> tuple[int, int]:

@@ -18,7 +18,7 @@ LEAST_S = 1e-9  # so that a clock that stands still gives no infinite rate
 @dataclass(frozen=True, slots=True)
 class LinkSamples:
     """Bytes per second of pinned memory, of pageable memory, and of pinned memory both ways at once (their sum);
-    seconds of a small copy that the CPU waits for, and of one crossing."""
+    seconds of a small copy that the CPU waits for, and of one transfer."""
 
     to_gpu: tuple[float, ...]
     to_cpu: tuple[float, ...]
@@ -26,7 +26,7 @@ class LinkSamples:
     pageable_to_cpu: tuple[float, ...]
     both_ways: tuple[float, ...]
     latency_s: tuple[float, ...]
-    crossing_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
 
 
 def probe_link(platform: GpuPlatform, hidden_size: int, n_bytes: int, repeats: int, clock: Clock) -> LinkSamples:
@@ -47,11 +47,11 @@ def probe_link(platform: GpuPlatform, hidden_size: int, n_bytes: int, repeats: i
         pageable_to_cpu=rates((pageable, far)),
         both_ways=rates((far, near), (other_near, other_far)),
         latency_s=tuple(_copy_s(platform, [(far[:SMALL_BYTES], near[:SMALL_BYTES])], n_short, clock)),
-        crossing_s=tuple(probe_crossing_s(platform, hidden_size, 1, n_short, clock)),
+        transfer_s=tuple(probe_transfer_s(platform, hidden_size, 1, n_short, clock)),
     )
 
 
-def probe_crossing_s(platform: GpuPlatform, hidden_size: int, m: int, repeats: int, clock: Clock) -> list[float]:
+def probe_transfer_s(platform: GpuPlatform, hidden_size: int, m: int, repeats: int, clock: Clock) -> list[float]:
     """Half the time from where the CPU has m rows of hidden states, over a kernel of the GPU that uses them, until the
     CPU, which waits for an event, can use the result."""
     rows = torch.ones(m, hidden_size)

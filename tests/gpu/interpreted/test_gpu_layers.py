@@ -30,12 +30,12 @@ def test_the_head(model: Model) -> None:
     reference, hidden = Executor(*model, MAX_TOKENS), random(0, N_ROWS, spec.hidden_size, scale=3.0)
     normed = layers.final_norm(hidden)
     torch.testing.assert_close(normed.cpu(), reference.final_norm(hidden.cpu()))
-    logits = layers.project(normed)
-    expected = reference.project(normed.cpu())
+    logits = layers.lm_head(normed)
+    expected = reference.lm_head(normed.cpu())
     assert (logits.cpu() - expected).square().sum() <= INT8_ACTIVATIONS * expected.square().sum()
     for row in range(N_ROWS):
         alone = layers.final_norm(hidden[row : row + 1])  # begins anywhere
         assert_same_bits(alone[0], normed[row])
-        assert_same_bits(layers.project(normed[row : row + 1])[0], logits[row])
+        assert_same_bits(layers.lm_head(normed[row : row + 1])[0], logits[row])
     ids = torch.tensor([[5, spec.vocab_size - 1, 5, 0]]).expand(N_ROWS, 4)
     assert_same_bits(layers.sliced(normed, ids), logits.gather(1, ids.to(DEVICE)))

@@ -9,7 +9,7 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.profiling.gpu import measured_gpu
 from hetero_ee.profiling.measure import product_shapes
-from hetero_ee.profiling.preset import QUICK, Thoroughness
+from hetero_ee.profiling.preset import QUICK, Preset
 from hetero_ee.runtime import gpu_overhead_probe
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_profiles.gpu.platform import cuda_platform
@@ -20,7 +20,7 @@ from tests.stand_in_gpu import StandInGpu
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"head_dim": 16, "num_hidden_layers": 1, "vocab_size": 30}
-TINY = Thoroughness((1, 17), ((1, 70),), 1, 1, 2**16, 0.0, 1.0, 0.0, 1.0)
+TINY = Preset((1, 17), ((1, 70),), 1, 1, 2**16, 0.0, 1.0, 0.0, 1.0)
 ORIGIN = Origin("a test", "2026-11-21", "versions")
 
 
@@ -54,7 +54,7 @@ def test_figures_of_a_gpu_make_sense() -> None:
     assert found.times.read_bytes_per_s.value > 50e9 and found.link.to_gpu_bytes_per_s.value > 0.5e9
     assert found.link.to_gpu_bytes_per_s.value >= 0.9 * found.link.pageable_to_gpu_bytes_per_s.value
     assert 1e-7 < found.link.launch.value < found.link.synchronize.value < 1e-3
-    assert 1e-6 < found.link.crossing.value < 1e-3
+    assert 1e-6 < found.link.transfer.value < 1e-3
     for row in found.times.matmuls:  # no product is faster than reading its weights, even out of the L2 cache
         assert row.time.value > row.n_rows * row.n_columns * 0.5 / 20e12
 

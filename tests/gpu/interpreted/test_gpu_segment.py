@@ -14,7 +14,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime import gpu_segment
-from hetero_ee.runtime.batch import Rows
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
@@ -77,17 +77,17 @@ def blocks_of(spec: ModelSpec, layers: range) -> list[Block]:
     return decoder_blocks(spec)[1 + 2 * layers.start : 1 + 2 * layers.stop]
 
 
-def embedded(model: Model, rows: Rows) -> torch.Tensor:
-    return Executor(*model, MAX_TOKENS)._embed(Executor(*model, MAX_TOKENS).blocks[0], rows).to(DEVICE)
+def embedded(model: Model, batch: Batch) -> torch.Tensor:
+    return Executor(*model, MAX_TOKENS)._embed(Executor(*model, MAX_TOKENS).blocks[0], batch).to(DEVICE)
 
 
-def run(part: GpuSegment, model: Model, rows: Rows) -> torch.Tensor:
-    return advance(part, embedded(model, rows), rows)
+def run(part: GpuSegment, model: Model, batch: Batch) -> torch.Tensor:
+    return advance(part, embedded(model, batch), batch)
 
 
-def advance(part: GpuSegment, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-    part.cache.admit(rows)
-    return part.run(hidden, rows)
+def advance(part: GpuSegment, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    part.cache.admit(batch)
+    return part.run(hidden, batch)
 
 
 def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -99,8 +99,8 @@ def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model:
     for owner in (part, executor):
         owner.cache.open(0)
     for first, tokens in ((0, PROMPT[:11]), (11, PROMPT[11:12])):
-        rows = Rows.of_sequence(0, first, tokens)
-        assert squared_error(run(part, model, rows), executor.hidden(rows)) <= INT8_ACTIVATIONS
+        batch = Batch.of_sequence(0, first, tokens)
+        assert squared_error(run(part, model, batch), executor.hidden(batch)) <= INT8_ACTIVATIONS
     for layer in range(2):
         for found, expected in zip(part.cache.read(layer, 0, 0, 12), executor.cache.read(layer, 0, 0, 12), strict=True):
             assert squared_error(found, expected) <= INT8_ACTIVATIONS
@@ -115,11 +115,11 @@ def test_a_row_has_the_same_bits_whatever_m_and_the_other_rows_are(model: Model)
             part.cache.open(sequence)
     alone.cache.close(0)
     alone.cache.open(0)  # in another slot, and so other pages
-    whole = run(together, model, Rows.joined([Rows.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)]))
+    whole = run(together, model, Batch.joined([Batch.of_sequence(s, 0, prompt) for s, prompt in enumerate(prompts)]))
     place = 0
     for sequence, prompt in enumerate(prompts):
         for position, token in enumerate(prompt):
-            row = run(alone, model, Rows.of_sequence(sequence, position, [token]))
+            row = run(alone, model, Batch.of_sequence(sequence, position, [token]))
             assert_same_bits(row[0], whole[place])
             place += 1
 
@@ -131,11 +131,11 @@ def test_with_the_triton_matmul(tmp_path: Path) -> None:
     executor = Executor(*small, MAX_TOKENS, BatchedTorchOps())
     for owner in (together, alone, executor):
         owner.cache.open(0)
-    rows = Rows.of_sequence(0, 0, PROMPT[:2])
-    whole = run(together, small, rows)
-    assert squared_error(whole, executor.hidden(rows)) <= INT8_ACTIVATIONS
+    batch = Batch.of_sequence(0, 0, PROMPT[:2])
+    whole = run(together, small, batch)
+    assert squared_error(whole, executor.hidden(batch)) <= INT8_ACTIVATIONS
     for position, token in enumerate(PROMPT[:2]):
-        assert_same_bits(run(alone, small, Rows.of_sequence(0, position, [token]))[0], whole[position])
+        assert_same_bits(run(alone, small, Batch.of_sequence(0, position, [token]))[0], whole[position])
 
 
 def test_more_rows_than_a_pass_takes_run_in_turns(llama: Model) -> None:
@@ -143,27 +143,27 @@ def test_more_rows_than_a_pass_takes_run_in_turns(llama: Model) -> None:
     for part in (at_once, in_parts):
         part.cache.open(0)
     tokens = (PROMPT + PROMPT)[: MAX_ROWS + 1]
-    whole = run(at_once, llama, Rows.of_sequence(0, 0, tokens))
-    parts = [Rows.of_sequence(0, 0, tokens[:10]), Rows.of_sequence(0, 10, tokens[10:])]
+    whole = run(at_once, llama, Batch.of_sequence(0, 0, tokens))
+    parts = [Batch.of_sequence(0, 0, tokens[:10]), Batch.of_sequence(0, 10, tokens[10:])]
     assert_same_bits(torch.cat([run(in_parts, llama, rows) for rows in parts]), whole)
 
 
 def test_two_segments_make_the_whole(llama: Model) -> None:
-    rows = Rows.of_sequence(0, 0, PROMPT[:4])
+    batch = Batch.of_sequence(0, 0, PROMPT[:4])
     whole, first, second = segment(llama), segment(llama, range(1)), segment(llama, range(1, 2))
     for part in (whole, first, second):
         part.cache.open(0)
-    assert_same_bits(advance(second, advance(first, embedded(llama, rows), rows), rows), run(whole, llama, rows))
+    assert_same_bits(advance(second, advance(first, embedded(llama, batch), batch), batch), run(whole, llama, batch))
 
 
 def test_truncating_rolls_back_exactly(llama: Model) -> None:
     part = segment(llama)
     part.cache.open(0)
-    run(part, llama, Rows.of_sequence(0, 0, PROMPT[:5]))
-    expected = run(part, llama, Rows.of_sequence(0, 5, [9]))
-    run(part, llama, Rows.of_sequence(0, 6, [8, 7]))
+    run(part, llama, Batch.of_sequence(0, 0, PROMPT[:5]))
+    expected = run(part, llama, Batch.of_sequence(0, 5, [9]))
+    run(part, llama, Batch.of_sequence(0, 6, [8, 7]))
     part.cache.truncate(0, 5)
-    assert_same_bits(run(part, llama, Rows.of_sequence(0, 5, [9])), expected)
+    assert_same_bits(run(part, llama, Batch.of_sequence(0, 5, [9])), expected)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
@@ -171,8 +171,8 @@ def test_other_kinds_of_cache(llama: Model, kind: str) -> None:
     part, half = segment(llama, kind=kind), segment(llama)
     for one in (part, half):
         one.cache.open(0)
-    rows = Rows.of_sequence(0, 0, PROMPT[:4])
-    assert squared_error(run(part, llama, rows), run(half, llama, rows).cpu()) <= INT8_ACTIVATIONS
+    batch = Batch.of_sequence(0, 0, PROMPT[:4])
+    assert squared_error(run(part, llama, batch), run(half, llama, batch).cpu()) <= INT8_ACTIVATIONS
 
 
 class Tape:
@@ -214,9 +214,9 @@ def test_what_was_recorded_once_is_right_while_contexts_grow(llama: Model) -> No
     for part in (taped, plain):
         for sequence in range(3):
             part.cache.open(sequence)
-    steps = [Rows.of_sequence(0, 0, PROMPT[:2]), Rows.of_sequence(1, 0, PROMPT[:2])]
-    steps += [Rows((position, 5), (0, 1), (position, position)) for position in range(2, 4)]
-    steps += [Rows.of_sequence(2, 0, [4]), Rows.of_sequence(2, 1, [4, 4, 4]), Rows.of_sequence(1, 4, [9])]
+    steps = [Batch.of_sequence(0, 0, PROMPT[:2]), Batch.of_sequence(1, 0, PROMPT[:2])]
+    steps += [Batch((position, 5), (0, 1), (position, position)) for position in range(2, 4)]
+    steps += [Batch.of_sequence(2, 0, [4]), Batch.of_sequence(2, 1, [4, 4, 4]), Batch.of_sequence(1, 4, [9])]
     for rows in steps:
         assert_same_bits(run(taped, llama, rows), run(plain, llama, rows))
     assert (tape.n_recorded, tape.n_replayed) == (3, len(steps) - 3)  # one recording for each of m = 1, 2 and 3
@@ -231,8 +231,8 @@ def test_cuda_graphs_give_the_same_bits(llama: Model) -> None:
     for part in (graphs, plain):
         part.cache.open(0)
     for position in range(80):
-        rows = Rows.of_sequence(0, position, [position])
-        assert_same_bits(run(graphs, llama, rows), run(plain, llama, rows))
+        batch = Batch.of_sequence(0, position, [position])
+        assert_same_bits(run(graphs, llama, batch), run(plain, llama, batch))
 
 
 def test_everything_is_launched_and_recorded_inside_its_device(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_everything_is_launched_and_recorded_inside_its_device(llama: Model, mon
     part = segment(llama, ops=tape.operations, recorder=checked(tape))
     part.cache.open(0)
     for position in range(2):
-        run(part, llama, Rows.of_sequence(0, position, [4]))
+        run(part, llama, Batch.of_sequence(0, position, [4]))
     assert entered == [] and tape.n_replayed == 1
 
 
@@ -269,7 +269,7 @@ def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
         cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000)
         part = GpuSegment(spec, weights, blocks_of(spec, range(2)), cache, ops, recorder_for(device, ops))
         cache.open(0)
-        found.append([run(part, llama, Rows.of_sequence(0, position, [position])).cpu() for position in range(3)])
+        found.append([run(part, llama, Batch.of_sequence(0, position, [position])).cpu() for position in range(3)])
     for first, second in zip(*found, strict=True):
         assert_same_bits(first, second)
 
@@ -277,11 +277,11 @@ def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
 def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Model) -> None:
     part = segment(llama)
     part.cache.open(0)
-    rows = Rows.of_sequence(0, 0, [1, 2])
+    batch = Batch.of_sequence(0, 0, [1, 2])
     with pytest.raises(ValueError, match="hidden states are"):
-        part.run(embedded(llama, rows)[:1], rows)
+        part.run(embedded(llama, batch)[:1], batch)
     with pytest.raises(ValueError, match="can't follow"):
-        run(part, llama, Rows.of_sequence(0, 3, [1]))
+        run(part, llama, Batch.of_sequence(0, 3, [1]))
     assert part.cache.length(0) == 0
     with pytest.raises(TypeError, match="multiply tiles"):
         from hetero_ee.weights.model_weights import expanded

@@ -69,15 +69,15 @@ def test_the_product_is_the_cpu_kernels(kind: str) -> None:
     """The same int8 codes and integer sums; only the order of the fp32 sums differs."""
     from hetero_ee_cpu_ops.matmul import Matmul
     from hetero_ee_cpu_ops.matmul import TileMatrix as CpuMatrix
-    from hetero_ee_cpu_ops.thread_pool import Team
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
     weight, x = random_matrix(kind, (33, 250)), activations(4, 3, 250)
     tiles, scales = weight.tiles.cpu().numpy(), weight.scales.cpu().numpy()
-    team = Team(1)
+    pool = ThreadPool(1)
     try:
-        expected = Matmul(team)(x.cpu().numpy(), CpuMatrix(tiles, scales, EXPONENT, CODEBOOKS[kind]))[:, :33]
+        expected = Matmul(pool)(x.cpu().numpy(), CpuMatrix(tiles, scales, EXPONENT, CODEBOOKS[kind]))[:, :33]
     finally:
-        team.close()
+        pool.close()
     assert nmse(matmul(x, weight).cpu(), torch.from_numpy(np.ascontiguousarray(expected))) <= 1e-13
 
 

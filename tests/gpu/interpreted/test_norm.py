@@ -1,4 +1,4 @@
-"""Norms against float64: 2e-6 of the largest value. Rows keep their bits in every batch; guards are left alone."""
+"""Norms against float64: 2e-6 of the largest value. Batch keep their bits in every batch; guards are left alone."""
 
 from typing import Any
 
