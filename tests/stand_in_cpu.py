@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.runtime import cpu_executor
+from hetero_ee.runtime.executors import cpu as cpu_executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite

@@ -7,11 +7,11 @@ import pytest
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
+from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.measure import attention_points, product_shapes
 from hetero_ee.profiling.pass_sampling import LEAST_PASSES, LEAST_ROWS, USUAL_PASSES
 from hetero_ee.profiling.preset import FULL, QUICK, Preset
-from hetero_ee.runtime import cpu_profiling
 from hetero_ee_profiles.hardware import DeviceTimes
 from tests.cpu.test_pass_probe import ORIGIN, spec_of
 from tests.stand_in_cpu import WorkClock

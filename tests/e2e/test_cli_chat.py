@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee_cli import profile
+from hetero_ee_cli.commands import profile
 from hetero_ee_cli.commands.chat import Talk
 from hetero_ee_cli.terminal.chat_input import Command, ReadLine, read_entry
 from hetero_ee_profiles.hardware import HardwareProfile

@@ -26,7 +26,7 @@ ROWS = [
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves the two seconds that importing torch in another process takes."""
-    from hetero_ee_profiles import torch_build
+    from hetero_ee_profiles.host import torch_build
 
     answer = torch_build.TorchBuild("2.13.0+cpu", None, None, (), "")
     monkeypatch.setattr(torch_build, "torch_build", lambda host: answer)

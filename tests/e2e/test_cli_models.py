@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from hetero_ee.weights import library
+from hetero_ee.weights.store import library
 from hetero_ee.weights.store.filesystem import LocalFileSystem, store_lock
-from hetero_ee_cli import models
+from hetero_ee_cli.commands import models
 from tests.command_line import PROMPT, Cli, stores
 from tests.store_support import contents, interrupted, one_layer_model
 

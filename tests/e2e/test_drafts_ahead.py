@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.decoding import exact
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.speculation import exact
 from hetero_ee.speculation.draft_ahead import DraftAhead
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead

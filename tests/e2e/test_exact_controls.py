@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from hetero_ee import Engine
-from hetero_ee.decoding import draft_judge, texts
+from hetero_ee.decoding import texts
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
+from hetero_ee.speculation import draft_judge
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.draft_round import DraftRound
 from hetero_ee.speculation.drafting import Drafting, ExitHead

@@ -15,8 +15,8 @@ import torch
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime import cuda_machine
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor

@@ -12,8 +12,8 @@ from typing import IO, Any
 import pytest
 
 from hetero_ee import CheckpointError, DiskFullError, HeteroError, ModelError
+from hetero_ee.hub import resolve as hub_module
 from hetero_ee.hub.resolve import Surroundings
-from hetero_ee.models import hub as hub_module
 from tests.hub_model import ID, SINGLE, Calls, files_of, in_shards, resolve
 from tests.hub_server import DEAD_ADDRESS, Fault, Hub
 

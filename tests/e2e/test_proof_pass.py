@@ -11,7 +11,7 @@ import torch
 
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
-from hetero_ee.runtime import cuda_machine
+from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hetero_ee.exits import map_fit
 from torch import Tensor
 
+from hetero_ee.calibration import map_fitting as map_fit
 from hetero_ee.calibration.map_fitting import (
     NormalEquations,
     SelectionRows,

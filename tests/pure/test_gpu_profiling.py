@@ -145,7 +145,7 @@ def test_a_profile_without_a_gpu_stays_as_it_is() -> None:
 
 
 def test_the_shown_profile_has_the_gpu_and_the_link() -> None:
-    from hetero_ee_cli import profile as command
+    from hetero_ee_cli.commands import profile as command
 
     shown = command._shown(PROFILE, "a model")
     assert "GPU: 7.4 GiB free, memory copied 204.8 GB/s" in shown and "link: GB/s, then microseconds" in shown

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee_profiles import disk
+from hetero_ee_profiles.host import disk
 from hetero_ee_profiles.host.disk import DiskInfo, disk_info, existing_folder, try_disk
 from hetero_ee_profiles.host.host import MAX_TEXT_BYTES, Answer, read_text, run_command, this_host
 from hetero_ee_profiles.host.instruction_set import NAMES, instruction_set, kernel_instruction_set, rank

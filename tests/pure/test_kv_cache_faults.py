@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.runtime import gpu_kv_cache, kv_cache
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.kv import cache as kv_cache
+from hetero_ee.runtime.kv import gpu as gpu_kv_cache
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE, all_marks, rounded

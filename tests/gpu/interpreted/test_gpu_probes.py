@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.profiling import gpu_overhead as gpu_overhead_probe
 from hetero_ee.profiling.gpu import measured_gpu
 from hetero_ee.profiling.measure import product_shapes
 from hetero_ee.profiling.preset import QUICK, Preset
-from hetero_ee.runtime import gpu_overhead_probe
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin

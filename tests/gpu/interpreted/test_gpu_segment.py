@@ -13,9 +13,9 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime import gpu_segment
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.gpu import segment as gpu_segment
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import default_registry
