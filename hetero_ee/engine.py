@@ -4,7 +4,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -36,9 +35,9 @@ from hetero_ee.runtime.placement_request import (
     requested_plan,
     warner,
 )
-from hetero_ee.speculation.draft_opening import OpenDrafting, found_knowledge, open_drafting
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.text.tokenizer import Tokenizer
@@ -137,7 +136,8 @@ class Engine:
             executor.progress = progress
             return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
         profile = placement.profile
-        knowledge = found_knowledge(calibrations, asked_head, folder, spec, warn)
+        calibration = None if calibrations is None else calibrations.find_or_warn(warn)
+        knowledge = DraftKnowledge.found(calibration, asked_head, folder, spec, warn)
         statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
         placement = replace(placement, statistics=statistics, traces=traces)
         opened = open_placed(spec, weights, placement, threads, time.perf_counter, warn, progress=progress)
@@ -198,7 +198,7 @@ class Engine:
         The prompt is checked at the call; closing the iterator early frees its memory.
         """
         params = self._params(sampling, changes)
-        return self._generate([self._prompt_ids(prompt)], params)
+        return self._tokens([self._prompt_ids(prompt)], params)
 
     @overload
     def generate(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> GenerationResult: ...
@@ -222,7 +222,7 @@ class Engine:
             raise UsageError(f"a prompt is a string, or several in a list; got {shown(prompt)}.")
         prompts = [self._prompt_ids(text) for text in texts]
         tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
-        for token in self._generate(prompts, params):
+        for token in self._tokens(prompts, params):
             tokens[token.sequence].append(token)
         results = [collect(mine) for mine in tokens]
         return results[0] if isinstance(prompt, str) else results
@@ -248,13 +248,18 @@ class Engine:
                 "or use hetero-ee generate."
             )
         template = ChatTemplate(source, self._tokenizer.special_tokens)
-        common = executor, self._tokenizer, template, self._ending(executor), params, system
-        if self._drafting is None:
-            conversation = Conversation(*common, clock=self._clock)
-        else:
-            source_of_drafts = self._drafting.drafting.source
-            forget = None if source_of_drafts is None else source_of_drafts.close
-            conversation = Conversation(*common, self._generate_exact_from, forget, self._clock)
+        sources = () if self._drafting is None else self._drafting.drafting.sources
+        conversation = Conversation(
+            executor,
+            self._tokenizer,
+            template,
+            self._ending(executor),
+            params,
+            system,
+            self._generate,
+            [source.close for source in sources],
+            self._clock,
+        )
         self._conversations.add(conversation)
         return conversation
 
@@ -294,18 +299,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _generate(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
-        executor, drafting = self.executor, self._drafting
-        common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
-        if drafting is None:
-            return generate(*common)
+    def _generate(self, *arguments: Any) -> Iterator[GeneratedToken]:
+        """As full.generate, in the plan's mode."""
+        if self._drafting is None:
+            return generate(*arguments)
         self._draft_counts = DraftCounts()
-        return generate_exact(*common, drafting.drafting, self._draft_counts)
+        return generate_exact(*arguments, drafting=self._drafting.drafting, counts=self._draft_counts)
 
-    def _generate_exact_from(self, *common: Any) -> Iterator[GeneratedToken]:
-        assert self._drafting is not None, "full mode has a way of its own"
-        self._draft_counts = DraftCounts()
-        return partial(generate_exact_from, drafting=self._drafting.drafting, counts=self._draft_counts)(*common)
+    def _tokens(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
+        executor, decode = self.executor, self._tokenizer.decode
+        return self._generate(executor, prompts, params, self._ending(executor), decode, self._clock)
 
     @property
     def _clock(self) -> Callable[[], float]:

@@ -14,10 +14,10 @@ from hetero_ee.calibration.predictor_quality import PredictorQuality, calibrate_
 from hetero_ee.calibration.stages import CHOOSE, TRAIN, is_in
 from hetero_ee.calibration.traces import traces
 from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import candidate_mass, exit_features, rich_features
 from hetero_ee.speculation.exits.predictors import Predictor
-from hetero_ee.speculation.sources.candidates import HeadCandidates
 
 Floats = NDArray[np.float32]
 Chunks = Sequence[Sequence[int]]

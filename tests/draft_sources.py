@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from hetero_ee.speculation.sources.candidates import ChainJudge, Choose
+from hetero_ee.speculation.exits.candidates import ChainJudge, Choose
 
 Propose = Callable[[Sequence[int], int], list[int]]  # every token so far, tokens wanted -> a chain
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hetero_ee.speculation.chain_rule import ChainRule
+from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
+from hetero_ee.speculation.sources.combined import CombinedSource
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.chain_rule import ChainRule
-from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.sources.candidates import DraftSource
-from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.exits.candidates import DraftSource
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.draft_heads import random_head_source

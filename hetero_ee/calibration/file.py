@@ -23,11 +23,11 @@ from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.rounds import WalkRates
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import feature_names
 from hetero_ee.speculation.exits.predictors import Predictor, predictor_from_arrays
 from hetero_ee.speculation.exits.schedule import ExitSchedule
-from hetero_ee.speculation.sources.candidates import N_CANDIDATES
 from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, make_folders, store_errors
 from hetero_ee_profiles.records import from_json, to_json

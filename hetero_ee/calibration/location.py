@@ -1,5 +1,6 @@
 """Where the calibration of an opened store is looked for: beside the store, then in the checkpoint it was made from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,3 +49,11 @@ class CalibrationPlace:
         if not find_file(shipped, JSON_FILE, StoreError):
             return None
         return read_calibration(shipped, self.spec, checkpoint_key(self.checkpoint, self.quantization))
+
+    def find_or_warn(self, warn: Callable[[str], None]) -> Calibration | None:
+        """The same; one that can't be used is left out with a warning."""
+        try:
+            return self.find()
+        except StoreError as error:
+            warn(str(error))
+            return None

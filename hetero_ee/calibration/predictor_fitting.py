@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from hetero_ee.calibration.mlp_training import MlpTraining, train_mlp
 from hetero_ee.calibration.predictor_quality import MIN_EXITS, NO_EXIT, reaches
 from hetero_ee.errors import UsageError
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.speculation.exits.features import Floats, is_finite
 from hetero_ee.speculation.exits.predictors import LogisticPredictor, MlpPredictor, ThresholdPredictor, top_and_gap
-from hetero_ee.speculation.sources.candidates import N_CANDIDATES
 
 Doubles = NDArray[np.float64]
 Labels = NDArray[np.bool_]

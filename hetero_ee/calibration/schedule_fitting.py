@@ -11,6 +11,7 @@ import numpy as np
 
 from hetero_ee.models.blocks import Block
 from hetero_ee.speculation.exits.calibration import FittedExitLayer
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.speculation.exits.predictors import Predictor
 from hetero_ee.speculation.exits.schedule import (
     NO_SCHEDULE,
@@ -20,7 +21,6 @@ from hetero_ee.speculation.exits.schedule import (
     exit_histogram,
 )
 from hetero_ee.speculation.exits.sliced_logits import Flags, SlicedLogits
-from hetero_ee.speculation.sources.candidates import N_CANDIDATES
 from hetero_ee.weights.model_weights import ModelWeights
 
 LAYERS_A_BOUNDARY = 4  # at least, so that 8 of 32 are judged at: SpecEE's number

@@ -1,17 +1,15 @@
 """Timed runs as llama-bench makes them: a prompt of n tokens, n tokens one after another, each behind a given depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 
 FIRST_TOKEN_ID = 1
 SHORT_CONTEXT_TOKENS = 16  # that the executor itself is timed behind
@@ -79,26 +77,30 @@ def bench_run(
     return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
 
 
-def bench_exact_run(
-    executor: Executor, drafting: Drafting, n_gen: int, n_depth: int, *, repetitions: int, clock: Callable[[], float]
-) -> tuple[BenchRun, DraftStatistics]:
-    """n_gen tokens in exact mode, and what drafting brought in all repetitions together.
+def bench_text_run(
+    executor: Executor,
+    generate_drafted: Callable[..., Iterator[GeneratedToken]],
+    n_gen: int,
+    n_depth: int,
+    *,
+    repetitions: int,
+    clock: Callable[[], float],
+) -> BenchRun:
+    """n_gen tokens by a speculative mode; generate_drafted takes what full.generate does.
 
-    Drafts come true in text alone, so it is the model's own, greedy and with no end: behind n_depth tokens of it come a
+    Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it come a
     first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
     """
     ending = Ending(frozenset(), executor.cache.max_tokens)
-    prompt, samples, counts = [FIRST_TOKEN_ID], [], DraftCounts()
+    prompt, samples = [FIRST_TOKEN_ID], []
     if n_depth:
         params = SamplingParams(max_new_tokens=n_depth)
         prompt += [token.token_id for token in generate(executor, [prompt], params, ending, lambda _: "", clock)]
     params = SamplingParams(max_new_tokens=n_gen + 1)
-    for repetition in range(repetitions + 1):
-        found = counts if repetition else None
-        tokens = list(generate_exact(executor, [prompt], params, ending, lambda _: "", clock, drafting, found))
-        if repetition:
-            samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
-    return BenchRun(0, n_gen, n_depth, tuple(samples)), counts.statistics(executor.spec.n_layers, drafting.exit_layer)
+    for _ in range(repetitions + 1):
+        tokens = list(generate_drafted(executor, [prompt], params, ending, lambda _: "", clock))
+        samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
+    return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:

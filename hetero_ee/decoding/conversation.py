@@ -7,23 +7,23 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
-from hetero_ee.decoding.full import generate_from
+from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer
 
 N_SEEDS = 2**64
-GenerateFrom = Callable[..., Iterator[GeneratedToken]]  # the way to decode: takes and yields what generate_from does
+Generate = Callable[..., Iterator[GeneratedToken]]  # the way to decode: takes and yields what full.generate does
 
 
 class Conversation:
@@ -44,14 +44,14 @@ class Conversation:
         ending: Ending,
         sampling: SamplingParams,
         system: str | None = None,
-        generate_from: GenerateFrom = generate_from,
-        forget: Callable[[int], None] | None = None,
+        generate: Generate = generate,
+        closing: Sequence[Callable[[int], None]] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """generate_from: the way to decode; forget: is told the sequence of the KV cache when it is freed."""
+        """generate: the way to decode; closing: told the sequence of the KV cache when it is freed."""
         self._clock = clock
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
-        self._generate_from = generate_from
+        self._generate = generate
         self._ending, self._sampling = ending, sampling
         self._system: tuple[Message, ...] = ()
         self._messages: list[Message] = []
@@ -59,7 +59,7 @@ class Conversation:
         self._n_regenerated = 0
         self._sequence = executor.cache.open_new()
         self._cached_ids: list[int] = []  # what the sequence holds for certain; it may hold more
-        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template, forget)
+        self._finalizer = weakref.finalize(self, _free, executor, self._sequence, template, closing)
         try:
             self.system = system
         except BaseException:
@@ -188,8 +188,8 @@ class Conversation:
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         self._cached_ids = ids[:n_cached]
         self._executor.cache.truncate(self._sequence, n_cached)
-        decode, clock = self._tokenizer.decode, self._clock
-        tokens = self._generate_from(self._executor, self._sequence, ids, params, self._ending, decode, clock)
+        prompt, decode = Continuation(self._sequence, ids), self._tokenizer.decode
+        tokens = self._generate(self._executor, prompt, params, self._ending, decode, self._clock)
         computed, text = ids[n_cached:], ""
         for token in tokens:
             self._cached_ids.extend(computed)
@@ -217,11 +217,8 @@ def _common_length(first: list[int], second: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _free(
-    executor: Executor, sequence: int, template: ChatTemplate, forget: Callable[[int], None] | None = None
-) -> None:
+def _free(executor: Executor, sequence: int, template: ChatTemplate, closing: Sequence[Callable[[int], None]]) -> None:
     """What a conversation holds beside itself; called once, at the latest when it is collected."""
-    executor.cache.close(sequence)
-    if forget is not None:
-        forget(sequence)
+    for close in (executor.cache.close, *closing):
+        close(sequence)
     template.close()

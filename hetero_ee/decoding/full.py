@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
+from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.text.text_stream import Decode
@@ -14,7 +14,7 @@ from hetero_ee.text.text_stream import Decode
 
 def generate(
     executor: Executor,
-    prompts: list[list[int]],
+    prompts: Prompts,
     params: SamplingParams,
     ending: Ending,
     decode: Decode,
@@ -22,28 +22,9 @@ def generate(
 ) -> Iterator[GeneratedToken]:
     """Yields the tokens of all prompts as they come. Closing the iterator frees the sequences' memory."""
     start_s = clock()
-    texts = [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
+    texts = texts_of(prompts, params, decode)
     tokens = _tokens(executor, texts, params, ending, lambda: clock() - start_s)
     yield from in_own_sequences(executor, texts, tokens)
-
-
-def generate_from(
-    executor: Executor,
-    sequence: int,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    ending: Ending,
-    decode: Decode,
-    clock: Callable[[], float],
-) -> Iterator[GeneratedToken]:
-    """Yields what generate yields for this one prompt, whose first tokens lie in the KV cache already.
-
-    sequence: its number there. It holds fewer tokens than the prompt, stays open, and at each token holds every token
-    before it; after a pass that failed it may hold more, which are not to be trusted.
-    """
-    start_s = clock()
-    text = Text.of_prompt(0, prompt_ids, params, decode, cached_as=sequence)
-    yield from _tokens(executor, [text], params, ending, lambda: clock() - start_s)
 
 
 def _tokens(

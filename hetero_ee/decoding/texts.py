@@ -1,6 +1,6 @@
 """The texts being generated: how each begins, takes a token and ends. All that the ways to decode share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor, Observe
-from hetero_ee.speculation.sources.candidates import DraftSource
 from hetero_ee.text.text_stream import Decode, TextStream
 
 READING = "Reading the prompt"
@@ -18,24 +17,36 @@ UNCACHED = -1  # no sequence of the KV cache has this number
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What ends a text beside its sampling parameters. context_tokens: prompt and text together."""
+    """What ends a text beside its sampling parameters."""
 
     eos_token_ids: frozenset[int]
-    context_tokens: int
+    context_tokens: int  # prompt and text together
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """One prompt whose first tokens lie in a sequence of the KV cache already.
+
+    The sequence holds fewer tokens than the prompt, stays open, and at each token given out holds every token before it;
+    after a pass that failed it may hold more, which are not to be trusted.
+    """
+
+    cached_as: int
+    token_ids: list[int]
+
+
+Prompts = Sequence[list[int]] | Continuation
 
 
 @dataclass(slots=True)
 class Text:
-    """One sequence being generated: the prompt's index in its list, token_ids of prompt and text so far.
+    """One sequence being generated."""
 
-    cached_as: its number in the KV cache, other than `sequence` where texts of another call are being generated too.
-    """
-
-    sequence: int
-    token_ids: list[int]
+    sequence: int  # the prompt's index in its list
+    token_ids: list[int]  # of prompt and text so far
     n_prompt_tokens: int
     stream: TextStream
-    cached_as: int = UNCACHED
+    cached_as: int = UNCACHED  # its number in the KV cache
     finished: bool = False
 
     @classmethod
@@ -54,30 +65,36 @@ class Text:
         return min(in_context, self.n_prompt_tokens + params.max_new_tokens - len(self.token_ids))
 
 
+def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode) -> list[Text]:
+    """A text for each prompt."""
+    if isinstance(prompts, Continuation):
+        return [Text.of_prompt(0, prompts.token_ids, params, decode, prompts.cached_as)]
+    return [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
+
+
 def in_own_sequences(
-    executor: Executor,
-    texts: list[Text],
-    tokens: Iterator[GeneratedToken],
-    source: DraftSource | None = None,
+    executor: Executor, texts: list[Text], tokens: Iterator[GeneratedToken], *closing: Callable[[int], None]
 ) -> Iterator[GeneratedToken]:
-    """Yields the tokens, every text in a sequence of its own in the KV cache, which is closed at its end, in `source`
-    too."""
+    """Yields the tokens; each text without a sequence in the KV cache has its own there until it ends.
+
+    closing: told the number of each sequence that is closed.
+    """
+    owned = [text for text in texts if text.cached_as == UNCACHED]
 
     def free(text: Text) -> None:
-        executor.cache.close(text.cached_as)
-        if source is not None and text.cached_as != UNCACHED:
-            source.close(text.cached_as)
+        for close in (executor.cache.close, *closing) if text.cached_as != UNCACHED else ():
+            close(text.cached_as)
         text.cached_as = UNCACHED
 
     try:
-        for text in texts:
+        for text in owned:
             text.cached_as = executor.cache.open_new()
         for token in tokens:
-            if token.finish_reason is not None:  # its memory is free for others at once
+            if owned and token.finish_reason is not None:  # its memory is free for others
                 free(texts[token.sequence])
             yield token
     finally:
-        for text in texts:
+        for text in owned:
             free(text)
 
 

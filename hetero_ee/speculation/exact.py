@@ -1,33 +1,33 @@
-"""Exact early exit: tokens are drafted after some of the layers and verified by all, several in one pass.
+"""Exact speculative decoding: tokens are drafted, then verified by all layers, several in one pass.
 
-A round of each text: the row of its last token, and rows of drafts behind it, pass layers 0..G-1 and wait; one pass of
-all that wait through layers G..L-1 reads their weights once; the full logits of row j choose the token behind it with
-that position's noise. Drafts that are that token are kept; the first that is not is corrected, and what came after it
-is rolled back. The row that a round's end suggests may have begun meanwhile, see draft_ahead.py. Every token is thus
-what full.py chooses, from the same bits. Source: LayerSkip (arXiv 2404.16710) and EE-LLM (arXiv 2312.04916) for rows
-that wait; derived for the shared noise.
+A draft-verify step of each text: its last token and drafts after it wait, at the exit layer or before the first; one
+pass of all that wait through the remaining layers reads their weights once; the full logits of token j choose the token
+after it with that position's noise. Drafts that are that token are kept; the first that is not is corrected, and what
+came after it is rolled back. Every token is thus what full.py chooses, from the same bits. Source: speculative decoding
+by a model's own early layers, LayerSkip (arXiv 2404.16710); derived for the shared noise.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, all_finite
-from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
+from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.draft_ahead import DraftAhead
-from hetero_ee.speculation.draft_round import DraftRound, parted
-from hetero_ee.speculation.drafter import Drafter
+from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.waiting import WaitingToken
 from hetero_ee.text.text_stream import Decode
 
 
 def generate_exact(
     executor: Executor,
-    prompts: list[list[int]],
+    prompts: Prompts,
     params: SamplingParams,
     ending: Ending,
     decode: Decode,
@@ -35,39 +35,16 @@ def generate_exact(
     drafting: Drafting,
     counts: DraftCounts | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Yields the tokens that full.generate yields, each text's in the same order; texts take turns by rounds.
+    """Yields the tokens that full.generate yields, each text's in the same order; texts take turns by steps.
 
-    counts: counts them. Closing the iterator frees the sequences' memory. Raises UsageError for an exit layer that the
-    model does not have.
+    counts: counts them. Of a Continuation the draft sources have observed what the cache holds. Closing the iterator
+    frees the sequences' memory. Raises UsageError for an exit layer that the model does not have.
     """
     start_s = clock()
-    texts = [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
+    texts = texts_of(prompts, params, decode)
     decoding = _ExactDecoding(executor, params, ending, drafting, counts or DraftCounts(), lambda: clock() - start_s)
-    yield from in_own_sequences(executor, texts, decoding.tokens(texts), drafting.source)
-
-
-def generate_exact_from(
-    executor: Executor,
-    sequence: int,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    ending: Ending,
-    decode: Decode,
-    clock: Callable[[], float],
-    drafting: Drafting,
-    counts: DraftCounts | None = None,
-) -> Iterator[GeneratedToken]:
-    """Yields what generate_exact yields for this one prompt, whose first tokens lie in the KV cache already.
-
-    sequence: its number there, with full.generate_from's promises. Where there is a draft source, it has observed what
-    the cache holds; the sequence stays open there too.
-    """
-    start_s = clock()
-    text = Text.of_prompt(0, prompt_ids, params, decode, cached_as=sequence)
-    decoding = _ExactDecoding(executor, params, ending, drafting, counts or DraftCounts(), lambda: clock() - start_s)
-    if drafting.source is not None:
-        drafting.source.truncate(sequence, executor.cache.length(sequence))
-    yield from decoding.tokens([text])
+    closing = [source.close for source in drafting.sources]
+    yield from in_own_sequences(executor, texts, decoding.tokens(texts), *closing)
 
 
 class _ExactDecoding:
@@ -82,94 +59,108 @@ class _ExactDecoding:
         counts: DraftCounts,
         elapsed_s: Callable[[], float],
     ) -> None:
-        drafting.check_exit_layer(executor.spec.n_layers)
         self._executor, self._params, self._ending = executor, params, ending
         self._drafting, self._counts, self._elapsed_s = drafting, counts, elapsed_s
-        self._drafter = Drafter(executor, drafting, params, ending)
-        self._ahead = DraftAhead(executor, drafting, params, ending, counts)
+        self._sampler = DraftSampler(params, ending)
+        self._drafter = drafting.drafter(executor, self._sampler, self._warn)
+        self._guesses = AsyncDrafting(executor, drafting.exit_layer, drafting.async_layers, self._sampler, counts)
+        self._has_warned = False
 
     def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """The loop; whenever it ends, no row is left ahead of the texts."""
+        """The rest of each prompt, a token of each, then draft-verify steps. In the end no guess is left in the cache."""
         try:
-            yield from self._tokens(texts)
+            logits_of = [self._prefilled(text) for text in texts]
+            for text, logits in zip(texts, logits_of, strict=True):
+                yield step(text, logits, self._params, self._ending, self._elapsed_s())
+            while active := [text for text in texts if not text.finished]:
+                yield from self._step(active)
         finally:
-            self._ahead.drop(texts)
+            self._guesses.drop(texts)
 
-    def _tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """The rest of each prompt, a token of each, then rounds."""
-        logits_of = [self._prefilled(text) for text in texts]
-        for text, logits in zip(texts, logits_of, strict=True):
-            yield step(text, logits, self._params, self._ending, self._elapsed_s())
-        while active := [text for text in texts if not text.finished]:
-            pace, start_s = self._drafting.pace, self._elapsed_s()
-            rounds = self._drafted(active) if pace is None or pace.drafts else self._plain(active)
-            normed, logits_of = self._run_later(rounds)
-            n_tokens, waited_s = 0, 0.0  # for whoever takes the tokens
-            for each in zip(rounds, normed, logits_of, strict=True):
-                tokens = self._verified(*each)
-                n_tokens, given_s = n_tokens + len(tokens), self._elapsed_s()
-                yield from tokens
-                waited_s += self._elapsed_s() - given_s
-            if pace is not None:
-                pace.ended(self._elapsed_s() - start_s - waited_s, n_tokens)
+    def _step(self, texts: list[Text]) -> Iterator[GeneratedToken]:
+        """A draft-verify step of every text; timed without whoever takes the tokens."""
+        switch, start_s = self._drafting.switch, self._elapsed_s()
+        steps = self._drafted(texts) if switch is None or switch.drafts else self._undrafted(texts)
+        n_tokens, waited_s = 0, 0.0
+        for verified in self._verify(steps):
+            tokens = self._accepted(*verified)
+            n_tokens, given_s = n_tokens + len(tokens), self._elapsed_s()
+            yield from tokens
+            waited_s += self._elapsed_s() - given_s
+        if switch is not None:
+            switch.ended(self._elapsed_s() - start_s - waited_s, n_tokens)
 
-    def _prefilled(self, text: Text) -> Tensor:
-        if self._drafting.source is None:
-            return prefill(self._executor, text)
-        return prefill(self._executor, text, self._observe)
+    def _drafted(self, texts: list[Text]) -> list[DraftStep]:
+        steps = []
+        for text in texts:
+            n_tokens = min(self._drafting.draft_length, self._sampler.n_left(text))
+            steps.append(DraftStep(text, n_tokens - 1, [self._guesses.take(text) or _last_token(text)]))
+        self._drafter.draft(steps)
+        return steps
 
-    def _drafted(self, texts: list[Text]) -> list[DraftRound]:
-        return self._drafter.draft(texts, self._ahead.take())
+    def _undrafted(self, texts: list[Text]) -> list[DraftStep]:
+        self._guesses.drop(texts)
+        return [DraftStep(text, 0, [_last_token(text)]) for text in texts]
 
-    def _plain(self, texts: list[Text]) -> list[DraftRound]:
-        self._ahead.drop(texts)
-        return self._drafter.plain(texts)
-
-    def _run_later(self, rounds: list[DraftRound]) -> tuple[list[Tensor], list[Tensor]]:
-        """All waiting rows through the later layers and the head: final normed states and logits of each round's."""
-        normed = self._executor.final_norm(self._ahead.run_later(rounds))
+    def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Tensor, Tensor]]:
+        """All waiting tokens through the remaining layers and the lm_head: each step's normed states and logits."""
+        normed = self._executor.final_norm(self._guesses.verify(steps))
         logits = self._executor.lm_head(normed)
         self._counts.n_passes += 1
-        sizes = [len(round_.token_ids) for round_ in rounds]
-        return [*parted(normed, sizes)], [*parted(logits, sizes)]
+        bounds = pairwise(accumulate((len(each.tokens) for each in steps), initial=0))
+        return [(each, normed[a:b], logits[a:b]) for each, (a, b) in zip(steps, bounds, strict=True)]
 
-    def _verified(self, round_: DraftRound, normed: Tensor, logits: Tensor) -> list[GeneratedToken]:
-        """The tokens that the rows bring, up to the first wrong draft's correction; everything else rolled back."""
-        text, n_rows, first_position = round_.text, len(round_.token_ids), round_.first_position
+    def _accepted(self, drafted: DraftStep, normed: Tensor, logits: Tensor) -> list[GeneratedToken]:
+        """The step's tokens, up to the first wrong draft's correction; everything else is rolled back."""
+        text, rule, n_verified = drafted.text, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
         n_accepted = 0
-        for row in range(n_rows):
-            # A row that full.py would fail at is left for a round of its own, behind the tokens that come before.
-            if row > 0 and not all_finite(logits[row]):
+        for index in range(n_verified):
+            # A token that full.py would fail at is left for a step of its own, after the tokens that come before.
+            if index > 0 and not all_finite(logits[index]):
                 break
-            noise = self._drafter.noise.of_token
-            tokens.append(step(text, logits[row], self._params, self._ending, self._elapsed_s(), noise))
+            noise = self._sampler.noise.of_token
+            tokens.append(step(text, logits[index], self._params, self._ending, self._elapsed_s(), noise))
             token_id = tokens[-1].token_id
-            for asked_id, confidence in round_.asked.get(row, ()):
-                self._drafting.gate.audit(confidence, asked_id == token_id)
-            is_right = row + 1 < n_rows and round_.token_ids[row + 1] == token_id
+            if index < len(drafted.judged):
+                judged_id, confidence = drafted.judged[index]
+                rule.audit(confidence, judged_id == token_id)
+            is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id
             n_accepted += is_right
             if text.finished or not is_right:
                 break
-        self._roll_back(text, first_position, normed)
-        self._drafting.gate.settle(n_rows, len(tokens))
-        self._counts.add_round(round_.origins, round_.depths, n_accepted, len(tokens))
-        self._drafter.settle(round_, n_accepted, len(tokens))
+        self._roll_back(text, drafted.tokens[0].position, normed)
+        rule.settle(n_verified, len(tokens))
+        self._counts.add_step(drafted.origins, n_accepted, len(tokens))
+        if text.finished:
+            self._sampler.noise.close(text.sequence)
         return tokens
 
     def _roll_back(self, text: Text, first_position: int, normed: Tensor) -> None:
-        """Keeps of the round's rows those of the text's tokens, all but its last, unless that one's is ahead."""
+        """Keeps the step's tokens that are the text's, all but its last, unless that one was guessed and has begun."""
         n_true = len(text.token_ids) - 1
-        if not self._ahead.keeps(text):
+        if not self._guesses.keeps(text):
             self._executor.cache.truncate(text.cached_as, n_true)
-        if self._drafting.source is None:
-            return
         token_ids = text.token_ids[first_position:n_true]
         self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])
 
+    def _prefilled(self, text: Text) -> Tensor:
+        for source in self._drafting.sources:
+            source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
+        return prefill(self._executor, text, self._observe if self._drafting.sources else None)
+
     def _observe(self, batch: Batch, normed: Tensor) -> None:
-        """Tells the source of verified rows of one sequence in place of what it has guessed there."""
-        if self._drafting.source is not None:
+        """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
+        for source in self._drafting.sources:
             sequence, first_position = batch.sequences[0], batch.positions[0]
-            self._drafting.source.truncate(sequence, first_position)
-            self._drafting.source.observe(sequence, first_position, batch.token_ids, normed.cpu())
+            source.truncate(sequence, first_position)
+            source.observe(sequence, first_position, batch.token_ids, normed.cpu())
+
+    def _warn(self, what: str) -> None:
+        if self._drafting.warn is not None and not self._has_warned:
+            self._drafting.warn(f"{what}; these tokens pass every layer one by one, as in mode full.")
+        self._has_warned = True
+
+
+def _last_token(text: Text) -> WaitingToken:
+    return WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1)

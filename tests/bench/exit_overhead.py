@@ -18,6 +18,8 @@ from unittest.mock import patch
 import torch
 from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
+from hetero_ee.speculation.draft_opening import open_drafting
+from hetero_ee.speculation.sources.combined import CombinedSource
 
 from hetero_ee.decoding import sampling, texts
 from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
@@ -26,10 +28,8 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation import draft_judge, drafter, exact
-from hetero_ee.speculation.draft_opening import open_drafting
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.candidates import DraftSource
-from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.exits.candidates import DraftSource
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee_profiles.hardware import HardwareProfile
 

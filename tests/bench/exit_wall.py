@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from exit_demo import KINDS, PLANNER, SAMPLINGS, Stories
 from exit_rows import MEASURED, Row, StepCosts, Timed, described_row, full_row, row
+from hetero_ee.speculation.draft_opening import open_drafting
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, data_folder
@@ -15,9 +16,8 @@ from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.speculation.draft_opening import open_drafting
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.candidates import ChainJudge, Choose, DraftSource
+from hetero_ee.speculation.exits.candidates import ChainJudge, Choose, DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.candidates import ABSENT
+from hetero_ee.speculation.exits.candidates import ABSENT
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_cpu_ops.thread_pool import ThreadPool

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hetero_ee.speculation.draft_ahead import DraftAhead
+from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee import Engine
 from hetero_ee.decoding.sampling import SamplingParams
@@ -13,8 +15,6 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.speculation import exact
-from hetero_ee.speculation.draft_ahead import DraftAhead
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_round import DraftRound
 from torch import Tensor
 
 from hetero_ee import Engine
@@ -18,8 +20,6 @@ from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.speculation import draft_judge
-from hetero_ee.speculation.draft_gate import FixedGate
-from hetero_ee.speculation.draft_round import DraftRound
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.exact_cases import Case, Run, check_identity, levels_of

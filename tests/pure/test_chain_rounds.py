@@ -4,18 +4,18 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hetero_ee.speculation.chain_rule import ChainRule
+from hetero_ee.speculation.draft_gate import AdaptiveGate
+from hetero_ee.speculation.sources.combined import CombinedSource
 from torch import Tensor
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.plan import CHAIN, NGRAM
-from hetero_ee.speculation.chain_rule import ChainRule
-from hetero_ee.speculation.draft_gate import AdaptiveGate
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.sources.candidates import ChainJudge, Choose
-from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.exits.candidates import ChainJudge, Choose
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.draft_sources import ScriptedSource

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hetero_ee.speculation.sources.combined import CombinedSource
 from torch import Tensor
 
-from hetero_ee.speculation.sources.candidates import ChainJudge, Choose, DraftSource
-from hetero_ee.speculation.sources.combined import CombinedSource
+from hetero_ee.speculation.exits.candidates import ChainJudge, Choose, DraftSource
 from hetero_ee.speculation.sources.ngram import NgramSource
 
 TEXT = [1, 2, 3, 4, 1, 2]  # goes on with 3, 4, 1 by its n-grams

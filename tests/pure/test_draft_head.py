@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_ee.speculation.sources.candidates import ABSENT
+from hetero_ee.speculation.exits.candidates import ABSENT
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
 from tests.draft_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, BareTarget, head_weights, random_text

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.speculation.sources.candidates import HeadCandidates, merged_candidates
+from hetero_ee.speculation.exits.candidates import HeadCandidates, merged_candidates
 
 # Few values, so that ties abound, within the candidates and across their edge.
 ROWS = st.integers(1, 3).flatmap(

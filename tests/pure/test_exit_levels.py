@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.exit_levels import ActiveLevels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +16,9 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.speculation.exact import generate_exact, generate_exact_from
-from hetero_ee.speculation.exit_levels import ActiveLevels
-from hetero_ee.speculation.sources.candidates import spread_out
+from hetero_ee.speculation.exits.candidates import spread_out
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.draft_sources import ScriptedSource
 from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at

@@ -8,10 +8,10 @@ from hetero_ee.calibration.draft_rows import draft_rows
 from hetero_ee.calibration.traces import Trace, trace
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits, n_pairs
-from hetero_ee.speculation.sources.candidates import HeadCandidates
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import random_model, save_checkpoint

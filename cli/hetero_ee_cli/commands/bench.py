@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -302,16 +303,21 @@ def _executor_us(executor: "Executor") -> float | None:
 
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
-    from hetero_ee.decoding.benchmark import bench_exact_run, bench_run
+    from hetero_ee.decoding.benchmark import bench_run, bench_text_run
     from hetero_ee.planning.times.prediction import predicted_run_s
     from hetero_ee.planning.times.round_costs import predicted_text_s
+    from hetero_ee.speculation.exact import generate_exact
+    from hetero_ee.speculation.statistics import DraftCounts
 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
     found: DraftStatistics | None = None
     if running.drafting is not None and n_gen:
-        run, found = bench_exact_run(executor, running.drafting, n_gen, n_depth, repetitions=repetitions, clock=clock)
+        counts = DraftCounts()
+        way = partial(generate_exact, drafting=running.drafting, counts=counts)
+        run = bench_text_run(executor, way, n_gen, n_depth, repetitions=repetitions, clock=clock)
+        found = counts.statistics(subject.spec.n_layers, running.drafting.exit_layer)
         predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)
     else:
         run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)

@@ -122,7 +122,7 @@ def _own_statistics(
     from hetero_ee.config import cache_folder
     from hetero_ee.errors import HeteroError
     from hetero_ee.planning.statistics import Statistics
-    from hetero_ee.speculation.draft_opening import found_knowledge
+    from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.quantization import Quantization
     from hetero_ee.weights.store.conversion import cached_store
     from hetero_ee.weights.store.reader import is_store
@@ -134,7 +134,7 @@ def _own_statistics(
             quantization = Quantization.of_model(folder, None)
             store = cached_store(folder, quantization, cache_folder())
             place = CalibrationPlace(spec, store, folder, quantization)
-        knowledge = found_knowledge(place, None, folder, spec, warn)
+        knowledge = DraftKnowledge.found(place.find_or_warn(warn), None, folder, spec, warn)
         return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")

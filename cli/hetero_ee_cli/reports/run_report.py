@@ -122,7 +122,7 @@ def _runs(found: "DraftStatistics") -> list[str]:
 
 def _depths(found: "DraftStatistics") -> list[str]:
     """The layers behind which the tokens were known."""
-    return _bars("known after layer", {str(depth): count for depth, count in enumerate(found.known_after) if count})
+    return _bars("known after layer", {str(depth): count for depth, count in found.known_after.items() if count})
 
 
 def _bars(title: str, counts: dict[str, int]) -> list[str]:

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.speculation.exits.features import Floats, exit_features
 from hetero_ee.speculation.exits.predictors import MlpPredictor, Predictor
-from hetero_ee.speculation.sources.candidates import N_CANDIDATES
 
 
 class ExitConfidence:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.speculation.sources.candidates import N_CANDIDATES
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 
 Floats = NDArray[np.float32]
 

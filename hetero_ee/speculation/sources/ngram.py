@@ -1,179 +1,170 @@
-"""NgramSource: what followed the last tokens where they stood before, in this text or in earlier ones.
+"""NgramSource: what followed the last tokens where they stood before in the same text.
 
 Prompt lookup decoding, over falling orders: drafts that cost nothing, right where a text repeats its prompt or itself.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
-from hetero_ee.speculation.sources.candidates import ChainJudge, Choose
-from hetero_ee.speculation.sources.match_precision import MatchPrecision
-from hetero_ee.speculation.sources.ngram_index import SEPARATOR, NgramIndex
+from hetero_ee.speculation.sources.source import Choose, Draft
 
-
-@dataclass(frozen=True, slots=True)
-class NgramLimits:
-    """max_order: tokens of the longest n-gram looked up. min_draft_order: of the shortest that a chain may follow;
-    candidates, which cost no row, follow single tokens too. max_matches: places visited for one order, newest first.
-    max_history_tokens: kept of sequences that were closed, 0 for none.
-    """
-
-    max_order: int = 5
-    min_draft_order: int = 2
-    max_matches: int = 32
-    max_history_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_draft_order <= self.max_order:
-            raise ValueError(f"min_draft_order is {self.min_draft_order}, expected 1 to {self.max_order}")
-        if self.max_matches < 1 or self.max_history_tokens < 0:
-            raise ValueError("max_matches is at least 1, max_history_tokens at least 0")
-
-
-class _Text:
-    """One sequence's index; of its tokens the first n_observed are verified, the others came with a question."""
-
-    def __init__(self, max_order: int) -> None:
-        self.index = NgramIndex(max_order)
-        self.n_observed = 0
-
-    def leave_out(self, n_tokens: int) -> None:
-        """So many tokens, if any, behind the verified ones stay unknown."""
-        if n_tokens > 0:
-            self.index.truncate(self.n_observed)
-            self.index.extend([SEPARATOR] * n_tokens)
-            self.n_observed += n_tokens
-
-    def replace(self, first_position: int, token_ids: Sequence[int], first_doubtful: int) -> None:
-        """Makes the text from first_position on equal token_ids; what stands before first_doubtful is known to be."""
-        held = self.index.token_ids
-        position = max(first_position, first_doubtful)
-        end = min(len(held), first_position + len(token_ids))
-        while position < end and held[position] == token_ids[position - first_position]:
-            position += 1
-        self.index.truncate(position)
-        self.index.extend(token_ids[position - first_position :])
+MAX_ORDER = 5  # tokens of the longest n-gram looked up
+TOKEN_BITS = 32  # an n-gram's key is its tokens side by side in one integer
+PRIOR_TOKENS = 8.0  # tokens that the first belief in a match weighs
+PRIOR_ORDER = 4.0  # order of which one in two is believed to be right: low, as computed drafts are there instead
+DECAY = 0.998  # of the counts of an order at each token: half is forgotten after 350
 
 
 class NgramSource:
-    """A DraftSource that looks up the last tokens. Longer n-grams first; of one length this text before earlier ones,
-    the newest place first. Memory grows with the tokens of open sequences, and by max_history_tokens at most."""
+    """A free DraftSource. Longer n-grams first, of one length the newest; memory grows with the open sequences."""
 
-    def __init__(self, limits: NgramLimits | None = None) -> None:
-        self._limits = limits or NgramLimits()
+    name = "n-grams"
+    is_free = True
+    draft_s = 0.0
+
+    def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
-        self._precision = MatchPrecision(self._limits.max_order)
-        # Two generations of earlier texts: where the younger is full, it takes the place of the older, which goes.
-        self._history = [NgramIndex(self._limits.max_order), NgramIndex(self._limits.max_order)]
+        self._precision = MatchPrecision()
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens held, of open sequences and of history."""
-        return sum(len(index) for index in (*(text.index for text in self._texts.values()), *self._history))
-
-    def propose(
-        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
-    ) -> list[int]:
-        """What followed the newest match of the longest n-gram. Nobody is asked: there are no logits, and no cost."""
-        found = _longest_match(*self._asked(sequence, token_ids), self._limits.min_draft_order)
-        return [] if found is None else _continuation(found[1].token_ids, found[2], n_tokens)
-
-    def forecast(self, sequence: int, token_ids: Sequence[int], n_tokens: int) -> tuple[list[int], list[float]]:
-        """What followed the newest match of the longest n-gram, single tokens too, and for each token the chance that
-        it is right where all before it are: as often as matches of that length were, which grows with each token."""
-        found = _longest_match(*self._asked(sequence, token_ids), 1)
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        """See DraftSource.drafts: what followed the newest match of the longest n-gram; past the text's end it repeats
+        itself. Each token's chance is how often matches of that length were right; the match grows with each token."""
+        text = self._texts.setdefault(sequence, _Text())
+        text.become(token_ids)
+        found = text.longest_match()
         if found is None:
-            return [], []
-        order, index, start = found
-        chain = _continuation(index.token_ids, start, n_tokens)
-        return chain, [self._precision.chance(order + place) for place in range(len(chain))]
-
-    def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
-        """The newest k different followers over falling orders."""
-        found: list[int] = []
-        indexes, keys = self._asked(sequence, token_ids)
-        for order in range(len(keys), 0, -1):
-            for index in indexes:
-                for place in index.places(order, keys[order - 1], self._limits.max_matches):
-                    if len(found) >= k:
-                        return found
-                    if index.token_ids[place] not in found:
-                        found.append(index.token_ids[place])
-        return found
+            return
+        order, start = found
+        period = len(text.token_ids) - start
+        for offset in itertools.count():
+            yield Draft(text.token_ids[start + offset % period], self._precision.chance(order + offset))
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None) -> None:
-        """Keeps the tokens; the states are not looked at. Where tokens in between are missing, no n-gram spans them."""
-        text = self._text(sequence)
-        text.leave_out(first_position - text.n_observed)
-        n_known = max(0, text.n_observed - first_position)
-        text.replace(first_position, token_ids[:n_known], first_position)
-        if n_known < len(token_ids):
-            text.index.truncate(first_position + n_known)
-            self._learn(text.index, token_ids[n_known:])
-        text.n_observed = min(max(text.n_observed, first_position + len(token_ids)), len(text.index))
+        """See DraftSource.observe; the states are not looked at. After a gap, `drafts` brings the tokens in between."""
+        text = self._texts.setdefault(sequence, _Text())
+        text.truncate(first_position)
+        if len(text.token_ids) < first_position:
+            return
+        for token_id in token_ids:
+            found = text.longest_match()
+            if found is not None:
+                order, start = found
+                self._precision.add(order, text.token_ids[start] == token_id)
+            text.append(token_id)
+        text.n_verified = len(text.token_ids)
 
     def truncate(self, sequence: int, length: int) -> None:
         """See DraftSource.truncate; a sequence that holds fewer stays as it is."""
-        text = self._texts.get(sequence)
-        if text is not None:
-            text.index.truncate(length)
-            text.n_observed = min(text.n_observed, length)
+        if sequence in self._texts:
+            self._texts[sequence].truncate(length)
 
     def close(self, sequence: int) -> None:
-        """Frees the sequence; its verified tokens go to history where there is any."""
-        text = self._texts.pop(sequence, None)
-        capacity = self._limits.max_history_tokens // 2
-        if text is None or not text.n_observed or capacity < 2:
+        """See DraftSource.close."""
+        self._texts.pop(sequence, None)
+
+
+class MatchPrecision:
+    """How often the token after a repeated n-gram is the one that stood there before, by the match's length.
+
+    At first it is n / (n + PRIOR_ORDER) for n tokens.
+    """
+
+    def __init__(self) -> None:
+        self._right = [0.0] * MAX_ORDER
+        self._seen = [0.0] * MAX_ORDER
+
+    def add(self, order: int, was_right: bool) -> None:
+        """A token after a match of this length came out."""
+        index = order - 1
+        self._right[index] = DECAY * self._right[index] + was_right
+        self._seen[index] = DECAY * self._seen[index] + 1
+
+    def chance(self, order: int) -> float:
+        """That the token after such a match is right: the mean of a Beta posterior. Longer ones count as MAX_ORDER."""
+        order = min(order, MAX_ORDER)
+        right = PRIOR_TOKENS * order / (order + PRIOR_ORDER) + self._right[order - 1]
+        return right / (PRIOR_TOKENS + self._seen[order - 1])
+
+
+class _Text:
+    """A growing text and where each of its n-grams stood last, with exact rollback.
+
+    For each order a table from n-gram to the newest position after one, and for each position the one before it of the
+    same n-gram: the chains of LZ77 encoders. Appending and taking back cost O(MAX_ORDER) a token, whatever the length.
+    A change that was broken off, by Ctrl-C, is mended by the next one from the tokens that are there.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.n_verified = 0  # tokens that were observed; those after them came with a question
+        self._newest: list[dict[int, int]] = [{} for _ in range(MAX_ORDER)]
+        self._earlier: list[list[int]] = [[] for _ in range(MAX_ORDER)]
+        self._is_changing = False
+
+    def longest_match(self) -> tuple[int, int] | None:
+        """The order of the longest last n-gram that stood anywhere before, and the newest position after it."""
+        keys = self._last_keys()
+        for order in range(len(keys), 0, -1):
+            position = self._newest[order - 1].get(keys[order - 1])
+            if position is not None:
+                return order, position
+        return None
+
+    def become(self, token_ids: Sequence[int]) -> None:
+        """The text is these tokens; those that are verified are the same."""
+        if len(token_ids) < self.n_verified:
+            raise ValueError(f"{len(token_ids)} tokens of a sequence of which {self.n_verified} are verified")
+        position = self.n_verified
+        while position < min(len(self.token_ids), len(token_ids)) and self.token_ids[position] == token_ids[position]:
+            position += 1
+        self.truncate(position)
+        for token_id in token_ids[position:]:
+            self.append(token_id)
+
+    def append(self, token_id: int) -> None:
+        self._begin()
+        position = len(self.token_ids)
+        keys = self._last_keys()
+        for newest, earlier, key in zip(self._newest, self._earlier, keys, strict=False):
+            earlier.append(newest.get(key, -1))
+            newest[key] = position
+        for earlier in self._earlier[len(keys) :]:
+            earlier.append(-1)
+        self.token_ids.append(token_id)
+        self._is_changing = False
+
+    def truncate(self, length: int) -> None:
+        """Back to the first `length` tokens, exactly as before the others came; no effect on a shorter text."""
+        self.n_verified = min(self.n_verified, length)
+        if len(self.token_ids) <= length:
             return
-        kept = [*text.index.token_ids[max(0, text.n_observed - capacity + 1) : text.n_observed], SEPARATOR]
-        if len(self._history[0]) + len(kept) > capacity:
-            self._history = [NgramIndex(self._limits.max_order), self._history[0]]
-        self._history[0].extend(kept)
+        self._begin()
+        while len(self.token_ids) > length:
+            self.token_ids.pop()
+            positions = [earlier.pop() for earlier in self._earlier]
+            for newest, position, key in zip(self._newest, positions, self._last_keys(), strict=False):
+                if position < 0:
+                    del newest[key]
+                else:
+                    newest[key] = position
+        self._is_changing = False
 
-    def _learn(self, index: NgramIndex, token_ids: Sequence[int]) -> None:
-        """Adds verified tokens, each checked against what followed the longest match before it."""
-        for token_id in token_ids:
-            found = _longest_match([index, *filter(len, self._history)], index.keys, 1)
-            if found is not None:
-                order, other, start = found
-                self._precision.add(order, other.token_ids[start] == token_id)
-            index.append(token_id)
+    def _begin(self) -> None:
+        """A change begins; what one before has left half done is made again."""
+        if self._is_changing:
+            whole = _Text()
+            for token_id in self.token_ids:
+                whole.append(token_id)
+            self._newest, self._earlier = whole._newest, whole._earlier
+        self._is_changing = True
 
-    def _text(self, sequence: int) -> _Text:
-        if sequence not in self._texts:
-            self._texts[sequence] = _Text(self._limits.max_order)
-        return self._texts[sequence]
-
-    def _asked(self, sequence: int, token_ids: Sequence[int]) -> tuple[list[NgramIndex], list[int]]:
-        """Where to look and for which n-grams: token_ids, unverified ones included, become this sequence's text."""
-        text = self._text(sequence)
-        if len(token_ids) < text.n_observed:
-            raise ValueError(
-                f"{len(token_ids)} tokens of sequence {sequence}, of which {text.n_observed} are verified."
-            )
-        text.replace(0, token_ids, text.n_observed)
-        return [text.index, *filter(len, self._history)], text.index.keys
-
-
-def _longest_match(
-    indexes: Sequence[NgramIndex], keys: Sequence[int], min_order: int
-) -> tuple[int, NgramIndex, int] | None:
-    """The order of the longest n-gram of these keys that stood anywhere before, and the newest place behind it."""
-    for order in range(len(keys), min_order - 1, -1):
-        for index in indexes:
-            for start in index.places(order, keys[order - 1], 1):
-                return order, index, start
-    return None
-
-
-def _continuation(token_ids: Sequence[int], start: int, n_tokens: int) -> list[int]:
-    """n_tokens tokens from `start` on, to a separator at most; past the text's end it goes on with itself, as a
-    repetition does."""
-    chain = list(token_ids[start : start + n_tokens])
-    if SEPARATOR in chain:
-        return chain[: chain.index(SEPARATOR)]
-    for _ in range(n_tokens - len(chain)):
-        chain.append(chain[len(chain) - (len(token_ids) - start)])
-    return chain
+    def _last_keys(self) -> list[int]:
+        """Of the n-grams of 1, 2, ... MAX_ORDER tokens that end the text."""
+        keys: list[int] = []
+        key = 0
+        for order, token_id in enumerate(reversed(self.token_ids[-MAX_ORDER:])):
+            key |= token_id << (TOKEN_BITS * order)
+            keys.append(key)
+        return keys

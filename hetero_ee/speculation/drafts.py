@@ -1,0 +1,61 @@
+"""One text's draft-verify step, and how the tokens of drafts are chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, choose_token
+from hetero_ee.decoding.texts import Ending, Text, is_end_token
+from hetero_ee.speculation.waiting import WaitingToken
+
+
+@dataclass(slots=True, eq=False)
+class DraftStep:
+    """What one text drafts and verifies in one go."""
+
+    text: Text
+    max_drafts: int
+    tokens: list[WaitingToken]  # the text's last token, then the drafts
+    origins: list[str] = field(default_factory=list)  # of each draft: who made it
+    chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
+    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: a token that may follow tokens[i], confidence
+    next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
+
+    @property
+    def history(self) -> list[int]:
+        """Every token of the text, drafts included."""
+        return [*self.text.token_ids, *(token.token_id for token in self.tokens[1:])]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another draft may follow."""
+        return len(self.origins) < self.max_drafts
+
+    def add(self, token_id: int, origin: str, chance: float) -> None:
+        """A draft becomes the last token."""
+        last = self.tokens[-1]
+        self.tokens.append(WaitingToken(token_id, last.sequence, last.position + 1))
+        self.origins.append(origin)
+        self.chances.append(chance)
+        self.next_guess = None
+
+
+class DraftSampler:
+    """Chooses drafts as the texts' sampling would: with the noise that verification will use at the same position."""
+
+    def __init__(self, params: SamplingParams, ending: Ending) -> None:
+        self._params, self._ending = params, ending
+        self.noise = RememberedNoise()
+
+    def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
+        """The token that `text` takes after this history, by logits (vocab,)."""
+        return choose_token(logits, history, self._params, text.sequence, len(history), self.noise.of_draft)
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether the text would end with this token, so that nothing follows it."""
+        return is_end_token(token_id, self._params, self._ending)
+
+    def n_left(self, text: Text) -> int:
+        """The most tokens that may still follow."""
+        return text.tokens_left(self._params, self._ending)

@@ -1,0 +1,39 @@
+"""The few tokens that may follow, by the lm_head at an exit layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+N_CANDIDATES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """token_ids (m, k) int64, best first; logits (m, k) fp32, theirs; is_finite (m,): False where logits are NaN or
+    infinite, and the row's tokens mean nothing."""
+
+    token_ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    is_finite: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCandidates:
+    """The likeliest tokens by the head's logits at one layer."""
+
+    n_candidates: int = N_CANDIDATES
+
+    def of(self, logits: Tensor) -> Candidates:
+        """logits (m, vocab) fp32 -> the n_candidates largest of each row, the lowest id first among equals."""
+        rest = logits.numpy(force=True).copy()
+        m, k = len(rest), min(self.n_candidates, rest.shape[1])
+        token_ids, values = np.empty((m, k), np.int64), np.empty((m, k), np.float32)
+        flat, first = rest.reshape(-1), np.arange(m) * rest.shape[1]
+        # As many passes as candidates: argmax takes the lowest of equal ids, where topk takes any, and NaN for largest.
+        for place in range(k):
+            token_ids[:, place] = best = rest.argmax(1)
+            values[:, place] = flat[first + best]
+            flat[first + best] = -np.inf
+        return Candidates(token_ids, values, np.asarray(np.isfinite(values).all(1)))

@@ -1,0 +1,99 @@
+"""SequenceDrafter: draft sequences proposed by sources that need none of the model's layers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
+from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.sources.source import Draft, DraftSource
+from hetero_ee.speculation.stop_rule import StopRule
+
+
+class SequenceDrafter:
+    """Asks sources that compute, then free ones to go on; a free one begins where it is expected to save more."""
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        rule: StopRule,
+        sampler: DraftSampler,
+        vocab_size: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._free = [source for source in sources if source.is_free]
+        self._computing = [source for source in sources if not source.is_free]
+        self._rule, self._sampler, self._vocab_size, self._warn = rule, sampler, vocab_size, warn
+
+    def draft(self, steps: Sequence[DraftStep]) -> None:
+        """Adds each step's drafts; all its tokens wait before the first layer."""
+        for step in steps:
+            if self._computing and self._begun_by_a_free_source(step):
+                continue
+            for source in (*self._computing, *self._free):
+                self._extend(step, source)
+
+    def _begun_by_a_free_source(self, step: DraftStep) -> bool:
+        """Whether a free source's drafts, added here, save more than any number of computed ones would."""
+        chances = [self._rule.mean_chance] * step.max_drafts
+        computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
+        for source in self._free:
+            drafts = list(islice(source.drafts(step.text.cached_as, step.history, _no_choice), step.max_drafts))
+            n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
+            if saved_s > computed_s and all(self._add(step, source, draft) for draft in drafts[:n_best]):
+                return True
+        return False
+
+    def _extend(self, step: DraftStep, source: DraftSource) -> None:
+        """Adds the source's drafts while they are worth their time; one that computes is always asked for the first."""
+        choose = partial(self._choose, step.text)
+        is_worth, first = self._rule.is_worth, len(step.origins)
+        with closing(source.drafts(step.text.cached_as, step.history, choose)) as drafts:
+            while step.has_room:
+                if not source.is_free and len(step.origins) > first:
+                    if not is_worth([*step.chances, self._rule.mean_chance], source.draft_s):
+                        return
+                try:
+                    draft = next(drafts, None)
+                except (DeviceMemoryError, DeviceLostError) as error:
+                    self._warn(f"{error} No drafts follow in this step")
+                    return
+                if draft is None:
+                    return
+                if source.is_free and not is_worth([*step.chances, draft.confidence], 0.0):
+                    return
+                if not self._add(step, source, draft):
+                    return
+
+    def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> bool:
+        """Whether others may follow."""
+        if not 0 <= draft.token_id < self._vocab_size:
+            self._warn(f"{source.name} drafts token {draft.token_id}, which this model does not have")
+            step.max_drafts = len(step.origins)
+            return False
+        chance = draft.confidence
+        if not source.is_free:
+            self._rule.spend(source.draft_s)
+            step.judged.append((draft.token_id, draft.confidence))
+            chance = self._rule.chance(draft.confidence)
+        if self._sampler.is_end(draft.token_id):
+            step.max_drafts = len(step.origins)
+            return False
+        step.add(draft.token_id, source.name, chance)
+        return True
+
+    def _choose(self, text: Text, logits: Tensor, history: Sequence[int]) -> int | None:
+        try:
+            return self._sampler.choose(text, history, logits)
+        except HeteroError:
+            self._warn("the draft source's logits are not finite")
+            return None
+
+
+def _no_choice(logits: Tensor, history: Sequence[int]) -> int | None:
+    """Free sources compute nothing to choose from."""
+    return None

@@ -1,0 +1,120 @@
+"""StopRule: whether one more draft is worth its time and its token in the verification.
+
+A draft counts only if every draft before it is right, and costs its time whether it is right or not. With the chances
+p_1 ... p_n of a step's drafts, the n-th is worth making while
+
+    p_1 p_2 ... p_n  x  seconds a token takes now  >  draft_s + verify_s(n + 1) - verify_s(n)
+
+Derived: the marginal rule for the best ratio of tokens to seconds; "now" is the average over the last steps by the same
+costs, so that more is asked of a draft the better it goes. Its answers change the speed, never a token.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from math import prod
+
+BIN_EDGES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # finer where a draft sequence needs it
+PRIOR_DRAFTS = 8.0  # drafts that the confidence itself weighs in each bin
+DRAFT_DECAY = 0.998  # of a bin's counts at each draft: half is forgotten after 350
+PRIOR_TOKENS = 32.0  # tokens that full mode's time weighs at the start
+STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after 35
+
+
+class FixedThreshold:
+    """Goes on while a draft's chance is at least `threshold`: where no costs are known. Learns nothing."""
+
+    mean_chance = 1.0
+    draft_s = 0.0
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def chance(self, confidence: float) -> float:
+        """See MarginalRule."""
+        return confidence
+
+    def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
+        """See MarginalRule."""
+        return chances[-1] >= self._threshold
+
+    def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
+        """See MarginalRule."""
+        n_worth = next((n for n, chance in enumerate(chances) if chance < self._threshold), len(chances))
+        return n_worth, 0.0
+
+    def audit(self, confidence: float, was_right: bool) -> None:
+        """See MarginalRule."""
+
+    def settle(self, n_verified: int, n_tokens: int) -> None:
+        """See MarginalRule."""
+
+    def spend(self, seconds: float) -> None:
+        """See MarginalRule."""
+
+
+class MarginalRule:
+    """The marginal rule, with chances learned from what verification finds: the same answers for the same drafts.
+
+    draft_s: one token through the layers before the exit layer, its exit judged; 0 where drafts come from elsewhere.
+    verify_s(m): m tokens through the rest and the lm_head.
+    """
+
+    def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
+        self.draft_s, self._verify_s = draft_s, cache(verify_s)
+        self._prior = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
+        self._right = [0.0] * len(self._prior)
+        self._checked = [0.0] * len(self._prior)
+        self._seconds = PRIOR_TOKENS * (draft_s + verify_s(1))
+        self._tokens = PRIOR_TOKENS
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a token takes now, by the costs."""
+        return self._seconds / self._tokens
+
+    @property
+    def mean_chance(self) -> float:
+        """That a draft is right of which nothing is known yet."""
+        right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
+        return right / (PRIOR_DRAFTS * len(self._prior) + sum(self._checked))
+
+    def chance(self, confidence: float) -> float:
+        """That a draft of this confidence is right: the mean of its bin's Beta posterior."""
+        index = bisect_right(BIN_EDGES, confidence)
+        return (PRIOR_DRAFTS * self._prior[index] + self._right[index]) / (PRIOR_DRAFTS + self._checked[index])
+
+    def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
+        """Whether the last of these drafts is worth draft_s seconds and its token in the verification."""
+        return prod(chances) * self.seconds_per_token > draft_s + self._token_s(len(chances))
+
+    def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
+        """How many of these drafts, each draft_s seconds to make, save most, and the seconds that they save."""
+        best, saved_s = (0, 0.0), 0.0
+        for n in range(1, len(chances) + 1):
+            saved_s += prod(chances[:n]) * self.seconds_per_token - draft_s - self._token_s(n)
+            best = max(best, (n, saved_s), key=lambda found: found[1])
+        return best
+
+    def audit(self, confidence: float, was_right: bool) -> None:
+        """What verification found of a draft, made or not, that follows right tokens."""
+        index = bisect_right(BIN_EDGES, confidence)
+        self._right[index] = DRAFT_DECAY * self._right[index] + was_right
+        self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
+
+    def settle(self, n_verified: int, n_tokens: int) -> None:
+        """A text's step has ended: of n_verified tokens n_tokens came out."""
+        self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + self._verify_s(n_verified)
+        self._tokens = STEP_DECAY * self._tokens + n_tokens
+
+    def spend(self, seconds: float) -> None:
+        """A step takes so much longer than its tokens do."""
+        self._seconds += seconds
+
+    def _token_s(self, n_tokens: int) -> float:
+        """Seconds that one more token adds to the verification of n_tokens."""
+        return self._verify_s(n_tokens + 1) - self._verify_s(n_tokens)
+
+
+StopRule = MarginalRule | FixedThreshold

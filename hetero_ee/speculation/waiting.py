@@ -1,0 +1,64 @@
+"""Tokens that wait: the one state of speculative decoding.
+
+A token of a sequence has passed `depth` layers, and its keys and values exist in exactly those. No token passes a layer
+before all earlier tokens of its sequence have. Source: tokens that wait as in EE-LLM (arXiv 2312.04916); derived.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.reference import Executor
+
+
+@dataclass(slots=True, eq=False)
+class WaitingToken:
+    """One token between two passes."""
+
+    token_id: int
+    sequence: int  # of the KV cache
+    position: int
+    depth: int = 0  # layers passed
+    hidden: Tensor | None = None  # (hidden,) after them; None before the embedding
+
+
+def advance(executor: Executor, tokens: Sequence[WaitingToken], to_layer: int) -> Tensor | None:
+    """Brings the tokens through the layers up to `to_layer`, the shallowest first.
+
+    tokens: by sequence, in order of position. Each pass takes along all that wait where it begins, so that a layer's
+    weights are read once for all of them. Returns the hidden states (m, hidden), None where no layer was passed.
+    """
+    while True:
+        depth = min(token.depth for token in tokens)
+        if depth >= to_layer:
+            return stacked(tokens)
+        moving = [token for token in tokens if token.depth == depth]
+        stop = min((token.depth for token in tokens if token.depth > depth), default=to_layer)
+        stop = min(stop, to_layer)
+        hidden = executor.run(batch_of(moving), stacked(moving), range(depth, stop))
+        for token, state in zip(moving, hidden.unbind(), strict=True):
+            token.hidden, token.depth = state, stop
+        if len(moving) == len(tokens) and stop == to_layer:
+            return hidden
+
+
+def batch_of(tokens: Sequence[WaitingToken]) -> Batch:
+    """The tokens as one batch."""
+    return Batch(
+        tuple(token.token_id for token in tokens),
+        tuple(token.sequence for token in tokens),
+        tuple(token.position for token in tokens),
+    )
+
+
+def stacked(tokens: Sequence[WaitingToken]) -> Tensor | None:
+    """Their hidden states (m, hidden), None before the embedding."""
+    states = [token.hidden for token in tokens if token.hidden is not None]
+    if len(states) < 2:
+        return states[0][None] if states else None
+    if len({state.device for state in states}) > 1:  # memory ran out half-way, and some had to leave the GPU
+        states = [state.cpu() for state in states]
+    return torch.stack(states)
