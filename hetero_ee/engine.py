@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -304,7 +305,8 @@ class Engine:
         if self._drafting is None:
             return generate(*arguments)
         self._draft_counts = DraftCounts()
-        return generate_exact(*arguments, drafting=self._drafting.drafting, counts=self._draft_counts)
+        way = partial(generate_exact, drafting=self._drafting.drafting, counts=self._draft_counts)
+        return way(*arguments)
 
     def _tokens(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
         executor, decode = self.executor, self._tokenizer.decode

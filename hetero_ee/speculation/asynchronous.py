@@ -1,10 +1,10 @@
 """Asynchronous drafting: while the CPU verifies, the GPU has the token that most likely follows in its layers.
 
-A step's last token has a likeliest successor too, its next-token guess, though no draft was made of it. Where all drafts
-are right and the full model says the guess after them, the next step's first token has passed layers already; else it
-is rolled back as any wrong draft. The waiting tokens reach the CPU before the guess begins, so that nobody waits for it.
-Emulated with the rates published for Llama-2-7B: 9, 3 and 1 % faster with 25, 50 and 75 % of the layers on the CPU
-(docs/early_exit.md). Source: derived.
+A step's last token has a likeliest successor too, its next-token guess, though no draft was made of it. Where all
+drafts are right and the full model says the guess after them, the next step's first token has passed layers already;
+else it is rolled back as any wrong draft. The waiting tokens reach the CPU before the guess begins, so that nobody
+waits for it. Emulated, with the rates published for Llama-2-7B: 9, 3 and 1 % faster with 25, 50 and 75 % of the layers
+on the CPU (docs/early_exit.md). Source: derived.
 """
 
 from collections.abc import Sequence

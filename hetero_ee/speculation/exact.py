@@ -67,7 +67,8 @@ class _ExactDecoding:
         self._has_warned = False
 
     def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """The rest of each prompt, a token of each, then draft-verify steps. In the end no guess is left in the cache."""
+        """The rest of each prompt, a token of each, then draft-verify steps. In the end no guess is left in the
+        cache."""
         try:
             logits_of = [self._prefilled(text) for text in texts]
             for text, logits in zip(texts, logits_of, strict=True):

@@ -53,8 +53,8 @@ class DraftKnowledge:
     def found(
         cls, calibration: Calibration | None, draft_head: Path | None, folder: Path, spec: ModelSpec, warn: Warn
     ) -> "DraftKnowledge":
-        """draft_head: as the caller named it, else the one in the model's folder, left out with a warning where it can't
-        be read. Raises ModelError for a named head that can't be read."""
+        """draft_head: as the caller named it, else the one in the model's folder, left out with a warning where it
+        can't be read. Raises ModelError for a named head that can't be read."""
         if draft_head is not None:
             draft_head_facts(draft_head, spec)
             return cls(calibration, draft_head, is_asked=True)
@@ -111,7 +111,8 @@ class SourceRequest:
 def open_drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, warn: Warn
 ) -> OpenDrafting | None:
-    """The plan's way to draft, None for full mode. The model folder's own draft head is left out where it can't be read.
+    """The plan's way to draft, None for full mode. The model folder's own draft head is left out where it can't be
+    read.
 
     Raises UsageError for a plan whose exits were not calibrated, ModelError for a named head that can't be read.
     """

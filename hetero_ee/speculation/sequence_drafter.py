@@ -1,6 +1,6 @@
 """SequenceDrafter: draft sequences proposed by sources that need none of the model's layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -49,25 +49,29 @@ class SequenceDrafter:
         return False
 
     def _extend(self, step: DraftStep, source: DraftSource) -> None:
-        """Adds the source's drafts while they are worth their time; one that computes is always asked for the first."""
-        choose = partial(self._choose, step.text)
-        is_worth, first = self._rule.is_worth, len(step.origins)
-        with closing(source.drafts(step.text.cached_as, step.history, choose)) as drafts:
+        """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
+        that its chance stays known."""
+        first = len(step.origins)
+        with closing(source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))) as drafts:
             while step.has_room:
-                if not source.is_free and len(step.origins) > first:
-                    if not is_worth([*step.chances, self._rule.mean_chance], source.draft_s):
-                        return
-                try:
-                    draft = next(drafts, None)
-                except (DeviceMemoryError, DeviceLostError) as error:
-                    self._warn(f"{error} No drafts follow in this step")
+                is_another = not source.is_free and len(step.origins) > first
+                if is_another and not self._is_worth(step, source, self._rule.mean_chance):
                     return
-                if draft is None:
-                    return
-                if source.is_free and not is_worth([*step.chances, draft.confidence], 0.0):
+                draft = self._next(drafts)
+                if draft is None or (source.is_free and not self._is_worth(step, source, draft.confidence)):
                     return
                 if not self._add(step, source, draft):
                     return
+
+    def _is_worth(self, step: DraftStep, source: DraftSource, chance: float) -> bool:
+        return self._rule.is_worth([*step.chances, chance], source.draft_s)
+
+    def _next(self, drafts: Generator[Draft]) -> Draft | None:
+        try:
+            return next(drafts, None)
+        except (DeviceMemoryError, DeviceLostError) as error:
+            self._warn(f"{error} No drafts follow in this step")
+            return None
 
     def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> bool:
         """Whether others may follow."""

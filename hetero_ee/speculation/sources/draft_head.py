@@ -179,7 +179,8 @@ class DraftHeadSource:
             held.inputs += tokens
 
     def _forget(self, held: _Sequence, n_kept: int) -> None:
-        """Keeps the first positions of the cache; what the last of them predicted is computed again when it is asked for."""
+        """Keeps the first positions of the cache; what the last of them predicted is computed again when it is asked
+        for."""
         if n_kept < len(held.inputs):
             del held.inputs[n_kept:]
             held.tip = None

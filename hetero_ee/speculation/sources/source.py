@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Logits (vocab,) and every token before -> the token that this sequence's sampling takes; None where they are not finite.
+# Logits (vocab,) and every token before -> the token that this sequence's sampling takes; None for logits not finite.
 Choose = Callable[[Tensor, Sequence[int]], int | None]
 
 
@@ -36,7 +36,8 @@ class DraftSource(Protocol):
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
         """What may follow token_ids, one after another, each computed when it is asked for.
 
-        token_ids: the sequence from position 0 on, unverified drafts included. Closing it forgets what they left behind.
+        token_ids: the sequence from position 0 on, unverified drafts included. Closing it forgets what they left
+        behind.
         """
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
