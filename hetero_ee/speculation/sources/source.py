@@ -13,9 +13,7 @@ class Draft(NamedTuple):
     """A token that may come next if those before it are right."""
 
     token_id: int
-    confidence: (
-        float  # of a free source: the chance that it is right; of others: what tells sure drafts from unsure ones
-    )
+    confidence: float  # of a free source the chance that it is right; else what tells sure drafts from unsure ones
 
 
 class DraftSource(Protocol):
