@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -47,10 +47,21 @@ from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dens
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
-from hetero_ee.weights.store.manifest import Manifest
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import physical_core_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model's files, read."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    sampling: SamplingParams  # the model's own defaults
+    eos_token_ids: frozenset[int]
+    weights: ModelWeights
+    calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
 
 
 class Engine:
@@ -58,26 +69,22 @@ class Engine:
 
     def __init__(
         self,
+        model: _Model,
         executor: Executor,
-        tokenizer: Tokenizer,
-        eos_token_ids: frozenset[int],
-        sampling: SamplingParams,
-        quantizer: str,
         threads: int,
-        calibrations: CalibrationPlace | None = None,
         opened: Opened | None = None,
         drafting: OpenDrafting | None = None,
     ) -> None:
         self._executor: Executor | None = executor
         self._opened, self._drafting = opened, drafting
         self._draft_counts = DraftCounts()
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self.default_sampling = sampling
-        self.spec = executor.spec
-        self.quantizer = quantizer
+        self._tokenizer = model.tokenizer
+        self._eos_token_ids = model.eos_token_ids
+        self.default_sampling = model.sampling
+        self.spec = model.spec
+        self.quantizer = model.weights.quantizer
         self.threads = threads
-        self.calibrations = calibrations  # None for fp32 weights, which have no store
+        self.calibrations = model.calibrations
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
     @classmethod
@@ -99,54 +106,49 @@ class Engine:
         draft_head: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Opens a model: a Hugging Face id, a folder with such a checkpoint, a store, or None for the demo model.
+        """Opens a model; torch is set to one thread for the whole process.
 
-        An id (org/name) is downloaded at first use into the cache of huggingface_hub, with the token and settings that
-        library finds. revision: an id's branch, tag or commit. offline: what is in that cache has to do.
+        model: a Hugging Face id (org/name; downloaded at first use into the cache of huggingface_hub), a folder with
+            such a checkpoint, a store, or None for the demo model.
+        revision: an id's branch, tag or commit. offline: only what is in that cache already.
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
-        (fp32, straight from the checkpoint); None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
-        "codebook" for others. A store is opened as it is. context_tokens: longest prompt and text together,
-        0 for the model's own. threads: 0 for all physical cores. torch is set to one thread for the whole process.
-        progress: called with (stage, done, in all) during a download, in bytes, a conversion, and before the kernels'
-        first compilation, and in tokens while a long prompt is read; with 0 in all, the stage is a remark.
+            (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
+            "codebook" for others. A store is opened as it is.
+        context_tokens: longest prompt and text together, 0 for the model's own.
+        threads: 0 for all physical cores.
+        plan: where every part goes, a Plan or its JSON file, without limits. None makes one if a profile is given.
+        vram_budget: bytes of GPU memory for that plan. limits: its other limits.
+        profile: what the machine was measured to do, or a function of the model's shapes and folder that finds it.
+        emulate: runs the plan on that profile's machine, emulated here: the same tokens, and times as there.
+        traces: keeps in `spans` what a plan runs where and when.
+        draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
+        progress: called with (stage, done, in all) during a download, in bytes, a conversion, the kernels' first
+            compilation and long prompts; with 0 in all, the stage is a remark.
 
-        plan: where every part goes, a Plan or its JSON file, with no limits beside it; None makes one where a profile
-        is given, within vram_budget (bytes) and the other limits. profile: what the machine was measured to do, or a
-        function of the model's shapes and folder that finds it, or finds None. emulate: runs the plan on that profile's
-        machine, emulated here: the same tokens, and times as there. traces: what a plan runs where and when is kept in
-        `spans`. draft_head: folder of an EAGLE-1 head for this model, where the plan drafts; None takes the model
-        folder's own. Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
+        Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
         _check_options(quantizer, context_tokens, threads)
         asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
         request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
-        manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
-        spec = read_spec(folder)
-        tokenizer = Tokenizer.load(folder, spec.vocab_size)
-        hf_generation = generation_config(folder)
-        sampling = default_sampling(hf_generation, folder)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        weights, calibrations = _load_weights(folder, manifest, spec, quantizer, threads, progress)
-        n_tokens, warn = _context_tokens(spec, context_tokens), warner(progress)
-        end_tokens = eos_token_ids(hf_generation, folder, tokenizer)
-        placement = request.placement(spec, folder, n_tokens)
+        loaded = _load(folder, quantizer, threads, progress)
+        n_tokens, warn = _context_tokens(loaded.spec, context_tokens), warner(progress)
+        placement = request.placement(loaded.spec, folder, n_tokens)
         if placement is None:
-            executor = open_on_cpu(spec, weights, n_tokens, threads, progress)
+            executor = open_on_cpu(loaded.spec, loaded.weights, n_tokens, threads, progress)
             executor.progress = progress
-            return cls(executor, tokenizer, end_tokens, sampling, weights.quantizer, threads, calibrations)
-        profile = placement.profile
-        calibration = None if calibrations is None else calibrations.find_or_warn(warn)
-        knowledge = DraftKnowledge.found(calibration, asked_head, folder, spec, warn)
-        statistics = knowledge.statistics(spec, profile, threads, on_gpu=emulate)
+            return cls(loaded, executor, threads)
+        calibration = None if loaded.calibrations is None else loaded.calibrations.find_or_warn(warn)
+        knowledge = DraftKnowledge.found(calibration, asked_head, folder, loaded.spec, warn)
+        statistics = knowledge.statistics(loaded.spec, placement.profile, threads, on_gpu=emulate)
         placement = replace(placement, statistics=statistics, traces=traces)
-        opened = open_placed(spec, weights, placement, threads, time.perf_counter, warn, progress=progress)
-        opened = replace(opened, placement=placement)
+        opened = open_placed(
+            loaded.spec, loaded.weights, placement, threads, time.perf_counter, warn, progress=progress
+        )
         opened.executor.progress = progress
-        drafting = open_drafting(knowledge, opened, profile, warn)
-        quantizer = weights.quantizer
-        return cls(opened.executor, tokenizer, end_tokens, sampling, quantizer, threads, calibrations, opened, drafting)
+        return cls(loaded, threads, opened, open_drafting(knowledge, opened, placement.profile, warn))
 
     @property
     def context_tokens(self) -> int:
@@ -364,22 +366,20 @@ def _context_tokens(spec: ModelSpec, asked: int) -> int:
     return asked or spec.max_context_tokens
 
 
-def _load_weights(
-    folder: Path,
-    manifest: Manifest | None,
-    spec: ModelSpec,
-    quantizer: str | None,
-    threads: int,
-    progress: Progress | None,
-) -> tuple[ModelWeights, CalibrationPlace | None]:
-    """A store's weights as they are, `manifest` its own; a checkpoint's by `quantizer`, from the cache or made.
-
-    And where the store's calibration is, None where there is no store.
-    """
+def _load(folder: Path, quantizer: str | None, threads: int, progress: Progress | None) -> _Model:
+    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache or made."""
+    manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
+    spec = read_spec(folder)
+    tokenizer = Tokenizer.load(folder, spec.vocab_size)
+    hf_generation = generation_config(folder)
+    sampling = default_sampling(hf_generation, folder)
+    calibrations = None
     if manifest is not None:
-        return open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
-    if quantizer == UNQUANTIZED:
-        return load_dense(Checkpoint(folder, spec)), None
-    quantization = Quantization.of_model(folder, quantizer)
-    store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
-    return weights, CalibrationPlace(spec, store, folder, quantization)
+        weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
+    elif quantizer == UNQUANTIZED:
+        weights = load_dense(Checkpoint(folder, spec))
+    else:
+        quantization = Quantization.of_model(folder, quantizer)
+        store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+        calibrations = CalibrationPlace(spec, store, folder, quantization)
+    return _Model(spec, tokenizer, sampling, eos_token_ids(hf_generation, folder, tokenizer), weights, calibrations)

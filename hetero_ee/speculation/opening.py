@@ -199,7 +199,7 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
     except HeteroError as error:
         if knowledge.is_asked:
             raise
-        request.warn(f"{error} Drafting from repeated n-grams instead.")
+        request.warn(f"{error} Drafting without it.")
         return None
     head.draft_s = draft_s
     return head
