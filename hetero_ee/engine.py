@@ -147,8 +147,10 @@ class Engine:
         opened = open_placed(
             loaded.spec, loaded.weights, placement, threads, time.perf_counter, warn, progress=progress
         )
+        opened = replace(opened, placement=placement)
         opened.executor.progress = progress
-        return cls(loaded, threads, opened, open_drafting(knowledge, opened, placement.profile, warn))
+        drafting = open_drafting(knowledge, opened, placement.profile, warn)
+        return cls(loaded, opened.executor, threads, opened, drafting)
 
     @property
     def context_tokens(self) -> int:
