@@ -1,4 +1,4 @@
-"""Timed runs as llama-bench makes them: a prompt of n tokens, n tokens one after another, each behind a given depth."""
+"""Timed runs as llama-bench makes them: a prompt of n tokens, or n tokens one after another, after a given depth."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.reference import Executor
 
 FIRST_TOKEN_ID = 1
-SHORT_CONTEXT_TOKENS = 16  # that the executor itself is timed behind
+SHORT_CONTEXT_TOKENS = 16  # at which the executor itself is timed
 EXECUTOR_SAMPLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """n_prompt tokens in one go, or n_gen one by one, behind n_depth others. samples_s: seconds of each repetition."""
+    """n_prompt tokens in one go, or n_gen one by one."""
 
     n_prompt: int
     n_gen: int
-    n_depth: int
-    samples_s: tuple[float, ...]
+    n_depth: int  # tokens in the context before them
+    samples_s: tuple[float, ...]  # seconds of each repetition
 
     @property
     def name(self) -> str:
-        """As llama-bench calls it: pp512, tg128, with @ d1024 behind that many tokens."""
+        """As llama-bench calls it: pp512, tg128, with @ d1024 after that many tokens."""
         test = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
         return f"{test} @ d{self.n_depth}" if self.n_depth else test
 
@@ -104,7 +104,7 @@ def bench_text_run(
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:
-    """Seconds of a layer, one row behind a short context, outside of kernels. None unless the CPU's kernels run."""
+    """Seconds of a layer, one token at a short context, outside of kernels. None unless the CPU's kernels run."""
     # The kernels look where to be cached when imported.
     from hetero_ee.profiling.pass_probe import probe_pass
     from hetero_ee.profiling.pass_sampling import PassSampling

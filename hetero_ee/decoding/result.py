@@ -14,42 +14,27 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One generated token.
+    """One generated token; the texts of all tokens joined are the whole text."""
 
-    text: what this token adds to the text; may be empty (part of a character, or of a possible stop string, is held
-    back), and may carry text held back earlier. The texts of all tokens joined are the whole text.
-    token_id: id in the model's vocabulary. sequence: index of the prompt in its list, from 0.
-    position: index of the token in its sequence, prompt included, from 0.
-    finish_reason: None but for the last token.
-    elapsed_s: seconds since generation began, prompt included.
-    """
-
-    text: str
+    text: str  # what it adds: empty while part of a character or of a possible stop string is held back
     token_id: int
-    sequence: int
-    position: int
-    finish_reason: FinishReason | None
-    elapsed_s: float
+    sequence: int  # index of the prompt in its list, from 0
+    position: int  # index in its sequence, prompt included, from 0
+    finish_reason: FinishReason | None  # None but for the last token
+    elapsed_s: float  # since generation began, prompt included
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A whole generated text.
+    """A whole generated text. Of prompts generated together, the seconds are those of the whole batch."""
 
-    text: without the prompt, the end token and the stop string. token_ids: every generated token, the ending one too.
-    n_prompt_tokens: tokens of the prompt as the model saw them, a leading begin token included; n_cached_tokens: how
-    many of them, from the beginning, lay in the KV cache already, from earlier turns of a conversation.
-    prompt_s: seconds from the start until the first token was chosen; generation_s: seconds from then to the last.
-    Of prompts generated together, the seconds are those of the whole batch.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
+    text: str  # without the prompt, the end token and the stop string
+    token_ids: tuple[int, ...]  # every generated token, the ending one too
     finish_reason: FinishReason
-    n_prompt_tokens: int
-    prompt_s: float
-    generation_s: float
-    n_cached_tokens: int = 0
+    n_prompt_tokens: int  # as the model saw them, a leading begin token included
+    prompt_s: float  # from the start until the first token was chosen
+    generation_s: float  # from then to the last
+    n_cached_tokens: int = 0  # of the prompt, in the KV cache already from earlier turns of a conversation
 
     @property
     def n_prefilled_tokens(self) -> int:

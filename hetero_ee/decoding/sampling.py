@@ -26,28 +26,18 @@ MAX_RUNS = 500  # of equal scores that are put in order one by one: half the tim
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Raises UsageError for values that make no sense.
+    """How tokens are chosen and when to stop. Raises UsageError for values that make no sense."""
 
-    max_new_tokens: None generates to the end of the context. temperature: 0 is greedy.
-    top_k: candidates kept, 0 for all. top_p: smallest set of candidates with this probability, 1 for all.
-    min_p: least probability relative to the best candidate's, 0 for all.
-    repeat_penalty: logits of tokens already in prompt or text are divided by it where positive, else multiplied
-    (arXiv 1909.05858 section 4.1).
-    seed: 0 to 2^64 - 1. Of prompts generated together each has noise of its own, by its index in the list.
-    stop: strings that end the text and are not part of it. stop_token_ids: tokens that end it, beside the model's own.
-    ignore_eos: the model's end tokens don't end the text.
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    max_new_tokens: int | None = None  # None generates to the end of the context
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # candidates kept, 0 for all
+    top_p: float = 1.0  # smallest set of candidates with this probability, 1 for all
+    min_p: float = 0.0  # least probability relative to the best candidate's, 0 for all
+    repeat_penalty: float = 1.0  # of tokens in prompt or text: divides positive logits, multiplies others (1909.05858)
+    seed: int = 0  # 0 to 2^64 - 1; of prompts generated together each has noise of its own, by its index
+    stop: tuple[str, ...] = ()  # strings that end the text and are not part of it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end it, beside the model's own
+    ignore_eos: bool = False  # the model's end tokens don't end the text
 
     def __post_init__(self) -> None:
         _require_whole("max_new_tokens", self.max_new_tokens, 1, 2**31, optional=True)
@@ -116,10 +106,10 @@ def choose_token(
     """
     if not all_finite(logits):
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
-    scores = _penalized(logits, history, params.repeat_penalty)
     if params.temperature == 0:
+        scores = _penalized(logits, history, params.repeat_penalty)
         return int(scores.numpy(force=True).argmax())  # NumPy's argmax takes a tenth of the time of torch's
-    noisy = _filtered(_tempered(scores, params.temperature), params)
+    noisy = filtered_scores(logits, history, params)
     noisy += (noise or gumbel_noise)(len(noisy), params.seed, sequence, position)
     return int(noisy.numpy().argmax())
 
@@ -162,10 +152,10 @@ class RememberedNoise:
         return self._kept.pop(key) if key in self._kept else gumbel_noise(*key)
 
 
-def filtered_probabilities(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
-    """The exact distribution choose_token draws from at temperature > 0, float64 (vocab,)."""
+def filtered_scores(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
+    """float64 (vocab,) of whose softmax choose_token draws at temperature > 0; -inf for tokens that are left out."""
     scores = _penalized(logits, history, params.repeat_penalty)
-    return torch.softmax(_filtered(_tempered(scores, params.temperature), params), 0)
+    return _filtered(_tempered(scores, params.temperature), params)
 
 
 def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:

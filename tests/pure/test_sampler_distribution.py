@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token, filtered_probabilities, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
+from tests.sampling_support import filtered_probabilities
 
 VOCABULARY, N_DRAWS, FALSE_FAIL_RATE = 16, 4000, 1e-6
 LEAST_EXPECTED = 5.0  # of a bin; rarer outcomes share one

@@ -10,8 +10,9 @@ import torch
 import transformers
 from transformers.generation import logits_process as theirs
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token, filtered_probabilities, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
 from hetero_ee.errors import HeteroError, UsageError
+from tests.sampling_support import filtered_probabilities
 
 VOCABULARY = 16
 N_DRAWS = 20_000

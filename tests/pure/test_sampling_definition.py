@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.decoding.sampling import MAX_RUNS, SamplingParams, choose_token, filtered_probabilities, gumbel_noise
+from hetero_ee.decoding.sampling import MAX_RUNS, SamplingParams, choose_token, gumbel_noise
+from tests.sampling_support import filtered_probabilities
 
 FILTERS = {
     "greedy": {"temperature": 0.0},
