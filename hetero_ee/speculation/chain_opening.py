@@ -3,13 +3,14 @@ computes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.times.round_costs import pass_costs
+from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Opened
@@ -75,7 +76,8 @@ def open_chain(
         return OpenChain(NgramSource(), draft_length, None, own)
     if profile is None:
         return OpenChain(head, draft_length, None, own)
-    gate = AdaptiveGate(0.0, pass_costs(opened.executor.spec, profile, opened.plan))
+    times = step_times(opened.executor.spec, profile, opened.plan)
+    gate = AdaptiveGate(0.0, partial(times.verify_s, 0))
     return OpenChain(CombinedSource(NgramSource(), head), _most_rows(opened), ChainRule(gate, draft_s), own)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hetero_ee.planning.plan import CHAIN, NGRAM
+from hetero_ee.planning.plan import NGRAM, SEQUENCE
 from hetero_ee.speculation.chain_rule import ChainRule
 
 
@@ -34,7 +34,7 @@ class DraftChain:
             self.asked[len(self._chances)] = [(token_id, confidence)]
             self._rule.gate.spend(self._rule.draft_s)
             self._chances.append(self._rule.gate.chance(confidence))
-        self._origins.append(CHAIN)
+        self._origins.append(SEQUENCE)
         return token_id
 
     def goes_on(self) -> bool:
@@ -52,8 +52,8 @@ class DraftChain:
         return self._taken(len(chances) if self._rule is None else self._rule.following(self._chances, chances))
 
     def origins_of(self, n_drafts: int) -> list[str]:
-        """Of the first drafts; CHAIN where a source did not say."""
-        return [*self._origins, *[CHAIN] * n_drafts][:n_drafts]
+        """Of the first drafts; SEQUENCE where a source did not say."""
+        return [*self._origins, *[SEQUENCE] * n_drafts][:n_drafts]
 
     def _taken(self, n_drafts: int) -> int:
         self._origins += [NGRAM] * n_drafts

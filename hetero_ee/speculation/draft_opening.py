@@ -10,8 +10,7 @@ from hetero_ee.errors import HeteroError, StoreError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.explanation import any_of
-from hetero_ee.planning.plan import CHAIN
+from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.statistics import DraftRates, Statistics
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.chain_opening import draft_place, open_chain
@@ -98,8 +97,7 @@ class OpenDrafting:
         """Where drafts come from, in a few words."""
         source = self.drafting.source
         if source is None:
-            levels = () if self.drafting.levels is None else self.drafting.levels.scheduled
-            return f"exit after layer {any_of((*levels, self.drafting.exit_layer))}"
+            return f"exit after layer {self.drafting.exit_layer}"
         return "repeated n-grams" if isinstance(source, NgramSource) else "draft head"
 
     def close(self) -> None:
@@ -120,7 +118,7 @@ def open_drafting(
         return None
     wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
     pace = None if opened.machine is not None or wants_exact else Pace()  # an emulated clock knows no Python
-    if plan.drafts == CHAIN:
+    if plan.drafts == SEQUENCE:
         chain = open_chain(knowledge.draft_head, opened, profile, warn, is_asked=knowledge.is_asked)
         gate = FixedGate(0.0) if chain.rule is None else chain.rule.gate
         drafting = Drafting(0, chain.draft_length, gate, None, chain.source, warn, pace, chain_rule=chain.rule)

@@ -1,16 +1,17 @@
 """Drafts by early exit, as the plan wants them and the calibration has fitted them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.times.round_costs import round_costs
+from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
 from hetero_ee.speculation.draft_pace import Pace
-from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
+from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
 from hetero_ee.speculation.exits.confidence import ExitConfidence
 from hetero_ee.speculation.exits.exit_map import ExitMap
@@ -33,7 +34,6 @@ def exit_drafting(
         raise UsageError("the plan drafts by early exit and this model has no calibration; run hetero-ee calibrate.")
     fitted = calibration.at(plan.exit_layer)
     gate, layers_ahead = _gate(calibration, spec, profile, plan, plan.exit_layer)
-    levels = exit_levels(calibration, plan, compiled=compiled)
     return Drafting(
         plan.exit_layer,
         plan.draft_length,
@@ -44,25 +44,7 @@ def exit_drafting(
         pace,
         drafts_ahead=layers_ahead > 0,
         layers_ahead=layers_ahead,
-        levels=levels,
     )
-
-
-def exit_levels(calibration: Calibration, plan: Plan, *, compiled: bool = False) -> ExitLevels | None:
-    """The plan's, and every other exit layer from the first of them to its own, for those that recent exits wake; None
-    where it has none. Waking earlier ones too cost 2 points of precision and brought no depth (demo model)."""
-    if not plan.exit_levels or plan.exit_layer is None:
-        return None
-    by_exit_layer = {
-        level: _level(calibration.at(level), compiled=compiled) for level in range(plan.exit_levels[0], plan.exit_layer)
-    }
-    return ExitLevels(by_exit_layer, plan.exit_levels)
-
-
-def _level(fitted: FittedExitLayer, *, compiled: bool) -> ExitLevel:
-    known = fitted.sliced_predictor
-    sliced = None if known is None else ExitConfidence(known, compiled=compiled).of_candidates
-    return ExitLevel(_exit_head(fitted, compiled=compiled), fitted.threshold, sliced, fitted.sliced_threshold)
 
 
 def _gate(
@@ -71,9 +53,9 @@ def _gate(
     """By costs where they are known, else the threshold that was calibrated; and the layers worth drafting ahead."""
     if profile is None:
         return FixedGate(calibration.at(exit_layer).threshold), 0
-    walk = calibration.statistics().level_walk(exit_layer)
-    costs = round_costs(spec, profile, plan, exit_layer, walk)
-    return AdaptiveGate(costs.draft_s, costs.verify_s), costs.layers_ahead
+    times = step_times(spec, profile, plan)
+    gate = AdaptiveGate(times.draft_s(exit_layer), partial(times.verify_s, exit_layer))
+    return gate, times.layers_ahead(exit_layer)
 
 
 def _exit_head(fitted: FittedExitLayer, *, compiled: bool) -> ExitHead:

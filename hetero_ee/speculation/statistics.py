@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_ee.planning.plan import CHAIN, EXIT, NGRAM
+from hetero_ee.planning.plan import EXIT, NGRAM, SEQUENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class DraftCounts:
         """The counts so far."""
         origins = (
             OriginCounts(name, self._drafted[name], self._checked[name], self._accepted[name])
-            for name in (EXIT, CHAIN, NGRAM)
+            for name in (EXIT, SEQUENCE, NGRAM)
             if self._drafted[name]
         )
         n_rounds = self._drafted_runs.total()

@@ -9,7 +9,7 @@ from torch import Tensor
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.planning.plan import CHAIN, NGRAM
+from hetero_ee.planning.plan import NGRAM, SEQUENCE
 from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee.speculation.draft_gate import AdaptiveGate
 from hetero_ee.speculation.drafting import Drafting
@@ -79,12 +79,12 @@ def statistics_of(truth: Next, *, with_ngrams: bool) -> dict[str, tuple[int, int
 
 def test_a_text_that_repeats_itself_is_drafted_from_ngrams() -> None:
     found, without = (statistics_of(cycle, with_ngrams=with_ngrams) for with_ngrams in (True, False))
-    assert found[NGRAM][1] > 0.95 * found[NGRAM][0] and found[NGRAM][0] > 5 * found[CHAIN][0]
+    assert found[NGRAM][1] > 0.95 * found[NGRAM][0] and found[NGRAM][0] > 5 * found[SEQUENCE][0]
     assert NGRAM not in without and found["passes"][0] < 0.8 * without["passes"][0]
 
 
 def test_where_nothing_repeats_it_is_computed_as_without_them() -> None:
     found, without = (statistics_of(no_repetition, with_ngrams=with_ngrams) for with_ngrams in (True, False))
-    assert found[CHAIN] == pytest.approx(without[CHAIN], rel=0.1)
-    assert found[CHAIN][1] > 5 * found.get(NGRAM, (0, 0))[1]
+    assert found[SEQUENCE] == pytest.approx(without[SEQUENCE], rel=0.1)
+    assert found[SEQUENCE][1] > 5 * found.get(NGRAM, (0, 0))[1]
     assert found["passes"][0] <= without["passes"][0] + 2

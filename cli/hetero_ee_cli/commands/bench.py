@@ -303,8 +303,7 @@ def _executor_us(executor: "Executor") -> float | None:
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
     from hetero_ee.decoding.benchmark import bench_exact_run, bench_run
-    from hetero_ee.planning.times.prediction import predicted_run_s
-    from hetero_ee.planning.times.round_costs import predicted_text_s
+    from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
