@@ -12,7 +12,7 @@ from hetero_ee.calibration.predictor_fitting import MlpTraining, fit_logistic, f
 from hetero_ee.calibration.predictor_quality import NO_EXIT
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.planning.statistics import WalkRates
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictors import Predictor, ThresholdPredictor

@@ -21,7 +21,7 @@ from hetero_ee.errors import ModelError, StoreError, shown
 from hetero_ee.hub.json_text import parse_json
 from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.planning.statistics import WalkRates
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
 from hetero_ee.speculation.exits.candidates import N_CANDIDATES
 from hetero_ee.speculation.exits.exit_map import ExitMap

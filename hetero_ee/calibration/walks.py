@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.metrics import Flags, share_of
-from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.planning.statistics import WalkRates
 from hetero_ee.speculation.exits.calibration import FittedExitLayer
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
 

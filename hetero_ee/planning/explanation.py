@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
-from hetero_ee.planning.plan import CHAIN, EXIT, PlacedPart, Plan, TimeTerm
+from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
 LINE_COLUMNS = 100
@@ -31,7 +31,7 @@ def sized(n_bytes: int) -> str:
 
 
 def flags(plan: Plan) -> str:
-    """The flags that pin this plan, to be pasted behind a command."""
+    """The flags that pin this plan, to be pasted after a command."""
     words = [f"-c {plan.context_tokens}", f"-t {plan.threads}", f"--kv-type {plan.kv_type}", f"--mode {plan.mode}"]
     if plan.mode == "exact":
         words.append(f"--draft-tokens {plan.draft_length}")
@@ -39,19 +39,19 @@ def flags(plan: Plan) -> str:
     if not any(part.decode_place in ("gpu", "stream") for part in plan.parts):
         return " ".join([*words, "--gpu-layers 0"])
     words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
-    words += [f"--override '{pattern}={place}'" for pattern, place in overrides(plan)]
+    words += [f"--override '{pattern}={placement}'" for pattern, placement in overrides(plan)]
     return " ".join(words)
 
 
 def overrides(plan: Plan) -> list[tuple[str, str]]:
-    """Patterns and places that put every part of a layer where the plan has it."""
+    """Patterns and placements that put every part of a layer where the plan has it."""
     found = []
     for kind in ("attention", "ffn"):
         parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        for place in sorted({part.decode_place for part in parts} - {"disk", "split"}):
-            layers = [str(part.layer) for part in parts if part.decode_place == place]
+        for placement in sorted({part.decode_place for part in parts} - {"disk", "split"}):
+            layers = [str(part.layer) for part in parts if part.decode_place == placement]
             which = r"\d+" if len(layers) == len(parts) else f"({'|'.join(layers)})"
-            found.append((rf"layers\.{which}\.{kind}", place))
+            found.append((rf"layers\.{which}\.{kind}", placement))
     return [*found, (re.escape("head"), plan.parts[-1].decode_place)]
 
 
@@ -74,7 +74,7 @@ def _map(plan: Plan) -> list[str]:
     n_streamed = sum(part.prefill_place == "visit" for part in plan.parts)
     if n_streamed:
         lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
-    return [*lines, f"{'':10} {', '.join(LEGEND[place] for place in LETTERS if place in used)}"]
+    return [*lines, f"{'':10} {', '.join(LEGEND[each] for each in LETTERS if each in used)}"]
 
 
 def _letters(parts: Sequence[PlacedPart]) -> str:
@@ -95,31 +95,24 @@ def _memory(plan: Plan) -> list[str]:
 def _expected(plan: Plan) -> list[str]:
     found = plan.prediction
     how = "every token through all layers"
-    if plan.drafts == CHAIN:
+    if plan.drafts == SEQUENCE:
         how = (
-            f"chains of {plan.draft_length - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens in a pass of "
-            f"{plan.draft_length} rows"
+            f"sequences of {plan.draft_length - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens from a "
+            f"pass of {plan.draft_length}"
         )
     elif plan.drafts == EXIT:
-        layers = any_of((*plan.exit_levels, plan.exit_layer or 0))
         how = (
-            f"drafts exit after layer {layers}, {found.rows_per_pass:.1f} rows and {found.tokens_per_pass:.1f} tokens "
-            f"in a pass of at most {plan.draft_length}"
+            f"drafts exit after layer {plan.exit_layer}, {found.tokens_per_pass:.1f} tokens from a pass of "
+            f"{found.batch_per_pass:.1f}, at most {plan.draft_length}"
         )
     return [
         f"{'mode':10} {plan.mode}: {how}",
-        f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s behind {found.context_tokens} tokens "
+        f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}",
-        *_wrapped(f"{'a token' if plan.mode == 'full' else 'one row':10} ", _shares(found.decode_terms)),
+        *_wrapped(f"{'a token':10} ", _shares(found.decode_terms)),
         *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
     ]
-
-
-def any_of(layers: Sequence[int]) -> str:
-    """Layers as words: "4", "4 or 7", "3, 4 or 7"."""
-    *others, last = map(str, layers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shares(terms: Sequence[TimeTerm]) -> list[str]:

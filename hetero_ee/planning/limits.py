@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.planning.parts import KV_BYTES
 
-PLACES = ("gpu", "cpu", "stream")
+PLACEMENTS = ("gpu", "cpu", "stream")
 MODES = ("full", "exact")
 MAX_DRAFT_LENGTH = 16
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
@@ -14,25 +14,20 @@ MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vram_budget_bytes, ram_budget_bytes: None for what is free, of the GPU's less the margin.
+    """Raises UsageError for values that make no sense."""
 
-    gpu_layers: whole layers on the GPU, counted from the first, 0 for no GPU at all; None lets the planner choose.
-    overrides: pairs of a regular expression and a place ("gpu", "cpu" or "stream") for the parts whose names it matches
-    wholly; of several that match the first counts. A part on the CPU may still be read from the disk, if RAM is short.
-    context_tokens: 0 for the model's own. mode: "full" or "exact", draft_length: rows in one pass of verification; None
-    lets the planner choose. threads: 0 for all. Raises UsageError.
-    """
-
-    vram_budget_bytes: int | None = None
+    vram_budget_bytes: int | None = None  # None: what is free, less the margin
     vram_margin_bytes: int = 2**30
-    ram_budget_bytes: int | None = None
-    gpu_layers: int | None = None
+    ram_budget_bytes: int | None = None  # None: what is free
+    gpu_layers: int | None = None  # first layers, whole, on the GPU; 0: no GPU at all; None: the planner's choice
+    # Regular expressions and the placement ("gpu", "cpu" or "stream") of the parts whose whole names they match; the
+    # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
-    context_tokens: int = 0
+    context_tokens: int = 0  # 0: the model's own
     kv_type: str = "fp32"
-    mode: str | None = None
-    draft_length: int | None = None
-    threads: int = 0
+    mode: str | None = None  # "full" or "exact"; None: the planner's choice
+    draft_length: int | None = None  # most tokens of a verification; None: the planner's choice
+    threads: int = 0  # 0: all
 
     def __post_init__(self) -> None:
         for name in ("vram_budget_bytes", "ram_budget_bytes", "gpu_layers"):
@@ -54,9 +49,9 @@ class Limits:
             raise UsageError(f"draft_length is {shown(self.draft_length)}; expected 1 to {MAX_DRAFT_LENGTH}.")
         _check_overrides(self.overrides)
 
-    def pinned_place(self, name: str) -> str | None:
+    def pinned(self, name: str) -> str | None:
         """Where the overrides put the part, None where they leave it open."""
-        return next((place for pattern, place in self.overrides if re.fullmatch(pattern, name)), None)
+        return next((placement for pattern, placement in self.overrides if re.fullmatch(pattern, name)), None)
 
 
 def is_whole(value: object, smallest: int, largest: int | None = None) -> bool:
@@ -65,26 +60,28 @@ def is_whole(value: object, smallest: int, largest: int | None = None) -> bool:
 
 
 def parse_override(text: str) -> tuple[str, str]:
-    """`REGEX=PLACE` as the command line takes it. Raises UsageError."""
-    pattern, equals, place = text.rpartition("=")
+    """`REGEX=PLACEMENT` as the command line takes it. Raises UsageError."""
+    pattern, equals, placement = text.rpartition("=")
     if not equals:
         raise UsageError(f"override {shown(text)} has no '='; expected REGEX=gpu, REGEX=cpu or REGEX=stream.")
-    _check_override(pattern, place)
-    return pattern, place
+    _check_override(pattern, placement)
+    return pattern, placement
 
 
 def _check_overrides(overrides: object) -> None:
     if not isinstance(overrides, tuple):
-        raise UsageError(f"overrides is {shown(overrides)}; expected a tuple of pairs (regular expression, place).")
+        raise UsageError(f"overrides is {shown(overrides)}; expected a tuple of pairs (regular expression, placement).")
     for pair in overrides:
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
-            raise UsageError(f"override {shown(pair)} is no pair of strings; expected (regular expression, place).")
+            raise UsageError(f"override {shown(pair)} is no pair of strings; expected (regular expression, placement).")
         _check_override(*pair)
 
 
-def _check_override(pattern: str, place: str) -> None:
-    if place not in PLACES:
-        raise UsageError(f"override {shown(f'{pattern}={place}')} names no place; expected one of {', '.join(PLACES)}.")
+def _check_override(pattern: str, placement: str) -> None:
+    if placement not in PLACEMENTS:
+        raise UsageError(
+            f"override {shown(f'{pattern}={placement}')} names no placement; expected one of {', '.join(PLACEMENTS)}."
+        )
     try:
         re.compile(pattern)
     except re.error as error:

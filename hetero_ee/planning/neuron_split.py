@@ -1,8 +1,8 @@
 """FFNs in two: the neurons that are most often active on the GPU, the others on the CPU, both computing at once.
 
-Each FFN may lie on the GPU, on the CPU, or be split behind some of its blocks of neurons, the most often active first.
+Each FFN may lie on the GPU, on the CPU, or be split after some of its blocks of neurons, the most often active first.
 A dynamic programme chooses between these with some sizes of the GPU's share for each FFN; then the blocks of all FFNs
-that it splits are dealt out again, by time saved a byte, and one block at a time changes places while that saves time.
+that it splits are dealt out again, by time saved a byte, and one block at a time changes device while that saves time.
 What a byte saves in the end names better sizes, with which all this is done once more.
 """
 
@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.planning.parts import Part, Split
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, chain_s, place_chain
+from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.times.costs import SPLIT
+from hetero_ee.planning.times.memory import rounded
 
 SIZES_IN_ALL = 768  # of the GPU's share that the dynamic programme knows, of all FFNs together
 FEWEST_SIZES = 12  # of one FFN
@@ -40,11 +45,55 @@ class SplitTimes:
 
 @dataclass(frozen=True, slots=True)
 class SplitChain:
-    """Seconds and places of a chain's parts, and blocks on the GPU of those that are split, whose place is None."""
+    """A chain's placements and what it takes."""
 
     seconds: float
-    places: tuple[str | None, ...]
-    n_blocks: Mapping[int, int]
+    placements: tuple[str, ...]
+    n_blocks: Mapping[int, int]  # on the GPU, of each part that is split
+
+
+def split_times(problem: Problem, options: Sequence[PartOptions]) -> dict[int, SplitTimes]:
+    """What splitting takes of each FFN whose placement is left open, by its index among the parts of layers."""
+    if problem.statistics.neurons is None or not problem.has_gpu:
+        return {}
+    gpu_bytes: dict[int, Any] = {}  # alike for parts of one shape
+    return {
+        index: _times(problem, part, gpu_bytes)
+        for index, (part, allowed) in enumerate(zip(problem.layers, options, strict=True))
+        if part.kind is BlockKind.FFN and {"gpu", "cpu"} <= allowed.keys()
+    }
+
+
+def with_splits(problem: Problem, n_blocks: Mapping[int, int]) -> Problem:
+    """The problem with these parts of layers split after so many blocks."""
+    neurons = problem.statistics.neurons
+    assert neurons is not None
+    _, n_neurons = neurons.shape
+    parts = list(problem.parts)
+    for index, n in n_blocks.items():
+        part = problem.layers[index]
+        assert part.layer is not None
+        gpu_neurons = n * neurons.block_neurons
+        active_share = min(1.0, float(neurons.active_after(part.layer)[n]) / (n_neurons - gpu_neurons))
+        parts[index + 1] = replace(part, split=Split(gpu_neurons, n_neurons, active_share))
+    return replace(problem, parts=tuple(parts))
+
+
+def _times(problem: Problem, part: Part, known_bytes: dict[int, Any]) -> SplitTimes:
+    """Of 0 to all but one of its blocks."""
+    neurons, costs = problem.statistics.neurons, problem.costs
+    assert neurons is not None and part.layer is not None
+    _, n_neurons = neurons.shape
+    sizes = np.arange(0, n_neurons, neurons.block_neurons)
+    active_shares = neurons.active_after(part.layer)[:-1] / (n_neurons - sizes)
+    nothing, everything = costs.split_s(part, 0.0, 1.0, 1), costs.split_s(part, 1.0, 1.0, 1)
+    gpu_shares = sizes / n_neurons
+    gpu_s = nothing[0] + (everything[0] - nothing[0]) * gpu_shares
+    cpu_s = everything[1] + (nothing[1] - everything[1]) * (1 - gpu_shares) * active_shares
+    seconds = np.maximum(gpu_s, cpu_s) + 2 * costs.transfer_s(1)
+    if part.shape not in known_bytes:
+        known_bytes[part.shape] = np.array([rounded(part.bytes_of_neurons(int(size))) for size in sizes])
+    return SplitTimes(seconds * problem.survival(part), known_bytes[part.shape])
 
 
 def place_split_chain(
@@ -70,7 +119,7 @@ def place_split_chain(
         if chain is None:
             return None
         chains.append(chain)
-        near = _as_dear(splits, chain.n_blocks)
+        near = _worth_as_much(splits, chain.n_blocks)
     return min(chains, key=lambda each: each.seconds)
 
 
@@ -97,7 +146,9 @@ def _placed(
     n_blocks = deal_blocks({index: splits[index] for index in found}, found, left)
     seconds = chain_s(options, chain, transfer_s, ends_on_gpu=ends_on_gpu)
     seconds += sum(float(splits[i].seconds[n_blocks[i]] - splits[i].seconds[n]) for i, n in found.items())
-    return SplitChain(seconds, tuple(None if i in n_blocks else place for i, place in enumerate(chain)), n_blocks)
+    return SplitChain(
+        seconds, tuple(SPLIT if i in n_blocks else placement for i, placement in enumerate(chain)), n_blocks
+    )
 
 
 def deal_blocks(splits: Mapping[int, SplitTimes], found: Mapping[int, int], budget_bytes: int) -> dict[int, int]:
@@ -118,7 +169,7 @@ def _sizes(times: SplitTimes, n_sizes: int, near: int | None) -> list[int]:
     return sorted(found)
 
 
-def _as_dear(splits: Mapping[int, SplitTimes], n_blocks: Mapping[int, int]) -> dict[int, int]:
+def _worth_as_much(splits: Mapping[int, SplitTimes], n_blocks: Mapping[int, int]) -> dict[int, int]:
     """For every FFN the blocks that save as much a byte as those that one of the split FFNs goes without."""
     nexts = [_density(splits[index])[n] for index, n in n_blocks.items()]
     return (
@@ -127,7 +178,7 @@ def _as_dear(splits: Mapping[int, SplitTimes], n_blocks: Mapping[int, int]) -> d
 
 
 def _density(times: SplitTimes) -> Any:
-    """Seconds that the block behind 0, 1, ... others saves a byte, 0 where it saves none.
+    """Seconds that the block after 0, 1, ... others saves a byte, 0 where it saves none.
 
     A block's bytes are those of an average one: the allocator's rounding would favour blocks that happen to be free.
     """
@@ -180,9 +231,9 @@ def _swapped(splits: Mapping[int, SplitTimes], n_blocks: dict[int, int], budget_
 def _change(splits: Mapping[int, SplitTimes], indices: Sequence[int], counts: Any, step: int) -> tuple[Any, Any]:
     """Seconds and bytes that one block more or less makes; infinite seconds where there is none."""
     seconds, n_bytes = np.full(len(indices), np.inf), np.zeros(len(indices))
-    for place, (index, n) in enumerate(zip(indices, counts, strict=True)):
+    for position, (index, n) in enumerate(zip(indices, counts, strict=True)):
         times = splits[index]
         if 1 <= n + step <= times.most_blocks:
-            seconds[place] = times.seconds[n + step] - times.seconds[n]
-            n_bytes[place] = times.gpu_bytes[n + step] - times.gpu_bytes[n]
+            seconds[position] = times.seconds[n + step] - times.seconds[n]
+            n_bytes[position] = times.gpu_bytes[n + step] - times.gpu_bytes[n]
     return seconds, n_bytes

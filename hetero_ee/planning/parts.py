@@ -30,11 +30,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Of an FFN's neurons the most often active lie on the GPU. active_share: of the others, what a token needs."""
+    """Of an FFN's neurons the most often active lie on the GPU."""
 
     gpu_neurons: int
     n_neurons: int
-    active_share: float
+    active_share: float  # of the others, what a token needs
 
     @property
     def gpu_share(self) -> float:
@@ -44,22 +44,17 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A unit of placement. weight_bytes: its tensors as stored. kv_bytes_per_token: what attention keeps a position.
-
-    The head's are the final norm's too. shares_with: name of the part that holds its matrix too (a tied head), None
-    where it has its own. shape: the same number for all parts that cost the same. split: of an FFN in two.
-    """
+    """A unit of placement."""
 
     name: str
     kind: BlockKind
     layer: int | None
     products: tuple[Product, ...]
-    weight_bytes: int
-    kv_bytes_per_token: int
+    weight_bytes: int  # of its tensors as stored; of the head with the final norm's, without a tied matrix
+    kv_bytes_per_token: int  # what attention keeps of a position
     window_tokens: int | None
-    shares_with: str | None = None
-    shape: int = 0
-    split: Split | None = None
+    shape: int = 0  # the same number for all parts that cost the same
+    split: Split | None = None  # of an FFN in two
 
     @property
     def product_bytes(self) -> int:
@@ -107,11 +102,6 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
     return parts
 
 
-def layer_parts(parts: list[Part]) -> list[Part]:
-    """Those of them that belong to a layer."""
-    return [part for part in parts if part.layer is not None]
-
-
 def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
     """Bytes of a tensor as it is held in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):
@@ -136,7 +126,6 @@ def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_l
         weight_bytes=0 if is_shared else sum(tensor_bytes(t, layout_of(t)) for t in block.tensors.values()),
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_type) if attends else 0,
         window_tokens=spec.sliding_windows[block.layer] if attends and block.layer is not None else None,
-        shares_with="embedding" if is_shared else None,
     )
 
 

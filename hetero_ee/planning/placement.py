@@ -1,4 +1,4 @@
-"""Where to put a chain of parts so that one pass through it takes least time within the GPU's memory.
+"""Placements of a chain of parts with which one pass through it takes least time within the GPU's memory.
 
 A dynamic programme over the chain, the device that computed the part before, and the memory used so far, in units of a
 fraction of the budget; sizes are rounded up to whole units, and what that leaves unused is filled at the end.
@@ -20,23 +20,20 @@ CPU, GPU, EITHER = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One place a part may have: seconds there, bytes of GPU memory it takes, and whether the GPU computes it.
-
-    on_gpu: None where both devices do; its transfers are in the seconds, rows come from and go on to either.
-    """
+    """What one placement of a part costs."""
 
     seconds: float
     gpu_bytes: int
-    on_gpu: bool | None
+    on_gpu: bool | None  # None where both devices compute it, transfers included, from either and to either
 
 
-PartOptions = Mapping[str, Option]  # by the place's name
+PartOptions = Mapping[str, Option]  # by placement
 
 
 def place_chain(
     parts: Sequence[PartOptions], budget_bytes: int, transfer_s: float, *, ends_on_gpu: bool
 ) -> tuple[str, ...] | None:
-    """The places of least total time, rows beginning on the CPU; None where no choice fits the budget."""
+    """The placements of least total time, beginning on the CPU; None where no choice fits the budget."""
     unit_bytes = max(1, -(-budget_bytes // GRID_UNITS))
     units = [[-(-option.gpu_bytes // unit_bytes) for option in part.values()] for part in parts]
     n_units = budget_bytes // unit_bytes
@@ -48,13 +45,13 @@ def place_chain(
         return None
     filled = _filled(parts, found, budget_bytes, transfer_s, ends_on_gpu)
     early = _early_first(parts, filled)
-    times = [chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu) for places in (early, filled)]
+    times = [chain_s(parts, each, transfer_s, ends_on_gpu=ends_on_gpu) for each in (early, filled)]
     return early if times[0] <= SAME * times[1] else filled
 
 
-def chain_s(parts: Sequence[PartOptions], places: Sequence[str], transfer_s: float, *, ends_on_gpu: bool) -> float:
-    """Seconds of the chain in these places."""
-    options = [part[place] for part, place in zip(parts, places, strict=True)]
+def chain_s(parts: Sequence[PartOptions], placements: Sequence[str], transfer_s: float, *, ends_on_gpu: bool) -> float:
+    """Seconds of the chain with these placements."""
+    options = [part[placement] for part, placement in zip(parts, placements, strict=True)]
     devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
     n_transfers: int = sum(map(operator.ne, devices, devices[1:])) - _n_free_transfers(devices)
     return n_transfers * transfer_s + sum([option.seconds for option in options])
@@ -67,13 +64,13 @@ def _n_free_transfers(devices: Sequence[bool | None]) -> int:
     return sum((a is None) != (b is None) for a, b in itertools.pairwise(devices))
 
 
-def chain_bytes(parts: Sequence[PartOptions], places: Sequence[str]) -> int:
-    """GPU memory of the chain in these places."""
-    return sum([part[place].gpu_bytes for part, place in zip(parts, places, strict=True)])
+def chain_bytes(parts: Sequence[PartOptions], placements: Sequence[str]) -> int:
+    """GPU memory of the chain with these placements."""
+    return sum([part[placement].gpu_bytes for part, placement in zip(parts, placements, strict=True)])
 
 
 def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool) -> tuple[str, ...] | None:
-    """The places of least time where memory is no matter."""
+    """The placements of least time where memory does not matter."""
     best = [0.0, math.inf]
     chosen: list[list[tuple[str, int]]] = []
     for part in parts:
@@ -87,15 +84,15 @@ def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool)
         best = after
         chosen.append(choices)
     device = _last_device(best, transfer_s, ends_on_gpu)
-    places = []
+    placements = []
     for choices in reversed(chosen):
         name, device = choices[device]
-        places.append(name)
-    return tuple(reversed(places))
+        placements.append(name)
+    return tuple(reversed(placements))
 
 
 def _devices(option: Option) -> Sequence[int]:
-    """Where the rows may be behind the part."""
+    """Where hidden states may be after the part."""
     return (CPU, GPU) if option.on_gpu is None else (int(option.on_gpu),)
 
 
@@ -106,23 +103,22 @@ def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What was chosen for one part. codes[device][u]: the place, for the units from `first`; before[device][u]: least
-    seconds before the part, for the units from `first_before` to `last_before`."""
+    """What was chosen for one part."""
 
-    first: int
-    codes: Any
+    first: int  # units that codes begin at
+    codes: Any  # codes[device][u]: the option's number
     first_before: int
     last_before: int
-    before: Any
+    before: Any  # before[device][u]: least seconds before the part, for the units from first_before to last_before
 
 
 class _Grid:
-    """The dynamic programme over units of memory. units: of each part's places, in their order."""
+    """The dynamic programme over units of memory. units: of each part's options, in their order."""
 
     def __init__(
         self, parts: Sequence[PartOptions], units: Sequence[Sequence[int]], n_units: int, transfer_s: float
     ) -> None:
-        self._parts, self._units, self._n_units, self._transfer_s = parts, units, n_units, transfer_s
+        self._parts, self._units, self._transfer_s = parts, units, transfer_s
         most = [max(each) for each in units]
         # Beyond what the parts so far can take nothing changes, and less than what the others can't use up is no use.
         self._lasts = [min(n_units, taken) for taken in itertools.accumulate(most, initial=0)]
@@ -142,7 +138,7 @@ class _Grid:
         return self._traced(steps, _last_device(totals, self._transfer_s, ends_on_gpu))
 
     def _after(self, index: int, best: Any) -> tuple[Any, _Step]:
-        """Offers the part's places to every state."""
+        """Offers the part's options to every state."""
         options = list(self._parts[index].values())
         arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
         if any(option.on_gpu is None for option in options):
@@ -162,24 +158,24 @@ class _Grid:
         return after[:EITHER], _Step(first, codes, self._firsts[index], self._lasts[index], best)
 
     def _seen_from(self, index: int, values: Any, taken: int) -> Any:
-        """The values of the states from which those behind the part are reached by taking so many units."""
+        """The values of the states from which those after the part are reached by taking so many units."""
         first, last = self._firsts[index], self._lasts[index]
         start, end = max(0, self._firsts[index + 1] - taken), self._lasts[index + 1] - taken
         kept, n_beyond = values[start - first : end - first + 1], end - max(last, start - 1)
         return np.concatenate([kept, np.full(n_beyond, values[-1])]) if n_beyond > 0 else kept
 
     def _traced(self, steps: Sequence[_Step], device: int) -> tuple[str, ...]:
-        places = []
+        placements = []
         n_units = self._lasts[-1]
         for part, units, step in zip(reversed(self._parts), reversed(self._units), reversed(steps), strict=True):
             code = int(step.codes[device][n_units - step.first])
             name, option = list(part.items())[code]
-            places.append(name)
+            placements.append(name)
             n_units = min(n_units - units[code], step.last_before)
             before = step.before[:, n_units - step.first_before]
             transfer_s = 0.0 if option.on_gpu is None else self._transfer_s
             device = device if before[device] <= before[1 - device] + transfer_s else 1 - device
-        return tuple(reversed(places))
+        return tuple(reversed(placements))
 
 
 def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
@@ -189,24 +185,26 @@ def _take_better(seconds: Any, codes: Any, offered: Any, code: Any) -> None:
     np.copyto(codes, code, where=better)
 
 
-def _early_first(parts: Sequence[PartOptions], places: tuple[str, ...]) -> tuple[str, ...]:
-    """The same places dealt out again among parts with the same options, the GPU's to the first of them."""
+def _early_first(parts: Sequence[PartOptions], placements: tuple[str, ...]) -> tuple[str, ...]:
+    """The same placements dealt out again among parts with the same options, the GPU's to the first of them."""
     alike: dict[tuple[tuple[str, Option], ...], list[int]] = {}
     for index, part in enumerate(parts):
         alike.setdefault(tuple(part.items()), []).append(index)
-    dealt = list(places)
+    dealt = list(placements)
     for options, indices in alike.items():
-        order = sorted((places[index] for index in indices), key=lambda place: (not dict(options)[place].on_gpu, place))
-        for index, place in zip(indices, order, strict=True):
-            dealt[index] = place
+        order = sorted(
+            (placements[index] for index in indices), key=lambda name: (not dict(options)[name].on_gpu, name)
+        )
+        for index, name in zip(indices, order, strict=True):
+            dealt[index] = name
     return tuple(dealt)
 
 
 def _filled(
-    parts: Sequence[PartOptions], places: tuple[str, ...], budget_bytes: int, transfer_s: float, ends_on_gpu: bool
+    parts: Sequence[PartOptions], placements: tuple[str, ...], budget_bytes: int, transfer_s: float, ends_on_gpu: bool
 ) -> tuple[str, ...]:
-    """Changes one part's place at a time while that saves time and fits."""
-    current, seconds = places, chain_s(parts, places, transfer_s, ends_on_gpu=ends_on_gpu)
+    """Changes one part's placement at a time while that saves time and fits."""
+    current, seconds = placements, chain_s(parts, placements, transfer_s, ends_on_gpu=ends_on_gpu)
     while True:
         free_bytes = budget_bytes - chain_bytes(parts, current)
         trials = [

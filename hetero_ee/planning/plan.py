@@ -1,4 +1,4 @@
-"""Plan: a place for every part of a model, and what is expected of it. Readable JSON, reusable, hashed."""
+"""Plan: a placement for every part of a model, and what is expected of it. Readable JSON, reusable, hashed."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,35 +7,28 @@ from pathlib import Path
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_THREADS, MODES, is_whole
 from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.planning.times.costs import ON_GPU, SPLIT
 from hetero_ee.planning.times.memory import MemoryTerm
 from hetero_ee_profiles.records import read_record, to_json, write_record
 
 PLAN_VERSION = 4
-PART_PLACES = ("gpu", "cpu", "stream", "visit", "disk", "split")
-EXIT, CHAIN = "exit", "chain"  # where drafts come from
-NGRAM = "n-gram"  # those of a chain that repeat the text
+EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
-GPU_PLACES = ("gpu", "stream", "visit", "split")  # the GPU has a share in the computing
-# Where a prompt may be read, by where the next tokens are made: keys and values stay on one device.
-PREFILL_PLACES = {
-    "gpu": ("gpu",),
-    "cpu": ("cpu", "visit"),
-    "stream": ("stream",),
-    "disk": ("disk",),
-    "split": ("split", "visit"),
+# By the placement when decoding those that a prompt may have: keys and values stay on one device.
+PREFILL_PLACEMENTS = {
+    "gpu": ("gpu",),  # weights stay there
+    "cpu": ("cpu", "visit"),  # visit: as stream, for a prompt alone; keys and values come along
+    "stream": ("stream",),  # weights wait in RAM, the GPU computes
+    "disk": ("disk",),  # mapped, read when used
+    SPLIT: (SPLIT, "visit"),
 }
-NO_LAYER_PLACES = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
+PLACEMENTS = (*PREFILL_PLACEMENTS, "visit")
+OUTER_PLACEMENTS = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """decode_place, prefill_place: "gpu" (weights stay there), "cpu", "stream" (weights wait in RAM, the GPU computes),
-    "visit" (the same for a prompt alone, keys and values come along), "disk" (mapped, read when used) or "split".
-    Seconds: of one row, and of a chunk of the prompt.
-
-    gpu_neurons: of an FFN that is split, how many of its neurons lie on the GPU, the most often active first, of two
-    alike the one with the lower number; None where it is whole. cpu_active_share: of the others, what a token needs.
-    """
+    """A part, its placements and what it takes there."""
 
     name: str
     layer: int | None
@@ -43,18 +36,18 @@ class PlacedPart:
     kv_bytes: int
     decode_place: str
     prefill_place: str
-    decode_s: float
-    prefill_s: float
-    gpu_neurons: int | None = None
-    cpu_active_share: float | None = None
+    decode_s: float  # of one token
+    prefill_s: float  # of a chunk of the prompt
+    gpu_neurons: int | None = None  # on the GPU where it is split, the most often active first; of two alike the lower
+    cpu_active_share: float | None = None  # of the others, what a token needs
 
     def __post_init__(self) -> None:
-        for place in (self.decode_place, self.prefill_place):
-            if place not in PART_PLACES:
-                raise ValueError(f"place is {place[:40]!r}, expected one of {', '.join(PART_PLACES)}")
+        for placement in (self.decode_place, self.prefill_place):
+            if placement not in PLACEMENTS:
+                raise ValueError(f"placement is {placement[:40]!r}, expected one of {', '.join(PLACEMENTS)}")
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
-        is_split = self.decode_place == "split"
+        is_split = self.decode_place == SPLIT
         if is_split != (self.gpu_neurons is not None) or is_split != (self.cpu_active_share is not None):
             raise ValueError("gpu_neurons and cpu_active_share belong to parts that are split")
         if self.gpu_neurons is not None and self.gpu_neurons < 1:
@@ -73,34 +66,25 @@ class TimeTerm:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """context_tokens: the length that the rates hold for. ceiling: the rate if reading the weights were all.
+    """What a plan is expected to do."""
 
-    rows_per_pass, tokens_per_pass: of a verification, 1 in full mode. request_s: seconds of a typical request, which
-    is what the planner makes least.
-    """
-
-    context_tokens: int
+    context_tokens: int  # that the rates hold for
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
-    ceiling_tokens_per_s: float
-    rows_per_pass: float
-    tokens_per_pass: float
-    request_s: float
+    ceiling_tokens_per_s: float  # if reading the weights were all
+    batch_per_pass: float  # tokens that a verification takes, 1 in full mode
+    tokens_per_pass: float  # tokens that it brings, 1 in full mode
+    request_s: float  # of a typical request: what the planner minimizes
     decode_terms: tuple[TimeTerm, ...]
     prefill_terms: tuple[TimeTerm, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """model: the architecture and what its shapes hash to. exit_layer: layers before the exit, 0 where drafts come in a
-    chain from elsewhere, None in full mode. drafts: "exit", "chain", or None in full mode. exit_levels: exit layers
-    before it where rows may exit too, ascending.
-
-    reasons: one sentence for each decision, for people. Raises UsageError for values that contradict each other.
-    """
+    """How a model runs on a machine. Raises UsageError for values that contradict each other."""
 
     version: int
-    model: str
+    model: str  # its architecture
     shapes_sha256: str
     hardware: str
     hardware_kind: str
@@ -108,17 +92,16 @@ class Plan:
     context_tokens: int
     kv_type: str
     mode: str
-    drafts: str | None
-    exit_layer: int | None
-    exit_levels: tuple[int, ...]
-    draft_length: int
+    drafts: str | None  # EXIT or SEQUENCE, None in full mode
+    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None in full mode
+    draft_length: int  # most tokens of a verification
     prefill_chunk_tokens: int
     vram_budget_bytes: int
     ram_budget_bytes: int
     parts: tuple[PlacedPart, ...]
     memory: tuple[MemoryTerm, ...]
     prediction: Prediction
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # a sentence for each decision, for people
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
@@ -138,6 +121,11 @@ class Plan:
     def n_bytes(self, device: str) -> int:
         """Memory of all terms on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
+
+    @property
+    def decode_placements(self) -> tuple[str, ...]:
+        """Of every part when decoding."""
+        return tuple(part.decode_place for part in self.parts)
 
     @property
     def gpu_layers(self) -> int:
@@ -182,24 +170,19 @@ def _check_numbers(made: Plan) -> None:
 
 
 def _check_drafts(made: Plan) -> None:
-    """Full mode has none, chains need no layer, an exit comes after one at least; see check_fits for the last."""
+    """Full mode has none, sequences need no layer, an exit comes after one at least; see check_fits for the last."""
     exit_layer = made.exit_layer
     goes_with = {
         None: made.mode == "full" and exit_layer is None,
         EXIT: made.mode == "exact" and is_whole(exit_layer, 1),
-        CHAIN: made.mode == "exact" and is_whole(exit_layer, 0, 0),
+        SEQUENCE: made.mode == "exact" and is_whole(exit_layer, 0, 0),
     }
     if made.drafts not in tuple(goes_with):
-        raise UsageError(f"drafts is {shown(made.drafts)}, expected {EXIT}, {CHAIN} or nothing; plan again")
+        raise UsageError(f"drafts is {shown(made.drafts)}, expected {EXIT}, {SEQUENCE} or nothing; plan again")
     if not goes_with[made.drafts]:
         raise UsageError(
             f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and exit layer {shown(exit_layer)}; "
             "plan again"
-        )
-    levels, end = made.exit_levels, exit_layer if made.drafts == EXIT and exit_layer is not None else 0
-    if list(levels) != sorted(set(levels)) or not all(is_whole(level, 1, end - 1) for level in levels):
-        raise UsageError(
-            f"exit_levels is {shown(levels)}, expected layers before the exit layer, ascending; plan again"
         )
 
 
@@ -211,9 +194,9 @@ def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
             raise UsageError(f"part {shown(part.name)} is there twice; plan again")
         names.add(part.name)
         decode, prefill = part.decode_place, part.prefill_place
-        allowed = PREFILL_PLACES.get(decode, ())
+        allowed = PREFILL_PLACEMENTS.get(decode, ())
         if part.layer is None:
-            allowed = (decode,) if decode in NO_LAYER_PLACES.get(part.name, PART_PLACES) else ()
+            allowed = (decode,) if decode in OUTER_PLACEMENTS.get(part.name, PLACEMENTS) else ()
         if prefill not in allowed:
             raise UsageError(
                 f"part {shown(part.name)} can't be on {decode!r} for tokens and {prefill!r} for prompts; plan again"
@@ -233,6 +216,7 @@ def _check_memory(made: Plan) -> None:
                 f"it takes {made.n_bytes(device)} bytes of the {device}'s memory and its budget is {budget_bytes}; "
                 "plan again"
             )
-    computes_on_gpu = [part.name for part in made.parts if {part.decode_place, part.prefill_place} & set(GPU_PLACES)]
+    on_gpu = {*ON_GPU, SPLIT}
+    computes_on_gpu = [part.name for part in made.parts if {part.decode_place, part.prefill_place} & on_gpu]
     if computes_on_gpu and not made.n_bytes("gpu"):
         raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan again")

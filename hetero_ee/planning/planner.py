@@ -14,7 +14,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import EXIT, PLAN_VERSION, Plan
 from hetero_ee.planning.problem import Problem, resolve
 from hetero_ee.planning.schedule import Schedule
-from hetero_ee.planning.statistics import AnyStatistics, Statistics
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -23,15 +23,15 @@ def plan(
     spec: ModelSpec,
     profile: HardwareProfile,
     limits: Limits | None = None,
-    statistics: AnyStatistics = None,
+    statistics: Statistics | None = None,
     *,
     predict_at_tokens: int = 0,
 ) -> Plan:
     """The plan of least expected time within the limits. predict_at_tokens: the context its rates hold for, 0 for half.
 
-    Raises UsageError where a wish can't be had, with the numbers and the knob to turn.
+    Raises UsageError where a request can't be met, with the numbers and the knob to turn.
     """
-    problem = resolve(spec, profile, limits or Limits(), statistics)
+    problem = resolve(spec, profile, limits or Limits(), statistics or Statistics())
     context = predict_at_tokens or max(1, problem.context_tokens // 2)
     best = best_candidate(problem, context)
     problem = best.problem
@@ -47,16 +47,13 @@ def plan(
         mode=best.schedule.mode,
         drafts=best.schedule.drafts,
         exit_layer=best.schedule.exit_layer,
-        exit_levels=best.schedule.exit_levels,
         draft_length=best.schedule.draft_length,
         prefill_chunk_tokens=best.chunk_tokens,
         vram_budget_bytes=problem.vram_budget_bytes,
         ram_budget_bytes=problem.ram_budget_bytes,
-        parts=placed_parts(problem, best.places, best.prefill, best.chunk_tokens, context),
+        parts=placed_parts(best, context),
         memory=tuple(best.memory),
-        prediction=predict(
-            problem, best.places, best.prefill, best.schedule, best.request_s, best.chunk_tokens, context
-        ),
+        prediction=predict(best, context),
         reasons=tuple(_reasons(problem, best)),
     )
 
@@ -100,7 +97,7 @@ def _reasons(problem: Problem, best: Candidate) -> Iterator[str]:
     measured, asked = problem.costs.cpu.threads, problem.limits.threads
     if asked and asked != measured:
         yield f"Times are those of {measured} threads: the profile has none for {asked}."
-    n_on_disk = best.places.count("disk")
+    n_on_disk = best.decode.count("disk")
     if n_on_disk:
         yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
     yield from _split_reasons(best)
@@ -131,7 +128,9 @@ def _mode_reasons(known: Statistics, schedule: Schedule) -> Iterator[str]:
 
 
 def _gain(schedule: Schedule) -> str:
-    """What the round is expected to bring."""
-    found = schedule.round
-    rows, tokens = f"{found.rows:.1f} rows", f"{found.tokens:.1f} tokens"
-    return f"a round of {rows} is expected to take {found.seconds * 1e3:.3g} ms and to bring {tokens}"
+    """What a step is expected to bring."""
+    step = schedule.step
+    return (
+        f"a draft-verify step of {step.batch:.1f} tokens is expected to take {step.seconds * 1e3:.3g} ms and to bring "
+        f"{step.tokens:.1f} tokens"
+    )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import Part, layer_parts, model_parts
-from hetero_ee.planning.placement import Option
-from hetero_ee.planning.statistics import AnyStatistics, Statistics, gathered
+from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.placement import Option, PartOptions
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -17,36 +17,37 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """context_tokens: prompt and text together. has_gpu: whether anything may lie there."""
+    """What is to be planned."""
 
     spec: ModelSpec
     costs: Costs
     limits: Limits
     statistics: Statistics
     parts: tuple[Part, ...]
-    context_tokens: int
+    context_tokens: int  # prompt and text together
     vram_budget_bytes: int
     ram_budget_bytes: int
 
     @property
     def has_gpu(self) -> bool:
+        """Whether anything may lie there."""
         return self.vram_budget_bytes > 0
 
     @property
     def layers(self) -> list[Part]:
         """The parts that belong to layers."""
-        return layer_parts(list(self.parts))
+        return [part for part in self.parts if part.layer is not None]
 
     @property
     def head(self) -> Part:
         return self.parts[-1]
 
-    def layer_options(self, m: int, context_tokens: int) -> list[dict[str, Option]]:
-        """Where each part of a layer may go, by the user's word or at all, and what m rows cost there.
+    def layer_options(self, m: int, context_tokens: int) -> list[PartOptions]:
+        """Where each part of a layer may go, by the user's word or at all, and what m tokens cost there.
 
         A streamed part costs what takes longer, the copy or the computing, since copies run ahead.
         """
-        known: dict[object, dict[str, Option]] = {}  # alike for parts of one shape
+        known: dict[object, PartOptions] = {}  # alike for parts of one shape
         found = []
         for part in self.layers:
             key = part.shape, self._pinned(part), self.survival(part)
@@ -55,16 +56,16 @@ class Problem:
             found.append(known[key])
         return found
 
-    def _options(self, part: Part, pinned: str | None, chance: float, m: int, context_tokens: int) -> dict[str, Option]:
-        found = {}
-        for place in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
-            if pinned not in (None, place):
+    def _options(self, part: Part, pinned: str | None, chance: float, m: int, context_tokens: int) -> PartOptions:
+        found: dict[str, Option] = {}
+        for placement in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
+            if pinned not in (None, placement):
                 continue
-            seconds = self.costs.part_s(part, place, m, context_tokens)
-            if place == "stream":
+            seconds = self.costs.part_s(part, placement, m, context_tokens)
+            if placement == "stream":
                 seconds = max(seconds, self.costs.copy_s(part))
-            n_bytes = part_gpu_bytes(part, place, self.context_tokens)
-            found[place] = Option(seconds * chance, n_bytes, on_gpu=place != "cpu")
+            n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
+            found[placement] = Option(seconds * chance, n_bytes, on_gpu=placement != "cpu")
         if not found:
             raise UsageError(
                 f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
@@ -72,24 +73,21 @@ class Problem:
         return found
 
     def _pinned(self, part: Part) -> str | None:
-        place = self.limits.pinned_place(part.name)
-        if place is None and self.limits.gpu_layers is not None and part.layer is not None:
-            place = "gpu" if part.layer < self.limits.gpu_layers else "cpu"
-        return place
+        pinned = self.limits.pinned(part.name)
+        if pinned is None and self.limits.gpu_layers is not None and part.layer is not None:
+            return "gpu" if part.layer < self.limits.gpu_layers else "cpu"
+        return pinned
 
     def survival(self, part: Part) -> float:
-        """The chance that a token needs the part; a little more than 0, so that memory nobody else wants is used."""
+        """The chance that a token needs the part."""
         exits = self.statistics.exits
-        if exits is None or exits.survival is None or part.layer is None:
-            return 1.0
-        return max(exits.survival[part.layer], 1e-6)
+        return 1.0 if exits is None or part.layer is None else exits.survival_at(part.layer)
 
 
-def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: AnyStatistics) -> Problem:
-    """The problem that these inputs pose. Raises UsageError for wishes beyond the model or the machine."""
+def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
+    """The problem that these inputs pose. Raises UsageError for requests beyond the model or the machine."""
     if limits.gpu_layers is not None and limits.gpu_layers > spec.n_layers:
         raise UsageError(f"gpu_layers is {limits.gpu_layers}, the model has {spec.n_layers} layers.")
-    known = gathered(statistics)
     _check_statistics(known, spec)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
@@ -160,13 +158,13 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
 
 def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
     """A pattern that pins nothing is a mistake, and not every part can be everywhere."""
-    for pattern, place in limits.overrides:
+    for pattern, placement in limits.overrides:
         names = [part.name for part in parts if re.fullmatch(pattern, part.name)]
         if not names:
             raise UsageError(
                 f"override {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head."
             )
-        if place != "cpu" and "embedding" in names:
+        if placement != "cpu" and "embedding" in names:
             raise UsageError("the embedding is looked up on the CPU; let the override leave it out.")
-        if place == "stream" and "head" in names:
+        if placement == "stream" and "head" in names:
             raise UsageError("the head can't be streamed; pin it to gpu or cpu.")

@@ -1,104 +1,102 @@
-"""What calibration knows of a model: how often rows exit and are right then, how good drafts are, what neurons do."""
+"""What calibration knows of a model: how often tokens exit and are right then, how good drafts are, what neurons do."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.neuron_statistics import NeuronStatistics
-from hetero_ee.planning.times.rounds import ExitRates, LevelWalk, WalkRates
+from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
+NEVER_NEEDED = 1e-6  # survival of a layer that no token needs: a little more than 0, so that spare memory is used
 
 
 @dataclass(frozen=True, slots=True)
-class ExitLayerRates:
-    """Rates of exits in front of layer `exit_layer`, counted from 0: `exit_layer` layers have run.
+class ExitRates:
+    """Of tokens judged at one exit layer."""
 
-    walk: of rows judged at the schedule's exit layers before this one too; None where that was not measured.
-    """
+    exit_rate: float  # chance that a token exits
+    precision: float  # chance that an exited token's draft is the full model's token
+    refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
 
-    exit_layer: int
-    rates: ExitRates
-    walk: WalkRates | None = None
+    def __post_init__(self) -> None:
+        _check_shares(self, "exit_rate", "precision", "refused_precision")
+
+
+@dataclass(frozen=True, slots=True)
+class WalkRates:
+    """The same of tokens judged at several exit layers, one after the other. Calibration measures it."""
+
+    exit_rate: float
+    precision: float
+    refused_precision: float
+    mean_exit_depth: float  # layers that an exiting token has passed, 0 where none exits
+    n_evaluated: float  # exit layers at which a token is judged, on average over all tokens
+
+    def __post_init__(self) -> None:
+        _check_shares(self, "exit_rate", "precision", "refused_precision")
+        for name in ("mean_exit_depth", "n_evaluated"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}, expected 0 or more")
+
+
+def _check_shares(rates: ExitRates | WalkRates, *names: str) -> None:
+    for name in names:
+        value = getattr(rates, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatistics:
-    """source: where it comes from, for people. exit_layers: ascending. survival: for each layer the chance that a token
-    needs it, for modes that skip layers for good; None where every token passes every layer. schedule: the exit layers
-    worth a predictor, ascending, at which the rows of each `walk` were judged on their way.
-    """
+    """Exits at every exit layer that is known: an exit layer of n is in front of layer n, after n layers have run."""
 
-    source: str
+    source: str  # where it comes from, for people
     n_layers: int
-    exit_layers: tuple[ExitLayerRates, ...]
-    survival: tuple[float, ...] | None = None
-    schedule: tuple[int, ...] = ()
+    rates: Mapping[int, ExitRates]  # by exit layer, ascending
+    survival: tuple[float, ...] | None = None  # chance that a token needs each layer; None: every token needs all
 
     def __post_init__(self) -> None:
-        places = [entry.exit_layer for entry in self.exit_layers]
-        if not places or places != sorted(set(places)) or not 0 < places[0] <= places[-1] < self.n_layers:
+        exit_layers = list(self.rates)
+        if (
+            not exit_layers
+            or exit_layers != sorted(exit_layers)
+            or not 0 < exit_layers[0] <= exit_layers[-1] < self.n_layers
+        ):
             raise ValueError(f"exit layers must ascend between 1 and {self.n_layers - 1}")
         if self.survival is not None and len(self.survival) != self.n_layers:
             raise ValueError(f"survival has {len(self.survival)} values for {self.n_layers} layers")
         if self.survival is not None and not all(0 <= chance <= 1 for chance in self.survival):
             raise ValueError("survival holds chances from 0 to 1")
-        if list(self.schedule) != sorted(set(self.schedule)) or not all(0 < b < self.n_layers for b in self.schedule):
-            raise ValueError(f"the schedule's exit layers must ascend between 1 and {self.n_layers - 1}")
-
-    def walk_at(self, exit_layer: int) -> WalkRates | None:
-        """Of rows judged at the schedule's exit layers before this one and here; None where it was not measured."""
-        return next((entry.walk for entry in self.exit_layers if entry.exit_layer == exit_layer), None)
-
-    def level_walk(self, exit_layer: int) -> LevelWalk | None:
-        """The schedule's way to this exit layer; None where no level lies before it, or a walk there was not measured
-        or has no exits.
-
-        How many are judged on average tells how many have exited: of a walk with one level more, all those that have
-        not are judged once more.
-        """
-        places = (*(level for level in self.schedule if level < exit_layer), exit_layer)
-        walks = [walk for place in places[1:] if (walk := self.walk_at(place)) is not None]
-        if len(places) < 2 or len(walks) < len(places) - 1:
-            return None
-        judged = [1.0, *(walk.n_evaluated for walk in walks)]
-        exited = [0.0, *(1 - (after - before) for before, after in pairwise(judged)), walks[-1].exit_rate]
-        shares = [max(0.0, after - before) for before, after in pairwise(exited)]
-        if not sum(shares):  # figures that contradict each other, or no exits
-            return None
-        scale = walks[-1].exit_rate / sum(shares)
-        return LevelWalk(walks[-1], places, tuple(scale * share for share in shares))
 
     def rates_at(self, exit_layer: int) -> ExitRates:
-        """Linear between the exit layers that are known; no exits before the first, the last one's rates behind it."""
-        if exit_layer < self.exit_layers[0].exit_layer:
-            return ExitRates(0.0, 0.0)
-        later = [entry for entry in self.exit_layers if entry.exit_layer >= exit_layer]
-        if not later:
-            return self.exit_layers[-1].rates
-        right = later[0]
-        left = max(
-            (entry for entry in self.exit_layers if entry.exit_layer <= exit_layer), key=lambda entry: entry.exit_layer
+        """Linear between the exit layers that are known; no exits before the first, the last one's rates after it."""
+        if exit_layer in self.rates:
+            return self.rates[exit_layer]
+        known = list(self.rates)
+        columns = zip(
+            *((each.exit_rate, each.precision, each.refused_precision) for each in self.rates.values()), strict=True
         )
-        if left is right:
-            return right.rates
-        share = (exit_layer - left.exit_layer) / (right.exit_layer - left.exit_layer)
-        names = ("exit_rate", "precision", "refused_precision")
-        pairs = ((getattr(left.rates, name), getattr(right.rates, name)) for name in names)
-        return ExitRates(*(first + share * (second - first) for first, second in pairs))
+        return ExitRates(*(float(np.interp(exit_layer, known, column, left=0.0)) for column in columns))
+
+    def survival_at(self, layer: int) -> float:
+        """The chance that a token needs the layer."""
+        return 1.0 if self.survival is None else max(self.survival[layer], NEVER_NEEDED)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
-    """Of drafts that need none of the model's layers. source: where it comes from, for people. acceptance: for each
-    position of a chain the chance that its draft is right where all before it are; the last one's holds behind it.
-    draft_s: seconds to draft a token.
-    """
+    """Of drafts that need none of the model's layers."""
 
-    source: str
-    acceptance: tuple[float, ...]
-    draft_s: float
+    source: str  # where it comes from, for people
+    acceptance: tuple[
+        float, ...
+    ]  # by position of a draft sequence: draft right where all before it are; the last holds on
+    draft_s: float  # seconds to draft a token
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -109,8 +107,45 @@ class DraftRates:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
 
     def acceptance_at(self, position: int) -> float:
-        """Of the draft at this position of a chain, counted from 0."""
+        """Of the draft at this position of a sequence, counted from 0."""
         return self.acceptance[min(position, len(self.acceptance) - 1)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeuronStatistics:
+    """How often each FFN neuron is active. Raises ValueError."""
+
+    source: str  # where it comes from, for people
+    frequencies: Any  # (n_layers, ffn_size), share of tokens for which a neuron is active, 0 to 1
+    block_neurons: int = TILE_COLUMNS  # placed together: a multiple of the tiles' columns that divides the FFN
+
+    def __post_init__(self) -> None:
+        found = np.asarray(self.frequencies)
+        if found.ndim != 2 or not found.size or found.dtype.kind != "f":
+            raise ValueError(f"frequencies are {found.dtype} of shape {found.shape}, expected floats, layers x neurons")
+        if not np.all((found >= 0) & (found <= 1)):  # false for NaN too
+            raise ValueError("frequencies must be 0 to 1")
+        if self.block_neurons < 1 or self.block_neurons % TILE_COLUMNS or found.shape[1] % self.block_neurons:
+            raise ValueError(
+                f"block_neurons is {self.block_neurons}, expected a multiple of {TILE_COLUMNS} that divides "
+                f"{found.shape[1]}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, and neurons of a layer's FFN."""
+        n_layers, n_neurons = np.shape(self.frequencies)
+        return n_layers, n_neurons
+
+    def order(self, layer: int) -> Any:
+        """Neurons of the layer, the most often active first; of two alike the one with the lower number."""
+        return np.argsort(-np.asarray(self.frequencies[layer], np.float64), kind="stable")
+
+    def active_after(self, layer: int) -> Any:
+        """For 0, 1, ... all blocks in that order: neurons of the later blocks that a token needs, on average."""
+        active = np.sort(self.frequencies[layer])[::-1].astype(np.float64)
+        blocks = active.reshape(-1, self.block_neurons).sum(axis=1)
+        return np.concatenate([np.cumsum(blocks[::-1])[::-1], [0.0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +157,11 @@ class Statistics:
     neurons: NeuronStatistics | None = None
 
 
-AnyStatistics = Statistics | ExitStatistics | None
-
-
-def gathered(statistics: AnyStatistics) -> Statistics:
-    """Exit statistics alone, or none, as all that is known."""
-    return statistics if isinstance(statistics, Statistics) else Statistics(exits=statistics)
-
-
-# Llama-2-7B-chat, 25 K rows a layer: layer after which the exit is taken, the share of rows whose argmax there is the
-# final token and among the draft's four (percent), precision and recall of a trained predictor at threshold 0.5.
+# Llama-2-7B-chat, 25 K tokens a layer: layer after which the exit is taken, the share of tokens whose argmax there is
+# the final token and among the draft's four (percent), precision and recall of a trained predictor at threshold 0.5.
 # Source: the independent replication of SpecEE in w28ahmad/EarlyExitLLM.
 PUBLISHED_LAYERS = 32
-PUBLISHED_ROWS = (
+PUBLISHED_RATES = (
     (10, 3.3, 0.34, 0.98),
     (15, 9.7, 0.44, 0.94),
     (17, 24.2, 0.65, 0.88),
@@ -152,19 +179,16 @@ def published_statistics(n_layers: int) -> ExitStatistics:
 
     Raises UsageError for a model with too few.
     """
-    exit_layers: dict[int, ExitRates] = {}
-    for layer, oracle_percent, precision, recall in PUBLISHED_ROWS:
+    rates: dict[int, ExitRates] = {}
+    for layer, oracle_percent, precision, recall in PUBLISHED_RATES:
         exit_layer = round((layer + 1) * n_layers / PUBLISHED_LAYERS)
         if 0 < exit_layer < n_layers:
-            # A share `recall` of the right rows exit, and they are a share `precision` of all that do.
+            # A share `recall` of the right tokens exit, and they are a share `precision` of all that do.
             right = oracle_percent / 100
             exit_rate = min(1.0, right * recall / precision)
             refused = min(1.0, max(0.0, (right - exit_rate * precision) / (1 - exit_rate))) if exit_rate < 1 else 0.0
-            exit_layers[exit_layer] = ExitRates(exit_rate, precision, refused)
-    if not exit_layers:
+            rates[exit_layer] = ExitRates(exit_rate, precision, refused)
+    if not rates:
         raise UsageError(f"a model with {n_layers} layers has none to exit from; drop --published-exits.")
-    return ExitStatistics(
-        source="published rates of Llama-2-7B-chat (w28ahmad/EarlyExitLLM), scaled by depth",
-        n_layers=n_layers,
-        exit_layers=tuple(ExitLayerRates(exit_layer, rates) for exit_layer, rates in sorted(exit_layers.items())),
-    )
+    source = "published rates of Llama-2-7B-chat (w28ahmad/EarlyExitLLM), scaled by depth"
+    return ExitStatistics(source, n_layers, rates)

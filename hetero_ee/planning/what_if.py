@@ -9,7 +9,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import AnyStatistics
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee_profiles.hardware import DERIVED, HardwareProfile
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def with_other_vram(
     spec: ModelSpec,
     profile: HardwareProfile,
     limits: Limits,
-    statistics: AnyStatistics,
+    statistics: Statistics,
     extra_bytes: int,
 ) -> Plan | None:
     """The plan with so much more VRAM, on a card that has it; None where there is no GPU or nothing would be left."""
@@ -51,9 +51,7 @@ def with_other_vram(
         return None
 
 
-def vram_curve(
-    spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: AnyStatistics
-) -> list[CurvePoint]:
+def vram_curve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: Statistics) -> list[CurvePoint]:
     """Rates at budgets from nothing to what makes everything fit, or to twice the card. Raises UsageError."""
     if profile.gpu is None:
         raise UsageError(f"{profile.name} has no GPU, so there is no curve; choose another machine with --hardware.")

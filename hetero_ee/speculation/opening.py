@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,10 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.plan import CHAIN
+from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import DraftRates, Statistics
-from hetero_ee.planning.times.round_costs import pass_costs, round_costs
+from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Opened
@@ -123,7 +124,7 @@ def open_drafting(
     switch = (
         None if opened.machine is not None or wants_exact else SpeculationSwitch()
     )  # emulated clocks know no Python
-    if plan.drafts == CHAIN:
+    if plan.drafts == SEQUENCE:
         return _sequences(knowledge, opened, profile, warn, switch)
     return OpenDrafting(_exits(knowledge.calibration, opened, profile, warn, switch))
 
@@ -143,8 +144,9 @@ def _exits(
     rule: MarginalRule | FixedThreshold = FixedThreshold(fitted.threshold)
     async_layers = 0
     if profile is not None:
-        costs = round_costs(opened.executor.spec, profile, plan, plan.exit_layer)
-        rule, async_layers = MarginalRule(costs.draft_s, costs.verify_s), costs.layers_ahead
+        times = step_times(opened.executor.spec, profile, plan)
+        rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
+        async_layers = times.layers_ahead(plan.exit_layer)
     head = _exit_head(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
     return Drafting(plan.exit_layer, plan.draft_length, rule, head, (), warn, switch, async_layers)
 
@@ -175,7 +177,8 @@ def _sequences(
     sources = tuple(source for source in found if source is not None)
     rule: MarginalRule | FixedThreshold = FixedThreshold(UNPRICED_CHANCE)
     if profile is not None:
-        rule = MarginalRule(0.0, pass_costs(opened.executor.spec, profile, opened.plan))
+        times = step_times(opened.executor.spec, profile, opened.plan)
+        rule = MarginalRule(0.0, partial(times.verify_s, 0))
     drafting = Drafting(0, _draft_length(opened, profile), rule, None, sources, warn, switch)
     return OpenDrafting(drafting, own_pool)
 

@@ -29,7 +29,6 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.statistics import (
     DraftRates,
-    ExitLayerRates,
     ExitStatistics,
     Statistics,
     published_statistics,
@@ -114,11 +113,8 @@ def replayed_rows(stories: Stories, profile: HardwareProfile) -> Iterator[Row]:
 
 def scaled(statistics: ExitStatistics, n_layers: int) -> ExitStatistics:
     """The same rates at the same relative depths of another model."""
-    exit_layers = (
-        ExitLayerRates(round(each.exit_layer * n_layers / statistics.n_layers), each.rates)
-        for each in statistics.exit_layers
-    )
-    return replace(statistics, n_layers=n_layers, exit_layers=tuple(exit_layers))
+    rates = {round(n * n_layers / statistics.n_layers): each for n, each in statistics.rates.items()}
+    return replace(statistics, n_layers=n_layers, rates=rates)
 
 
 def document(rows: Sequence[Row], beside: Sequence[Overhead]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from exit_rows import REPLAYED, Row, Timed, described_row, full_row, planned_costs, row, timed
+from hetero_ee.speculation.draft_gate import FixedGate
 from torch import Tensor
 
 from hetero_ee.decoding.full import Ending, generate
@@ -20,9 +21,8 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.planning.statistics import Statistics
-from hetero_ee.planning.times.round_costs import round_costs
-from hetero_ee.planning.times.rounds import ExitRates
+from hetero_ee.planning.statistics import ExitRates, Statistics
+from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
@@ -33,7 +33,6 @@ from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.work import block_work, work_s
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Confidence, Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
@@ -197,7 +196,7 @@ class Replay:
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
         if plan.drafts == EXIT and plan.exit_layer is not None:
             exit_head = ExitHead(None, _confidence(fates))
-            n_ahead = round_costs(self.spec, self.profile, plan, plan.exit_layer).layers_ahead
+            n_ahead = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
             return Drafting(
                 plan.exit_layer,
                 plan.draft_length,

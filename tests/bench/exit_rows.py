@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.schedule import chain_of
-from hetero_ee.planning.times.rounds import ExitRates, chain_round, expected_rounds
+from hetero_ee.planning.statistics import ExitRates, Statistics
+from hetero_ee.planning.times.steps import StepTimes, exit_steps, sequence_step
 from hetero_ee.speculation.statistics import DraftStatistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -107,20 +108,20 @@ def planned_costs(
 ) -> StepCosts:
     """From the profile, at this context. chain_draft_s: of one draft of a chain."""
     limits = Limits(context_tokens=plan.context_tokens, kv_type=plan.kv_type, threads=plan.threads)
-    problem = resolve(spec, profile, limits, None)
-    places = [part.decode_place for part in plan.parts]
-    chain = chain_of(problem, places, context_tokens, plan.draft_length)
-    full_s = chain.sums[1][-1]
+    problem = resolve(spec, profile, limits, Statistics())
+    places = plan.decode_placements
+    times = StepTimes(problem.costs, problem.parts, places, context_tokens, plan.draft_length)
+    full_s = times.verify_s(0, 1)
     if plan.drafts == EXIT and plan.exit_layer is not None:
-        n_parts = 1 + 2 * plan.exit_layer
-        draft_s, later_s = chain.draft_s(n_parts), chain.verify_s(n_parts, 1)
-        r = later_s / chain.sums[1][n_parts]
-        head_s, ahead_s = chain.exit_head_s[n_parts], chain.ahead_s(plan.exit_layer)
-        return StepCosts(full_s, head_s, draft_s, lambda m: chain.verify_s(n_parts, m), r, ahead_s)
+        exit_layer = plan.exit_layer
+        r = times.verify_s(exit_layer, 1) / times.layers_s(exit_layer)
+        head_s, ahead_s = times.exit_head_s(exit_layer), times.ahead_s(exit_layer)
+        verify_s = partial(times.verify_s, exit_layer)
+        return StepCosts(full_s, head_s, times.draft_s(exit_layer), verify_s, r, ahead_s)
     gpu_s = _gpu_s(problem, places, context_tokens)
     head_s = problem.costs.part_s(problem.head, places[-1], 1, context_tokens)
     r = (full_s - gpu_s) / gpu_s if gpu_s else None
-    return StepCosts(full_s, head_s, chain_draft_s, lambda m: chain.verify_s(0, m), r)
+    return StepCosts(full_s, head_s, chain_draft_s, partial(times.verify_s, 0), r)
 
 
 def _gpu_s(problem: Problem, places: Sequence[str], context_tokens: int) -> float:
@@ -135,14 +136,14 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
     assert full.token_ids == exact.token_ids, f"{described.asked}: exact mode says something else than full mode"
     n_rows = described.draft_length
     rates = exit_rates(statistics, n_rows) if drafts == EXIT else None
-    acceptance = chain_acceptance(statistics) if drafts == CHAIN else ()
+    acceptance = chain_acceptance(statistics) if drafts == SEQUENCE else ()
     if rates is not None:
-        expected = expected_rounds(rates, n_rows, costs.draft_s, costs.verify_s)[-1]
+        expected = exit_steps(rates, n_rows, costs.draft_s, costs.verify_s)[-1]
         ahead = statistics.n_ahead_kept / statistics.n_rounds
         expected = replace(expected, seconds=expected.seconds - ahead * costs.ahead_s)
     else:
         at = acceptance or (0.0,)
-        expected = chain_round(n_rows, lambda j: at[min(j, len(at) - 1)], costs.draft_s, costs.verify_s)
+        expected = sequence_step(n_rows, lambda j: at[min(j, len(at) - 1)], costs.draft_s, costs.verify_s)
     return replace(
         described,
         mode="exact",

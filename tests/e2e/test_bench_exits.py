@@ -11,8 +11,7 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.statistics import DraftRates, ExitLayerRates, ExitStatistics, Statistics
-from hetero_ee.planning.times.rounds import ExitRates
+from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.reference import reference_profile
 
 FOLDER = Path(__file__).parents[1] / "bench"
@@ -37,7 +36,7 @@ def stories(bench: Any, demo: Path, kernels: Path) -> Iterator[Any]:
 
 
 def exits(exit_rate: float, precision: float, refused_precision: float = 0.0) -> Statistics:
-    rates = (ExitLayerRates(BOUNDARY, ExitRates(exit_rate, precision, refused_precision)),)
+    rates = {BOUNDARY: ExitRates(exit_rate, precision, refused_precision)}
     return Statistics(ExitStatistics("asked for", N_LAYERS, rates))
 
 

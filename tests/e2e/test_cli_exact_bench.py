@@ -9,7 +9,7 @@ import pytest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import published_statistics
+from hetero_ee.planning.statistics import Statistics, published_statistics
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli
 
@@ -63,7 +63,8 @@ def test_bad_wishes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: list[st
     from hetero_ee.models.known_shapes import known_spec
 
     spec, profile = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
-    made = plan(spec, profile, Limits(context_tokens=512, mode="exact"), published_statistics(spec.n_layers))
+    known = Statistics(published_statistics(spec.n_layers))
+    made = plan(spec, profile, Limits(context_tokens=512, mode="exact"), known)
     made.save(tmp_path / "plan.json")
     ended = cli(*(tmp_path / "plan.json" if word == "PLAN" else word for word in arguments))
     assert (ended.code, ended.out) == (2, "") and words in ended.err

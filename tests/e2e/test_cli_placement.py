@@ -18,7 +18,7 @@ from hetero_ee.decoding.result import FinishReason, GenerationResult
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import published_statistics
+from hetero_ee.planning.statistics import Statistics, published_statistics
 from hetero_ee.profiling.machine_profile import known_profile, versions
 from hetero_ee.profiling.profile_store import keep_profile
 from hetero_ee_cli.reports.expectation import slowness
@@ -94,7 +94,7 @@ def test_full_mode_says_so_and_why(
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
     spec = read_spec(demo)
-    plan(spec, metrics, Limits(mode="full", threads=1), published_statistics(spec.n_layers)).save(
+    plan(spec, metrics, Limits(mode="full", threads=1), Statistics(published_statistics(spec.n_layers))).save(
         tmp_path / "plan.json"
     )
     declined = cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json")

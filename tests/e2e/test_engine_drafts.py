@@ -9,13 +9,13 @@ import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP
 
 OPENINGS = ["Once upon a time", "The big dog", "Tom and his mom went to the store."]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 3}
-WAYS = ["head", "exits", "levels", "n-grams"]
+WAYS = ["head", "exits", "n-grams"]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,7 @@ def drafting_plan(way: str, **limits: Any) -> Plan:
     """A plan of the demo model that drafts in this way, whatever would be fastest."""
     with emulating(limits=Limits(mode="exact", **limits)) as engine:
         found = engine.plan
-    assert found is not None and found.drafts == CHAIN
-    if way == "levels":
-        return replace(found, drafts=EXIT, exit_layer=10, exit_levels=(4, 7), draft_length=5)
+    assert found is not None and found.drafts == SEQUENCE
     return replace(found, drafts=EXIT, exit_layer=6, draft_length=5) if way == "exits" else found
 
 
@@ -57,9 +55,9 @@ def test_texts_are_those_of_full_mode(full: Engine, drafting: Engine, sampling: 
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     statistics = drafting.draft_statistics
     assert statistics is not None and statistics.n_tokens == sum(len(result.token_ids) - 1 for result in expected)
-    if drafting.plan is not None and drafting.plan.exit_levels:
-        assert drafting.draft_origin == "exit after layer 4, 7 or 10"
-        assert all(statistics.known_after[depth] for depth in (4, 7, 10, 12))
+    if drafting.plan is not None and drafting.plan.drafts == EXIT:
+        assert drafting.draft_origin == "exit after layer 6"
+        assert all(statistics.known_after[depth] for depth in (6, 12))
 
 
 def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:

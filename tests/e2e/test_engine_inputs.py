@@ -10,7 +10,7 @@ import pytest
 from hetero_ee import Engine, HeteroError, ModelError, UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import CHAIN, Plan
+from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import save_head
 from tests.emulation import LAPTOP, planned
@@ -157,7 +157,7 @@ def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(ow
         assert made is not None and engine.draft_origin == ""
     (warn,) = [text for text in told if "own draft head" in text]
     assert "Drafting without this model's own draft head." in warn
-    drafting = replace(made, mode="exact", drafts=CHAIN, exit_layer=0, draft_length=4)
+    drafting = replace(made, mode="exact", drafts=SEQUENCE, exit_layer=0, draft_length=4)
     with Engine.from_pretrained(own_head, plan=drafting, **options) as engine:
         assert engine.draft_origin == "n-grams"
 
@@ -165,6 +165,6 @@ def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(ow
 def test_a_named_head_whose_weights_are_missing_is_an_error(demo: Path, tmp_path: Path, on_gpu: Plan) -> None:
     config = (demo / "draft_head" / "config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(config)
-    drafting = replace(on_gpu, mode="exact", drafts=CHAIN, exit_layer=0, draft_length=4)
+    drafting = replace(on_gpu, mode="exact", drafts=SEQUENCE, exit_layer=0, draft_length=4)
     sentence = refusal(ModelError, plan=drafting, profile=PROFILE, emulate=True, draft_head=tmp_path)
     assert str(tmp_path) in sentence

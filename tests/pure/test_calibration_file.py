@@ -53,10 +53,7 @@ def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     statistics = found.statistics()
     assert statistics.rates_at(2).exit_rate == found.at(2).metrics.exit_rate
     assert statistics.rates_at(4).precision == found.at(4).metrics.precision
-    assert statistics.exit_layers[3].rates.refused_precision == found.at(4).metrics.refused_precision
-    assert statistics.exit_layers[0].walk is None  # the schedule, 1 and 3, has nothing in front of it
-    walk, own = statistics.exit_layers[3].walk, found.at(4).walk
-    assert walk is not None and (walk.exit_rate, walk.mean_exit_depth) == (own.exit_rate, own.mean_exit_depth)
+    assert statistics.rates[4].refused_precision == found.at(4).metrics.refused_precision
     assert [found.levels(exit_layer) for exit_layer in (1, 2, 3, 4)] == [(), (1,), (1,), (1, 3)]
     assert statistics.survival is None and "a text" in statistics.source
     assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)

@@ -90,4 +90,3 @@ def test_without_a_threshold_there_is_no_sliced_predictor_and_no_schedule(sliced
     ] * N_BOUNDARIES
     assert found.schedule == NO_SCHEDULE
     assert all(each.walk.n_evaluated == 1 for each in found.exit_layers)
-    assert all(each.walk is None for each in found.statistics().exit_layers)

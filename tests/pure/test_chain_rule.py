@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-
-from hetero_ee.planning.plan import CHAIN, NGRAM
 from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee.speculation.draft_chain import DraftChain
 from hetero_ee.speculation.draft_gate import AdaptiveGate
+
+from hetero_ee.planning.plan import NGRAM, SEQUENCE
 
 ROW_S, DRAFT_S = 0.05, 0.2
 END, LOGITS = 9, torch.tensor([0.0, 5.0, 0.0, 0.0])
@@ -102,7 +102,7 @@ def test_a_chain_tells_the_gate_of_its_computed_drafts_and_knows_their_origins()
     assert made.choose(LOGITS, []) == 1 and made.goes_on()
     assert made.choose(LOGITS, [1]) == 1
     assert made.following([0.9, 0.9, 0.0]) == 2
-    assert made.origins_of(4) == [CHAIN, CHAIN, NGRAM, NGRAM] and made.origins_of(1) == [CHAIN]
+    assert made.origins_of(4) == [SEQUENCE, SEQUENCE, NGRAM, NGRAM] and made.origins_of(1) == [SEQUENCE]
     confidence = pytest.approx(torch.softmax(LOGITS, 0)[1].item())
     assert made.asked == {0: [(1, confidence)], 1: [(1, confidence)]}
     assert how.gate.seconds_per_token > before_s
@@ -122,4 +122,4 @@ def test_without_a_rule_there_is_as_much_as_there_is_room_for() -> None:
         made.choose(LOGITS, [])
         assert made.goes_on()
     assert made.following([0.001] * 2) == 2
-    assert made.asked == {} and made.origins_of(6) == [*[CHAIN] * 3, NGRAM, NGRAM, CHAIN]
+    assert made.asked == {} and made.origins_of(6) == [*[SEQUENCE] * 3, NGRAM, NGRAM, SEQUENCE]

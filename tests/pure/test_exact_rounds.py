@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.plan import CHAIN, EXIT
-from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact, generate_exact_from
 from hetero_ee.speculation.statistics import DraftCounts, OriginCounts
@@ -161,7 +161,7 @@ def test_a_chain_passes_the_earlier_layers_as_one_batch(exit_layer: int) -> None
     layers = [one.layers for one in model.passes[1:]]
     assert layers == [range(exit_layer), range(exit_layer, N_LAYERS)] * 4
     assert all(len(one.rows) == 4 for one in model.passes[1:])
-    assert [origin.origin for origin in counts.statistics(N_LAYERS, exit_layer).origins] == [CHAIN]
+    assert [origin.origin for origin in counts.statistics(N_LAYERS, exit_layer).origins] == [SEQUENCE]
     assert model.n_projected == 1 + 16  # no exit head
 
 
@@ -180,7 +180,7 @@ def test_the_gate_cuts_a_chain_at_the_boundary_and_the_exit_is_asked_instead() -
     assert [len(one.rows) for one in model.later[:1]] == [2]
     assert gate.asked[:3] == [(0, 1), (0, 2), (0, 2)]
     assert gate.audits[:3] == [True, False, True]  # the chain's second was wrong, the exit's right
-    assert counts.statistics(N_LAYERS, BOUNDARY).origins == (OriginCounts(CHAIN, 4, 4, 4),)  # none that was cut
+    assert counts.statistics(N_LAYERS, BOUNDARY).origins == (OriginCounts(SEQUENCE, 4, 4, 4),)  # none that was cut
 
 
 def test_exits_go_on_where_a_chain_ends_or_is_cut() -> None:
@@ -190,7 +190,7 @@ def test_exits_go_on_where_a_chain_ends_or_is_cut() -> None:
     generated(model, drafting(4, source=source), counts=counts)
     assert [len(one.rows) for one in model.earlier] == [2, 1, 1] * 4
     origins = {found.origin: found.n_accepted for found in counts.statistics(N_LAYERS, BOUNDARY).origins}
-    assert origins == {EXIT: 8, CHAIN: 4}
+    assert origins == {EXIT: 8, SEQUENCE: 4}
     gate = RecordingGate(False, True)
     model = ScriptedModel(successor, successor)
     generated(model, drafting(4, source=known(4), gate=gate), max_new_tokens=5)

@@ -12,7 +12,7 @@ from hetero_ee.calibration.metrics import (
     depth_figures,
     exit_layer_metrics,
 )
-from hetero_ee.planning.times.rounds import WalkRates
+from hetero_ee.planning.statistics import WalkRates
 
 SHARES = (
     "agreement",

@@ -8,7 +8,7 @@ import pytest
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.parts import Part, model_parts
 from hetero_ee.planning.times.lanes import Lanes, pass_time
-from hetero_ee.planning.times.prompts import Ways, prompt_s
+from hetero_ee.planning.times.prompts import Placements, prompt_s
 
 CROSSING_S, COPY_S = 1.0, 10.0
 SECONDS = {"cpu": 8.0, "gpu": 2.0, "stream": 2.0, "visit": 2.0}
@@ -16,7 +16,7 @@ EVERY = model_parts(known_spec("tinyllama-1.1b"), "fp16")
 PARTS = [EVERY[0], *EVERY[1:7], EVERY[-1]]  # three layers
 
 
-class RoundCosts:
+class RoundFigures:
     """A part of a layer takes SECONDS, embedding and head nothing."""
 
     profile = SimpleNamespace(link=object())
@@ -33,7 +33,7 @@ class RoundCosts:
     logits_transfer_s = transfer_s
 
 
-COSTS: Any = RoundCosts()
+COSTS: Any = RoundFigures()
 
 
 def placed(layers: str) -> list[str]:
@@ -76,12 +76,12 @@ def test_passes_one_after_the_other(layers: str, first_s: float, steady_s: float
 )
 def test_a_prompt_in_two_chunks(layers: str, seconds: float) -> None:
     places = placed(layers)
-    assert prompt_s(COSTS, PARTS, Ways(places, places), 64, 32) == seconds
+    assert prompt_s(COSTS, PARTS, Placements(places, places), 64, 32) == seconds
 
 
 def test_a_short_last_chunk_takes_the_way_of_decoding() -> None:
-    """Sixteen rows and fewer; what was copied ahead for another way is of no use and still in line."""
+    """Sixteen tokens and fewer; what was copied ahead for other placements is of no use and still takes its time."""
     streamed, resident = placed("ssgggg"), placed("gggggg")
-    assert prompt_s(COSTS, PARTS, Ways(streamed, resident), 32 + 16, 32) == 30 + 13 + 1
+    assert prompt_s(COSTS, PARTS, Placements(streamed, resident), 32 + 16, 32) == 30 + 13 + 1
     other = placed("ggggss")
-    assert prompt_s(COSTS, PARTS, Ways(streamed, other), 32 + 16, 32) == 40 + 10 + 10 + 2 + 1
+    assert prompt_s(COSTS, PARTS, Placements(streamed, other), 32 + 16, 32) == 40 + 10 + 10 + 2 + 1

@@ -9,6 +9,7 @@ import pytest
 
 from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain
 from hetero_ee.planning.placement import Option
+from hetero_ee.planning.times.costs import SPLIT
 
 N_INSTANCES = 1000
 Instance = tuple[list[dict[str, Option]], dict[int, SplitTimes], int, float, bool]
@@ -66,15 +67,17 @@ def seconds_of(chosen: list[Option], transfer_s: float, ends_on_gpu: bool) -> fl
 def chosen_of(instance: Instance) -> list[Option]:
     parts, splits, budget, transfer_s, ends_on_gpu = instance
     found = place_split_chain(parts, splits, budget, transfer_s, ends_on_gpu=ends_on_gpu)
-    assert found is not None and {i for i, place in enumerate(found.places) if place is None} == set(found.n_blocks)
+    assert found is not None and {i for i, placement in enumerate(found.placements) if placement == SPLIT} == set(
+        found.n_blocks
+    )
     chosen = []
-    for index, (part, place) in enumerate(zip(parts, found.places, strict=True)):
-        if place is None:
+    for index, (part, placement) in enumerate(zip(parts, found.placements, strict=True)):
+        if placement == SPLIT:
             times, n = splits[index], found.n_blocks[index]
             assert 1 <= n < len(times.seconds)
             chosen.append(Option(float(times.seconds[n]), int(times.gpu_bytes[n]), None))
         else:
-            chosen.append(part[place])
+            chosen.append(part[placement])
     assert sum(option.gpu_bytes for option in chosen) <= budget
     return chosen
 

@@ -1,4 +1,4 @@
-"""Exact mode with drafts from elsewhere: when a chain is planned, when exits are, and when neither."""
+"""Exact mode with drafts from elsewhere: when a sequence is planned, when exits are, and when neither."""
 
 import math
 from dataclasses import replace
@@ -12,15 +12,14 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.schedule import WORTH_IT
-from hetero_ee.planning.statistics import DraftRates, ExitLayerRates, ExitStatistics, Statistics
-from hetero_ee.planning.times.rounds import ExitRates
+from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 
 SPEC, PROFILE = known_spec("llama-2-7b"), reference_profile("rtx-4060-laptop-8gb")
 LIMITS = Limits(vram_budget_bytes=3 * 2**30, context_tokens=512)
-GOOD_EXITS = ExitStatistics("good exits", 32, (ExitLayerRates(12, ExitRates(0.8, 0.95)),))
-BAD_EXITS = ExitStatistics("bad exits", 32, (ExitLayerRates(12, ExitRates(0.8, 0.1)),))
+GOOD_EXITS = ExitStatistics("good exits", 32, {12: ExitRates(0.8, 0.95)})
+BAD_EXITS = ExitStatistics("bad exits", 32, {12: ExitRates(0.8, 0.1)})
 GOOD_DRAFTS = DraftRates("an n-gram source", (0.9,) * 8, 1e-5)
 BAD_DRAFTS = DraftRates("a bad source", (0.01,), 1e-5)
 
@@ -32,12 +31,14 @@ def planned(statistics: Statistics, limits: Limits = LIMITS) -> Plan:
 def test_good_drafts_are_planned_without_any_exits() -> None:
     full, found = planned(Statistics()), planned(Statistics(drafts=GOOD_DRAFTS))
     assert (full.mode, full.drafts, full.exit_layer) == ("full", None, None)
-    assert (found.mode, found.drafts, found.exit_layer) == ("exact", "chain", 0)
+    assert (found.mode, found.drafts, found.exit_layer) == ("exact", "sequence", 0)
     assert found.prediction.generated_tokens_per_s > full.prediction.generated_tokens_per_s / WORTH_IT
-    assert found.prediction.rows_per_pass == found.draft_length > 1
+    assert found.prediction.batch_per_pass == found.draft_length > 1
     assert found.prediction.tokens_per_pass == pytest.approx(sum(0.9**j for j in range(found.draft_length)))
-    assert any(reason.startswith("Drafts come from an n-gram source; a round of") for reason in found.reasons)
-    assert f"chains of {found.draft_length - 1} drafts from elsewhere" in explained(found)
+    assert any(
+        reason.startswith("Drafts come from an n-gram source; a draft-verify step of") for reason in found.reasons
+    )
+    assert f"sequences of {found.draft_length - 1} drafts from elsewhere" in explained(found)
     assert from_json(Plan, to_json(found)) == found
 
 
@@ -45,13 +46,13 @@ def test_good_drafts_are_planned_without_any_exits() -> None:
     ("statistics", "drafts"),
     [
         (Statistics(GOOD_EXITS, BAD_DRAFTS), "exit"),
-        (Statistics(BAD_EXITS, GOOD_DRAFTS), "chain"),
+        (Statistics(BAD_EXITS, GOOD_DRAFTS), "sequence"),
         (Statistics(BAD_EXITS, BAD_DRAFTS), None),
         (Statistics(GOOD_EXITS, replace(GOOD_DRAFTS, draft_s=1.0)), "exit"),
         (Statistics(None, replace(GOOD_DRAFTS, draft_s=1.0)), None),
     ],
 )
-def test_the_best_of_exits_chains_and_neither(statistics: Statistics, drafts: str | None) -> None:
+def test_the_best_of_exits_sequences_and_neither(statistics: Statistics, drafts: str | None) -> None:
     found = planned(statistics)
     assert found.drafts == drafts and (found.mode == "exact") == (drafts is not None)
     rates = [planned(each).prediction.generated_tokens_per_s for each in (
@@ -60,7 +61,7 @@ def test_the_best_of_exits_chains_and_neither(statistics: Statistics, drafts: st
 
 
 def test_a_gain_of_less_than_the_predictions_err_by_is_declined() -> None:
-    """Along falling acceptance there is a last chain that is planned, and it is worth it."""
+    """Along falling acceptance there is a last sequence that is planned, and it is worth it."""
     full = planned(Statistics()).prediction.generated_tokens_per_s
     found = [planned(Statistics(drafts=DraftRates("a source", (p / 50,), 1e-4))) for p in range(51)]
     assert found[0].mode == "full" and found[-1].mode == "exact"
@@ -81,7 +82,7 @@ def test_what_the_user_sets_wins() -> None:
         planned(Statistics(), asked)
 
 
-def test_acceptance_that_falls_makes_shorter_chains() -> None:
+def test_acceptance_that_falls_makes_shorter_sequences() -> None:
     falling = DraftRates("falling", (0.9, 0.6, 0.0), 1e-5)
     lengths = [planned(Statistics(drafts=each)).draft_length for each in (GOOD_DRAFTS, falling)]
     assert lengths[0] > lengths[1] == 3
@@ -103,7 +104,7 @@ def test_rates_that_cannot_be(acceptance: tuple[float, ...], draft_s: float) -> 
         ({"drafts": None}, "does not go with"),
         ({"exit_layer": None}, "does not go with"),
         ({"mode": "full"}, "does not go with"),
-        ({"version": 1}, "plan version 1, this engine reads version 3"),
+        ({"version": 1}, "plan version 1, this engine reads version 4"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:

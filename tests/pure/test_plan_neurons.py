@@ -10,14 +10,12 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.explanation import explained, flags
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.neuron_statistics import NeuronStatistics
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics, Statistics, published_statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, NeuronStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.memory import rounded
 from hetero_ee.planning.times.prediction import predicted_run_s
-from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
 
@@ -121,7 +119,7 @@ def test_full_mode_alone_splits() -> None:
     known = replace(STEEP, exits=published_statistics(SPEC.n_layers))
     exact = plan(SPEC, PROFILE, replace(LIMITS, mode="exact"), known)
     assert exact.mode == "exact" and all(part.gpu_neurons is None for part in exact.parts)
-    sure = ExitStatistics("sure", SPEC.n_layers, (ExitLayerRates(4, ExitRates(0.95, 1.0)),))
+    sure = ExitStatistics("sure", SPEC.n_layers, {4: ExitRates(0.95, 1.0)})
     for exits in (known.exits, sure):
         found = plan(SPEC, PROFILE, LIMITS, replace(STEEP, exits=exits))
         assert found.mode == "full" or all(part.gpu_neurons is None for part in found.parts)
@@ -137,7 +135,7 @@ def test_neurons_come_in_order_of_how_often_they_are_active() -> None:
     found = NeuronStatistics("a drawing", np.array([[0.2, 0.9] * 32, [0.5] * 64]), 32)
     assert found.order(0).tolist() == [*range(1, 64, 2), *range(0, 64, 2)]
     assert found.order(1).tolist() == list(range(64))
-    assert found.active_behind(0) == pytest.approx([32 * 1.1, 32 * 0.2, 0.0])
+    assert found.active_after(0) == pytest.approx([32 * 1.1, 32 * 0.2, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import CHAIN, EXIT, Plan
+from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
@@ -59,7 +59,6 @@ BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "layers below 0": ({"gpu_layers": -1}, "gpu_layers is -1"),
 }
 
-EXITS: dict[str, Any] = {"mode": "exact", "drafts": EXIT, "exit_layer": 4}
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
     "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
@@ -77,19 +76,14 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "RAM budget exceeded": ({"ram_budget_bytes": 5}, "bytes of the cpu's memory and its budget is 5"),
     "no memory": ({"memory": ()}, r"part 'layers\.0\.attention' needs a GPU and no memory is planned"),
     "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' is there twice"),
-    "drafts in full mode": ({"drafts": CHAIN, "exit_layer": 0}, "mode 'full' does not go with drafts 'chain'"),
-    "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, chain or nothing"),
+    "drafts in full mode": ({"drafts": SEQUENCE, "exit_layer": 0}, "mode 'full' does not go with drafts 'sequence'"),
+    "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, sequence or nothing"),
     "drafts as a list": ({"drafts": []}, r"drafts is \[\]"),
     "an exit before any layer": ({"mode": "exact", "drafts": EXIT, "exit_layer": 0}, "'exit' and exit layer 0"),
     "an exit below": ({"mode": "exact", "drafts": EXIT, "exit_layer": -1}, "'exit' and exit layer -1"),
-    "a chain from a layer": ({"mode": "exact", "drafts": CHAIN, "exit_layer": 1}, "'chain' and exit layer 1"),
+    "a sequence from a layer": ({"mode": "exact", "drafts": SEQUENCE, "exit_layer": 1}, "'sequence' and exit layer 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
-    "an exit level at the exit layer": (EXITS | {"exit_levels": (2, 4)}, "expected layers before the exit layer"),
-    "an exit level before any layer": (EXITS | {"exit_levels": (0, 2)}, r"exit_levels is \(0, 2\)"),
-    "exit levels out of order": (EXITS | {"exit_levels": (3, 2)}, r"exit_levels is \(3, 2\)"),
-    "an exit level twice": (EXITS | {"exit_levels": (2, 2)}, r"exit_levels is \(2, 2\)"),
-    "exit levels in full mode": ({"exit_levels": (1,)}, r"exit_levels is \(1,\)"),
-    "version": ({"version": 1}, "plan version 1, this engine reads version 3"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 4"),
 }
 
 BAD_PLACES = [
@@ -194,7 +188,7 @@ values = st.one_of(
     st.integers(-HUGE, HUGE),
     st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(
-        ["gpu", "cpu", "disk", "stream", "visit", "split", "exact", "full", "exit", "chain", "int8", "fp16"]
+        ["gpu", "cpu", "disk", "stream", "visit", "split", "exact", "full", "exit", "sequence", "int8", "fp16"]
     ),
     st.text(max_size=5),
     st.just([]),

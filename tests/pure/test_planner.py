@@ -17,9 +17,8 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics, published_statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, DataSheet, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
@@ -71,14 +70,14 @@ profiles = st.builds(derived_profile, sheets, date=st.just("2026-11-21"))
 
 
 @st.composite
-def statistics_of(draw: Any, n_layers: int) -> ExitStatistics:
+def statistics_of(draw: Any, n_layers: int) -> Statistics:
     exit_layers = sorted(draw(st.sets(st.integers(1, n_layers - 1), min_size=1, max_size=6)))
     rates = st.builds(ExitRates, exit_rate=st.floats(0, 1), precision=st.floats(0, 1))
-    return ExitStatistics("drawn", n_layers, tuple(ExitLayerRates(b, draw(rates)) for b in exit_layers))
+    return Statistics(ExitStatistics("drawn", n_layers, {exit_layer: draw(rates) for exit_layer in exit_layers}))
 
 
 @st.composite
-def problems(draw: Any) -> tuple[ModelSpec, HardwareProfile, Limits, ExitStatistics | None]:
+def problems(draw: Any) -> tuple[ModelSpec, HardwareProfile, Limits, Statistics | None]:
     spec, profile = draw(specs), draw(profiles)
     limits = Limits(
         vram_margin_bytes=draw(st.integers(0, GIB)),
@@ -90,7 +89,7 @@ def problems(draw: Any) -> tuple[ModelSpec, HardwareProfile, Limits, ExitStatist
     return spec, profile, limits, draw(st.none() | statistics_of(spec.n_layers))
 
 
-def made(problem: tuple[ModelSpec, HardwareProfile, Limits, ExitStatistics | None]) -> Plan | None:
+def made(problem: tuple[ModelSpec, HardwareProfile, Limits, Statistics | None]) -> Plan | None:
     """The plan, None where the request is refused."""
     try:
         return plan(*problem)
@@ -156,11 +155,13 @@ def test_with_every_layer_needed_their_order_does_not_matter(sheet: DataSheet) -
     spec, profile = spec_of(40, 5120, 13824), derived_profile(sheet, "2026-11-21")
     always = replace(published_statistics(40), survival=(1.0,) * 40)
     limits = Limits(vram_budget_bytes=4 * GIB, mode="full")
-    plain, same = plan(spec, profile, limits), plan(spec, profile, limits, always)
+    plain, same = plan(spec, profile, limits), plan(spec, profile, limits, Statistics(always))
     assert plain.prediction == same.prediction and plain.n_bytes("gpu") == same.n_bytes("gpu")
     falling = replace(always, survival=tuple(1 - layer / 41 for layer in range(40)))
     early = [
-        part.layer for part in plan(spec, profile, limits, falling).parts if part.decode_place == "gpu" and part.layer
+        part.layer
+        for part in plan(spec, profile, limits, Statistics(falling)).parts
+        if part.decode_place == "gpu" and part.layer
     ]
     assert sum(early) / len(early) < 19
 
@@ -208,8 +209,8 @@ def test_what_ram_cannot_hold_is_read_from_the_disk() -> None:
 def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
     spec, profile = spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21")
     limits = Limits(vram_budget_bytes=3 * GIB, context_tokens=512)
-    good = ExitStatistics("good", 32, (ExitLayerRates(12, ExitRates(0.8, 0.95)),))
-    bad = ExitStatistics("bad", 32, (ExitLayerRates(12, ExitRates(0.8, 0.2)),))
+    good = Statistics(ExitStatistics("good", 32, {12: ExitRates(0.8, 0.95)}))
+    bad = Statistics(ExitStatistics("bad", 32, {12: ExitRates(0.8, 0.2)}))
     full, pays, declined = (plan(spec, profile, limits, statistics) for statistics in (None, good, bad))
     assert pays.mode == "exact" and pays.exit_layer is not None and pays.draft_length > 1
     assert pays.prediction.generated_tokens_per_s > 1.1 * full.prediction.generated_tokens_per_s
@@ -299,7 +300,9 @@ def test_eighty_layers_are_planned_in_less_than_a_tenth_of_a_second(is_known: bo
     config = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
     spec = read_spec(config | {"max_position_embeddings": 4096})
-    profile, statistics = derived_profile(DATA_SHEETS[3], "2026-11-21"), published_statistics(80) if is_known else None
+    profile, statistics = derived_profile(DATA_SHEETS[3], "2026-11-21"), Statistics()
+    if is_known:
+        statistics = Statistics(published_statistics(80))
     assert profile.name == "rtx-4090-24gb"
     times = []
     for _ in range(20):

@@ -304,8 +304,7 @@ def _executor_us(executor: "Executor") -> float | None:
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
     from hetero_ee.decoding.benchmark import bench_run, bench_text_run
-    from hetero_ee.planning.times.prediction import predicted_run_s
-    from hetero_ee.planning.times.round_costs import predicted_text_s
+    from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
     from hetero_ee.speculation.exact import generate_exact
     from hetero_ee.speculation.statistics import DraftCounts
 

@@ -186,12 +186,12 @@ def _of_text(
 
 def _drafted(engine: "Engine", ran: "Plan", profile: "HardwareProfile", n_depth: int, n_new: int) -> Drafted | None:
     """None in full mode."""
-    from hetero_ee.planning.times.round_costs import predicted_round
+    from hetero_ee.planning.times.prediction import predicted_step
 
     counts, asked = engine.draft_statistics, engine.placement
     if counts is None or asked is None:
         return None
-    expected = predicted_round(engine.spec, profile, ran, asked.statistics, n_depth + n_new // 2)
+    expected = predicted_step(engine.spec, profile, ran, asked.statistics, n_depth + n_new // 2)
     return Drafted(engine.draft_origin, counts, None if expected is None else expected.tokens)
 
 

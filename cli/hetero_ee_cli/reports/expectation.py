@@ -50,7 +50,7 @@ def expected_rate(engine: "Engine", progress: Progress) -> Callable[[int, int], 
 
 def planned_rate(engine: "Engine", n_depth: int, n_new: int) -> float | None:
     """Tokens per second that the engine's plan should make behind n_depth others; None where nothing tells."""
-    from hetero_ee.planning.times.round_costs import predicted_text_s
+    from hetero_ee.planning.times.prediction import predicted_text_s
 
     made, asked = engine.plan, engine.placement
     if made is None or asked is None or asked.profile is None:

@@ -1,4 +1,4 @@
-"""Expected seconds: a part on a device, a copy between devices, a transfer of rows. From a profile alone."""
+"""Expected seconds: a part with a placement, a copy between devices, a transfer. From a profile alone."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES, Part, kv_bytes_per_token
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
-ON_GPU = ("gpu", *STREAMED)  # places whose parts the GPU computes
+ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
@@ -27,21 +27,21 @@ class Costs:
     def cpu(self) -> DeviceTimes:
         return self.profile.cpu_with(self.threads)
 
-    def part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
-        """Computing m rows of the part where it is placed; the cache holds context_tokens with them.
+    def part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
+        """Computing m tokens of the part with this placement; the cache holds context_tokens with them.
 
         "disk" is the CPU reading every weight from the disk. Copies of streamed weights are not in it: see copy_s.
         Parts of one kind and shape share one computation: a plan asks some ten thousand times for some hundred values.
         """
-        key = part.shape, part.split, place, m, context_tokens
+        key = part.shape, part.split, placement, m, context_tokens
         if key not in self._known:
-            self._known[key] = self._part_s(part, place, m, context_tokens)
+            self._known[key] = self._part_s(part, placement, m, context_tokens)
         return self._known[key]
 
-    def _part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
-        if place == SPLIT and part.split is not None:
+    def _part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
+        if placement == SPLIT and part.split is not None:
             return max(self.split_s(part, part.split.gpu_share, part.split.active_share, m))
-        times = self._device(place)
+        times = self._device(placement)
         seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
         if part.layer is not None:
             seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
@@ -50,37 +50,37 @@ class Costs:
         if part.kind is BlockKind.ATTENTION:
             seen = min(context_tokens, part.window_tokens + m - 1) if part.window_tokens else context_tokens
             seconds += self._attention_s(part, times, m, max(seen, m))
-        if place == "disk":
+        if placement == "disk":
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
     def split_s(self, part: Part, gpu_share: float, active_share: float, m: int) -> tuple[float, float]:
-        """Seconds on the GPU and on the CPU of m rows of an FFN with this share of its neurons on the GPU.
+        """Seconds on the GPU and on the CPU of m tokens of an FFN with this share of its neurons on the GPU.
 
-        Of the others the CPU computes one row's active ones alone; several rows together are taken to need all.
+        Of the others the CPU computes one token's active ones alone; several tokens together are taken to need all.
         """
         cpu_share = (1 - gpu_share) * (active_share if m == 1 else 1.0)
         found = []
-        for place, share in (("gpu", gpu_share), ("cpu", cpu_share)):
-            times = self._device(place)
+        for placement, share in (("gpu", gpu_share), ("cpu", cpu_share)):
+            times = self._device(placement)
             seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
             overhead_s = times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
             found.append(seconds * share + overhead_s)
         return found[0], found[1]
 
-    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
+    def copy_s(self, part: Part, placement: str = "stream", context_tokens: int = 0) -> float:
         """Streaming the part's weights to the GPU from pinned memory; of a visiting part keys and values too."""
         link = self.profile.link
         assert link is not None
-        n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
+        n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         return link.latency.value + n_bytes / link.to_gpu_bytes_per_s.value
 
     def transfer_s(self, m: int) -> float:
-        """Bringing m rows of hidden states from one device to the other; 0 without a GPU."""
+        """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
     def logits_transfer_s(self, m: int) -> float:
-        """Bringing the logits of m rows from the GPU's head to the CPU."""
+        """Bringing the logits of m tokens from the GPU's head to the CPU."""
         return self._way_s(m, self.spec.vocab_size)
 
     def _way_s(self, m: int, n_values: int) -> float:
@@ -90,7 +90,7 @@ class Costs:
         return link.transfer.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
-        """Of few rows in proportion to the bytes of the keys and values read, where they were timed in another type."""
+        """Of few tokens in proportion to the bytes of the keys and values read, where another type was timed."""
         spec = self.spec
         seconds = times.attention_s(
             spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= MAX_DECODE_TOKENS
@@ -99,8 +99,8 @@ class Costs:
             seconds *= part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
         return seconds
 
-    def _device(self, place: str) -> DeviceTimes:
-        if place not in ON_GPU:
+    def _device(self, placement: str) -> DeviceTimes:
+        if placement not in ON_GPU:
             return self.cpu
         assert self.profile.gpu is not None, "a part is on the GPU of a machine that has none"
         return self.profile.gpu

@@ -1,10 +1,10 @@
 """When the CPU, the GPU and the link are free, pass after pass: what overlaps and what waits, by expected times alone.
 
-The host begins the GPU's work and waits for rows that come back. Hidden states never wait behind weights on the link.
+The host begins the GPU's work and waits for what comes back. Hidden states never wait for weights on the link.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 from hetero_ee.models.blocks import BlockKind
@@ -14,37 +14,30 @@ from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STRE
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """seconds: of the whole pass. cpu_s, gpu_s: computing of one device alone. transfer_s: hidden states between the
-    devices. waited_s: computing that had to wait for a copy."""
+    """Seconds of a pass."""
 
     seconds: float = 0.0
-    cpu_s: float = 0.0
-    gpu_s: float = 0.0
-    transfer_s: float = 0.0
-    waited_s: float = 0.0
+    transfer_s: float = 0.0  # hidden states and logits between the devices
+    waited_s: float = 0.0  # computing that had to wait for a copy
 
     def since(self, before: "PassTime") -> "PassTime":
         """What came after `before`, both counted from one moment on."""
         return PassTime(
-            self.seconds - before.seconds,
-            self.cpu_s - before.cpu_s,
-            self.gpu_s - before.gpu_s,
-            self.transfer_s - before.transfer_s,
-            self.waited_s - before.waited_s,
+            self.seconds - before.seconds, self.transfer_s - before.transfer_s, self.waited_s - before.waited_s
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Rows on their way: when they are ready, and whether on the GPU; None behind a part that both devices compute."""
+    """Tokens on their way through the parts."""
 
     ready_s: float
-    on_gpu: bool | None = False
+    on_gpu: bool | None = False  # where they are; None after a part that both devices compute
 
 
 class Lanes:
-    """Begins at 0, nothing copied yet. Copies of streamed weights run ahead as far as there are buffers, also into the
-    next pass, if it streams the same parts; if not, they begin again."""
+    """A simulation that begins at 0, nothing copied yet. Copies of streamed weights run ahead as far as there are
+    buffers, also into the next pass, if it streams the same parts; if not, they begin again."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -52,108 +45,97 @@ class Lanes:
         self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, the next one first
         self._order: list[tuple[Part, str]] = []  # what is streamed, pass after pass
         self._context_tokens = 0
-        self._spent = PassTime()
-
-    @property
-    def spent(self) -> PassTime:
-        """Everything so far; seconds: where the host is."""
-        return self._spent
+        self.spent = PassTime()  # everything so far; seconds: where the host is
 
     def entered(self) -> Flow:
-        """Rows that begin on the CPU now."""
+        """Tokens that begin on the CPU now."""
         return Flow(self._cpu_s)
 
-    def begin(self, parts: Sequence[Part], places: Sequence[str], context_tokens: int) -> None:
+    def begin(self, parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> None:
         """A pass through these parts follows, so that their copies may begin."""
-        order = [(part, place) for part, place in zip(parts, places, strict=True) if place in STREAMED]
+        order = [(part, placement) for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
         if order and [part.name for part, _ in order] != [part.name for part, _ in self._order]:
             self._drop_copies()
             self._order = order
         self._context_tokens = context_tokens
 
-    def through(self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int, flow: Flow) -> Flow:
-        """m rows through these parts in order, as soon as the devices are free.
+    def through(
+        self, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int, flow: Flow
+    ) -> Flow:
+        """m tokens through these parts in order, as soon as the devices are free.
 
-        A streamed part's buffer is free once the part has been computed. A split part has its row brought to the other
-        device and one result back; behind it rows may go on from either.
+        A streamed part's buffer is free once the part has been computed. A split part has its hidden states brought to
+        the other device and one result back; from there they may go on from either.
         """
         costs, transfer_s = self._costs, self._costs.transfer_s(m)
         part_s = costs.part_s
         cpu, gpu, link, buffers = self._cpu_s, self._gpu_s, self._link_s, self._buffers_s
         ready, on_gpu = flow.ready_s, flow.on_gpu
-        cpu_s = gpu_s = waited_s = 0.0
+        waited_s = 0.0
         n_transfers = 0
-        for part, place in zip(parts, places, strict=True):
-            seconds = part_s(part, place, m, context_tokens)
-            if place == SPLIT:
+        for part, placement in zip(parts, placements, strict=True):
+            seconds = part_s(part, placement, m, context_tokens)
+            if placement == SPLIT:
                 cpu = gpu = ready = max(cpu, gpu, ready) + 2 * transfer_s + seconds
                 on_gpu, n_transfers = None, n_transfers + 2
                 continue
-            computes_on_gpu = place in ON_GPU
+            computes_on_gpu = placement in ON_GPU
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
             on_gpu = computes_on_gpu
             if not on_gpu:
-                cpu_s += seconds
                 cpu = ready = max(cpu, ready) + seconds
                 continue
-            gpu_s += seconds
             start = max(cpu, gpu, ready)
-            if place in STREAMED:
-                link = max(link, buffers[0]) + costs.copy_s(part, place, context_tokens)
+            if placement in STREAMED:
+                link = max(link, buffers[0]) + costs.copy_s(part, placement, context_tokens)
                 waited_s += max(0.0, link - start)
                 start = max(start, link)
                 buffers = [*buffers[1:], start + seconds]
             gpu = ready = start + seconds
         self._cpu_s, self._gpu_s, self._link_s, self._buffers_s = cpu, gpu, link, buffers
-        before = self._spent
-        self._spent = PassTime(
-            cpu,
-            before.cpu_s + cpu_s,
-            before.gpu_s + gpu_s,
-            before.transfer_s + n_transfers * transfer_s,
-            before.waited_s + waited_s,
-        )
+        self._spend(n_transfers * transfer_s, waited_s)
         return Flow(ready, on_gpu)
 
     def finish_logits(self, flow: Flow, m: int) -> None:
-        """The host waits for these logits of m rows, which come over the link where the GPU has computed them."""
-        transfer_s = self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0
+        """The host waits for these logits of m tokens, which come over the link where the GPU has computed them."""
+        self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
+
+    def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
+        """The host waits for the hidden states where they are, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
-        before = self._spent
-        self._spent = replace(before, seconds=self._cpu_s, transfer_s=before.transfer_s + transfer_s)
+        self._spend(transfer_s)
 
-    def wait(self, flow: Flow) -> None:
-        """The host waits for the rows where they are."""
-        self._cpu_s = max(self._cpu_s, flow.ready_s)
-        self._spent = replace(self._spent, seconds=self._cpu_s)
+    def _spend(self, transfer_s: float = 0.0, waited_s: float = 0.0) -> None:
+        spent = self.spent
+        self.spent = PassTime(self._cpu_s, spent.transfer_s + transfer_s, spent.waited_s + waited_s)
 
-    def whole_pass(self, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int) -> None:
-        """m rows through all these parts; the host waits for the end, and for logits where the head is the last."""
-        self.begin(parts, places, context_tokens)
-        flow = self.through(parts, places, m, context_tokens, self.entered())
+    def whole_pass(self, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int) -> None:
+        """m tokens through all these parts; the host waits for the end, and for logits where the head is the last."""
+        self.begin(parts, placements, context_tokens)
+        flow = self.through(parts, placements, m, context_tokens, self.entered())
         if parts[-1].kind is BlockKind.HEAD:
             self.finish_logits(flow, m)
         else:
             self.wait(flow)
 
     def _drop_copies(self) -> None:
-        """Those that ran ahead stay in line on the link, for nothing; buffers are free when the GPU is."""
-        for (part, place), free_s in zip(cycle(self._order), self._buffers_s):
-            copy_s = self._costs.copy_s(part, place, self._context_tokens)
+        """Those that ran ahead still take their time on the link, for nothing; buffers are free when the GPU is."""
+        for (part, placement), free_s in zip(cycle(self._order), self._buffers_s):
+            copy_s = self._costs.copy_s(part, placement, self._context_tokens)
             self._link_s = max(self._link_s, free_s) + copy_s
         self._buffers_s = [max(self._cpu_s, self._gpu_s)] * N_STREAM_BUFFERS
 
 
-def pass_time(costs: Costs, parts: Sequence[Part], places: Sequence[str], m: int, context_tokens: int) -> PassTime:
-    """One of many alike: m rows through these parts, beginning on the CPU.
+def pass_time(costs: Costs, parts: Sequence[Part], placements: Sequence[str], m: int, context_tokens: int) -> PassTime:
+    """One of many alike: m tokens through these parts, beginning on the CPU.
 
     Where weights are streamed it is the third, whose first copies ran under the end of the second.
     """
     lanes = Lanes(costs)
-    for _ in range(2 if any(place in STREAMED for place in places) else 0):
-        lanes.whole_pass(parts, places, m, context_tokens)
+    for _ in range(2 if any(placement in STREAMED for placement in placements) else 0):
+        lanes.whole_pass(parts, placements, m, context_tokens)
     before = lanes.spent
-    lanes.whole_pass(parts, places, m, context_tokens)
+    lanes.whole_pass(parts, placements, m, context_tokens)
     return lanes.spent.since(before)

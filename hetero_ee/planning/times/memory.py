@@ -8,7 +8,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES, Part
 from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, SPLIT, STREAMED
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
-SEGMENT_ROWS = 16  # of one launch of the GPU's attention
+SEGMENT_TOKENS = 16  # of one launch of the GPU's attention
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
 GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allowance, not measured
@@ -16,9 +16,9 @@ GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allo
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """Bytes that one thing takes on one device, "gpu", "cpu" or "disk"."""
+    """Bytes that one thing takes on one device."""
 
-    device: str
+    device: str  # "gpu", "cpu" or "disk"
     name: str
     n_bytes: int
 
@@ -28,17 +28,17 @@ def rounded(n_bytes: int) -> int:
     return -(-n_bytes // ALLOCATOR_BYTES) * ALLOCATOR_BYTES if n_bytes else 0
 
 
-def part_gpu_bytes(part: Part, place: str, context_tokens: int) -> int:
+def part_gpu_bytes(part: Part, placement: str, context_tokens: int) -> int:
     """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
-    if place == "gpu":
+    if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
-    if place == SPLIT:
+    if placement == SPLIT:
         return rounded(part.gpu_bytes)
-    return rounded(part.kv_bytes(context_tokens)) if place == "stream" else 0
+    return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
 
 
 def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """Activations of a pass of this many rows: hidden states, qkv, attention's output, and the FFN's inner values."""
+    """Activations of a pass of this many tokens: hidden states, qkv, attention's output, and the FFN's inner values."""
     width = 3 * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size + (3 if spec.gated else 2) * spec.ffn_size
     return chunk_tokens * width * FLOAT_BYTES
 
@@ -46,14 +46,16 @@ def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 def gpu_reserve_terms(
     spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_length: int
 ) -> list[MemoryTerm]:
-    """What a GPU that computes any layer needs besides the parts placed there; the head comes first."""
-    head_bytes = sum(product.n_bytes for product in parts[-1].products)
+    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU."""
+    head = [
+        MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
+        MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
+    ]
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     terms = [
-        MemoryTerm("gpu", "head", rounded(head_bytes)),
-        MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
+        *(head if draft_length else []),
         MemoryTerm("gpu", "activations", rounded(working_bytes(spec, chunk_tokens))),
-        MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_ROWS * n_attended * FLOAT_BYTES)),
+        MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_TOKENS * n_attended * FLOAT_BYTES)),
         MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
     ]
     if spec.rope:
@@ -61,17 +63,17 @@ def gpu_reserve_terms(
     return terms
 
 
-def stream_buffer_bytes(parts: Sequence[Part], places: Sequence[str], context_tokens: int) -> int:
+def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> int:
     """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
     streamed = [
-        part.cpu_bytes + (part.kv_bytes(context_tokens) if place == "visit" else 0)
-        for part, place in zip(parts, places, strict=True)
-        if place in STREAMED
+        part.cpu_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
+        for part, placement in zip(parts, placements, strict=True)
+        if placement in STREAMED
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
 
 
-def pinned_buffer_bytes(parts: Sequence[Part], places: Sequence[str]) -> int:
+def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[str]) -> int:
     """The buffers in RAM that streamed weights pass, alternately."""
-    streamed = [part.cpu_bytes for part, place in zip(parts, places, strict=True) if place in STREAMED]
+    streamed = [part.cpu_bytes for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
     return N_PINNED_BUFFERS * max(streamed, default=0)

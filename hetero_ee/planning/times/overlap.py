@@ -1,4 +1,4 @@
-"""Which layers can run ahead on the GPU while the CPU computes others: what drafting ahead takes."""
+"""Which layers can run ahead on the GPU while the CPU computes others: what asynchronous drafting takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,25 +10,24 @@ RESIDENT = "gpu"  # weights stay on the GPU: no copy stands in the way
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """ahead: layers at the beginning that stay on the GPU, 1 or more. behind: the first layer from which on the CPU
-    computes all of them, before the end."""
+    """Layers that a GPU and a CPU can compute at the same time, each for other tokens."""
 
-    ahead: int
-    behind: int
+    ahead: int  # layers at the beginning that stay on the GPU, 1 or more
+    behind: int  # the first layer from which on the CPU computes all of them, less than the model has
 
     def layers_ahead(self, exit_layer: int) -> int:
-        """How many layers a row passes ahead of a round whose rows wait at this exit layer."""
+        """How many layers a token passes ahead of a step whose tokens wait at this exit layer."""
         return min(self.ahead, exit_layer)
 
     def layers_behind(self, exit_layer: int) -> int:
-        """The first layer of the waiting rows that the CPU computes meanwhile."""
+        """The first layer of the waiting tokens that the CPU computes meanwhile."""
         return max(self.behind, exit_layer)
 
 
-def overlap(places: Sequence[str]) -> Overlap | None:
-    """Of a plan's decode places, part by part: embedding, attention and FFN of each layer, head. None without layers of
-    both kinds."""
-    layers = [set(places[first : first + 2]) for first in range(1, len(places) - 1, 2)]
+def overlap(placements: Sequence[str]) -> Overlap | None:
+    """Of a plan's placements when decoding, part by part: embedding, attention and FFN of each layer, head. None
+    without layers of both kinds."""
+    layers = [set(placements[first : first + 2]) for first in range(1, len(placements) - 1, 2)]
     ahead = next((layer for layer, found in enumerate(layers) if found != {RESIDENT}), len(layers))
     behind = max((layer + 1 for layer, found in enumerate(layers) if found & set(ON_GPU)), default=0)
     return Overlap(ahead, behind) if ahead > 0 and behind < len(layers) else None

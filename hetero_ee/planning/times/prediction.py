@@ -1,61 +1,89 @@
-"""What a plan is expected to do: rates and where the time goes."""
+"""What a plan is expected to do: rates, where the time goes, and the steps by which it drafts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.candidates import Candidate
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, Split, model_parts
-from hetero_ee.planning.plan import PlacedPart, Plan, Prediction, TimeTerm
-from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.schedule import Schedule
+from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, Prediction, TimeTerm
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
-from hetero_ee.planning.times.prompts import Ways, prompt_s, read_prompt
+from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
+from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
-def predict(
-    problem: Problem,
-    places: Sequence[str],
-    prefill: Sequence[str],
-    schedule: Schedule,
-    request_s: float,
-    chunk_tokens: int,
-    context_tokens: int,
-) -> Prediction:
-    """Rates at this context: prompts of that length, and decoding behind it."""
-    costs, parts = problem.costs, problem.parts
-    decode = pass_time(costs, parts, places, 1, context_tokens)
-    read_s = prompt_s(costs, parts, Ways(prefill, places), context_tokens, chunk_tokens)
-    m = min(chunk_tokens, context_tokens)
-    chunk = pass_time(costs, parts[:-1], prefill[:-1], m, context_tokens)
+def predict(made: Candidate, context_tokens: int) -> Prediction:
+    """Rates at this context: prompts of that length, and decoding after it."""
+    costs, parts, step = made.problem.costs, made.problem.parts, made.schedule.step
+    decode = pass_time(costs, parts, made.decode, 1, context_tokens)
+    read_s = prompt_s(costs, parts, Placements(made.prefill, made.decode), context_tokens, made.chunk_tokens)
+    m = min(made.chunk_tokens, context_tokens)
+    chunk = pass_time(costs, parts[:-1], made.prefill[:-1], m, context_tokens)
     return Prediction(
         context_tokens=context_tokens,
         prompt_tokens_per_s=context_tokens / read_s,
-        generated_tokens_per_s=1 / schedule.round.seconds_per_token,
-        ceiling_tokens_per_s=1 / _reading_s(problem, places),
-        rows_per_pass=schedule.round.rows,
-        tokens_per_pass=schedule.round.tokens,
-        request_s=request_s,
-        decode_terms=_terms(costs, parts, places, decode, 1, context_tokens),
-        prefill_terms=_terms(costs, parts[:-1], prefill[:-1], chunk, m, context_tokens),
+        generated_tokens_per_s=1 / step.seconds_per_token,
+        ceiling_tokens_per_s=1 / _reading_s(costs, parts, made.decode),
+        batch_per_pass=step.batch,
+        tokens_per_pass=step.tokens,
+        request_s=made.request_s,
+        decode_terms=_terms(costs, parts, made.decode, decode, 1, context_tokens),
+        prefill_terms=_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
     )
 
 
 def predicted_run_s(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, n_prompt: int, n_gen: int, n_depth: int
 ) -> float:
-    """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, behind n_depth others."""
+    """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, after n_depth others."""
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
-    places = [part.decode_place for part in made.parts]
-    ways = Ways([part.prefill_place for part in made.parts], places)
+    placements = Placements([part.prefill_place for part in made.parts], made.decode_placements)
     lanes, first = Lanes(costs), n_depth + n_prompt
     if n_prompt:
-        read_prompt(lanes, parts, ways, range(n_depth, first, made.prefill_chunk_tokens), first)
+        read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first)
     for context_tokens in range(first + 1, first + n_gen + 1):
-        lanes.whole_pass(parts, places, 1, context_tokens)
+        lanes.whole_pass(parts, placements.decode, 1, context_tokens)
     return lanes.spent.seconds
+
+
+def step_times(spec: ModelSpec, profile: HardwareProfile, made: Plan, context_tokens: int | None = None) -> StepTimes:
+    """Of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens; None: at half the plan's context."""
+    context = max(1, made.context_tokens // 2) if context_tokens is None else context_tokens
+    costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
+    return StepTimes(costs, parts, made.decode_placements, context, MAX_DRAFT_LENGTH)
+
+
+def predicted_step(
+    spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, context_tokens: int
+) -> Step | None:
+    """The average step of a plan in exact mode after so many tokens; None where nothing is known of its drafts."""
+    times = step_times(spec, profile, made, context_tokens)
+    n, exits, drafts, exit_layer = made.draft_length, statistics.exits, statistics.drafts, made.exit_layer
+    if exit_layer is None:
+        return None
+    verify_s = partial(times.verify_s, exit_layer)
+    if made.drafts == EXIT and exits is not None:
+        rates, draft_s = exits.rates_at(exit_layer), times.draft_s(exit_layer)
+        return exit_steps(rates, n, draft_s, verify_s, times.ahead_s(exit_layer))[-1]
+    if made.drafts == SEQUENCE and drafts is not None:
+        return sequence_step(n, drafts.acceptance_at, drafts.draft_s, verify_s)
+    return None
+
+
+def predicted_text_s(
+    spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, n_new: int, n_depth: int
+) -> float | None:
+    """Seconds of n_new tokens after n_depth others with this plan; None where nothing is known of its drafts."""
+    if made.mode == "full":
+        return predicted_run_s(spec, profile, made, 0, n_new, n_depth)
+    step = predicted_step(spec, profile, made, statistics, n_depth + max(1, n_new // 2))
+    return None if step is None else n_new * step.seconds_per_token
 
 
 def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
@@ -68,62 +96,57 @@ def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
     ]
 
 
-def placed_parts(
-    problem: Problem, places: Sequence[str], prefill: Sequence[str], chunk_tokens: int, context_tokens: int
-) -> tuple[PlacedPart, ...]:
-    """Every part with its places and what it takes there."""
+def placed_parts(made: Candidate, context_tokens: int) -> tuple[PlacedPart, ...]:
+    """Every part with its placements and what it takes there."""
+    problem, chunk = made.problem, made.chunk_tokens
     return tuple(
         PlacedPart(
             name=part.name,
             layer=part.layer,
             weight_bytes=part.weight_bytes,
             kv_bytes=part.kv_bytes(problem.context_tokens),
-            decode_place=place,
-            prefill_place=prefill_place,
-            decode_s=problem.costs.part_s(part, place, 1, context_tokens),
-            prefill_s=problem.costs.part_s(part, prefill_place, chunk_tokens, chunk_tokens),
+            decode_place=decode,
+            prefill_place=prefill,
+            decode_s=problem.costs.part_s(part, decode, 1, context_tokens),
+            prefill_s=problem.costs.part_s(part, prefill, chunk, chunk),
             gpu_neurons=part.split.gpu_neurons if part.split else None,
             cpu_active_share=part.split.active_share if part.split else None,
         )
-        for part, place, prefill_place in zip(problem.parts, places, prefill, strict=True)
+        for part, decode, prefill in zip(problem.parts, made.decode, made.prefill, strict=True)
     )
 
 
 def _terms(
-    costs: Costs, parts: Sequence[Part], places: Sequence[str], whole: PassTime, m: int, context_tokens: int
+    costs: Costs, parts: Sequence[Part], placements: Sequence[str], whole: PassTime, m: int, context_tokens: int
 ) -> tuple[TimeTerm, ...]:
     """The pass's seconds by what is computed where; transfers and waiting are the rest."""
     seconds: dict[str, float] = {}
-    for part, place in zip(parts, places, strict=True):
+    for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
             continue
-        where = "both" if place == SPLIT else "the GPU" if place in ON_GPU else "the CPU"
+        where = "both" if placement == SPLIT else "the GPU" if placement in ON_GPU else "the CPU"
         name = f"{part.kind.value} on {where}"
-        seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, place, m, context_tokens)
+        seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, placement, m, context_tokens)
     seconds["transfers"] = whole.transfer_s
     seconds["waiting for copies"] = whole.waited_s
     return tuple(TimeTerm(name, value) for name, value in seconds.items() if value > 0)
 
 
-def _reading_s(problem: Problem, places: Sequence[str]) -> float:
+def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -> float:
     """Seconds to read every weight once from where it lies, caches aside: what full mode can't beat."""
-    profile, costs = problem.costs.profile, problem.costs
+    profile, cpu, gpu = costs.profile, costs.cpu, costs.profile.gpu
     seconds = 0.0
-    for part, place in zip(problem.parts, places, strict=True):
-        n_bytes = part.weight_bytes
-        if part.layer is None:  # of the embedding one row
-            n_bytes = sum(product.n_bytes for product in part.products)
-        if place == "gpu" and profile.gpu is not None:
-            seconds += n_bytes / profile.gpu.read_bytes_per_s.value
-        elif place == SPLIT and part.split is not None and profile.gpu is not None:
+    for part, placement in zip(parts, placements, strict=True):
+        n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
+        if placement == "gpu" and gpu is not None:
+            seconds += n_bytes / gpu.read_bytes_per_s.value
+        elif placement == SPLIT and part.split is not None and gpu is not None:
             needed_bytes = part.cpu_bytes * part.split.active_share
-            seconds += max(
-                part.gpu_bytes / profile.gpu.read_bytes_per_s.value, needed_bytes / costs.cpu.read_bytes_per_s.value
-            )
-        elif place == "stream":
+            seconds += max(part.gpu_bytes / gpu.read_bytes_per_s.value, needed_bytes / cpu.read_bytes_per_s.value)
+        elif placement == "stream":
             seconds += costs.copy_s(part)
-        elif place == "disk":
+        elif placement == "disk":
             seconds += n_bytes / profile.disk_read_bytes_per_s.value
         else:
-            seconds += n_bytes / costs.cpu.read_bytes_per_s.value
+            seconds += n_bytes / cpu.read_bytes_per_s.value
     return seconds

@@ -1,5 +1,5 @@
-"""A prompt in chunks: the parts that the GPU computes before any of the CPU's begin a chunk ahead of its turn, while
-the chunk before is in its later parts."""
+"""A prompt in chunks: the parts that the GPU computes before any of the CPU's begin a chunk early, while the chunk
+before it is in its later parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,68 +10,69 @@ from hetero_ee.planning.times.lanes import Flow, Lanes
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """Places of all parts for a chunk of a prompt, and for few rows: when decoding, and for a short last chunk."""
+class Placements:
+    """Of all parts."""
 
-    prefill: Sequence[str]
-    decode: Sequence[str]
+    prefill: Sequence[str]  # for a chunk of a prompt
+    decode: Sequence[str]  # for few tokens: when decoding, and for a short last chunk
 
     def of(self, m: int) -> Sequence[str]:
         return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
 
 
-def prompt_s(costs: Costs, parts: Sequence[Part], ways: Ways, n_tokens: int, chunk_tokens: int) -> float:
+def prompt_s(costs: Costs, parts: Sequence[Part], placements: Placements, n_tokens: int, chunk_tokens: int) -> float:
     """Seconds of a prompt of a text of its own, the head for its last token alone."""
     lanes = Lanes(costs)
-    read_prompt(lanes, parts, ways, range(0, n_tokens, chunk_tokens), n_tokens)
+    read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens)
     return lanes.spent.seconds
 
 
-def read_prompt(lanes: Lanes, parts: Sequence[Part], ways: Ways, firsts: range, n_tokens: int) -> None:
+def read_prompt(lanes: Lanes, parts: Sequence[Part], placements: Placements, firsts: range, n_tokens: int) -> None:
     """Chunks that begin at these tokens, the last one up to n_tokens; then the head."""
-    begun: tuple[_Chunk, Flow] | None = None
+    flow, begun = lanes.entered(), None
     for first in firsts:
         m = min(firsts.step, n_tokens - first)
-        chunk = _Chunk(m, first + m, parts[1:-1], ways.of(m)[1:-1])
-        if begun is not None and begun[0].streams_behind:
-            begun[0].behind(lanes, begun[1])
+        chunk = _Chunk(lanes, m, first + m, parts[1:-1], placements.of(m)[1:-1])
+        if begun is not None and begun.streams_late:
+            begun.finish(flow)
             begun = None
-        flow = chunk.leading(lanes)
+        begun_flow = chunk.begin()
         if begun is not None:
-            begun[0].behind(lanes, begun[1])
-        begun = chunk, flow
+            begun.finish(flow)
+        begun, flow = chunk, begun_flow
     assert begun is not None, "a prompt has a token"
-    flow = begun[0].behind(lanes, begun[1])
-    lanes.finish_logits(lanes.through(parts[-1:], ways.decode[-1:], 1, n_tokens, flow), 1)
+    flow = begun.finish(flow)
+    lanes.finish_logits(lanes.through(parts[-1:], placements.decode[-1:], 1, n_tokens, flow), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """m rows of a prompt, context_tokens with those before them, on their way through the layers."""
+    """m tokens of a prompt on their way through the layers; context_tokens: with those before them."""
 
+    lanes: Lanes
     m: int
     context_tokens: int
     layers: Sequence[Part]
-    places: Sequence[str]
+    placements: Sequence[str]
 
     @property
-    def n_leading(self) -> int:
+    def n_early(self) -> int:
         """Parts before the first of the CPU."""
-        return next((i for i, place in enumerate(self.places) if place not in ON_GPU), len(self.places))
-
-    def leading(self, lanes: Lanes) -> Flow:
-        """Through these."""
-        lanes.begin(self.layers, self.places, self.context_tokens)
-        return self._through(lanes, slice(self.n_leading), lanes.entered())
-
-    def behind(self, lanes: Lanes, flow: Flow) -> Flow:
-        """Through the others."""
-        return self._through(lanes, slice(self.n_leading, None), flow)
+        return next((i for i, each in enumerate(self.placements) if each not in ON_GPU), len(self.placements))
 
     @property
-    def streams_behind(self) -> bool:
-        """Whether later parts wait for copies: those come in the order of a pass, so that no chunk begins ahead."""
-        return any(place in STREAMED for place in self.places[self.n_leading :])
+    def streams_late(self) -> bool:
+        """Whether later parts wait for copies: those come in the order of a pass, so that no chunk begins early."""
+        return any(placement in STREAMED for placement in self.placements[self.n_early :])
 
-    def _through(self, lanes: Lanes, which: slice, flow: Flow) -> Flow:
-        return lanes.through(self.layers[which], self.places[which], self.m, self.context_tokens, flow)
+    def begin(self) -> Flow:
+        """Through the early parts."""
+        self.lanes.begin(self.layers, self.placements, self.context_tokens)
+        return self._through(slice(self.n_early), self.lanes.entered())
+
+    def finish(self, flow: Flow) -> Flow:
+        """Through the others."""
+        return self._through(slice(self.n_early, None), flow)
+
+    def _through(self, which: slice, flow: Flow) -> Flow:
+        return self.lanes.through(self.layers[which], self.placements[which], self.m, self.context_tokens, flow)

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from hetero_ee.calibration.activations import FREQUENCY
 from hetero_ee.calibration.metrics import DepthMetrics, ExitLayerMetrics
-from hetero_ee.planning.statistics import ExitLayerRates, ExitStatistics
-from hetero_ee.planning.times.rounds import ExitRates, WalkRates
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, WalkRates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictors import Predictor
 from hetero_ee.speculation.exits.schedule import ExitSchedule
@@ -90,17 +89,10 @@ class Calibration:
 
     def statistics(self) -> ExitStatistics:
         """What the planner wants to know. Every token passes every layer in the end, so that no layer is spared."""
-        rates = tuple(self._rates(each) for each in self.exit_layers)
-        text = f"calibration on {self.text.description}"
-        return ExitStatistics(text, self.n_layers, rates, schedule=self.schedule.exit_layers)
+        metrics = {each.exit_layer: each.metrics for each in self.exit_layers}
+        rates = {n: ExitRates(each.exit_rate, each.precision, each.refused_precision) for n, each in metrics.items()}
+        return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, rates)
 
     def levels(self, exit_layer: int) -> tuple[int, ...]:
         """The schedule's exit layers in front of this one."""
         return tuple(place for place in self.schedule.exit_layers if place < exit_layer)
-
-    def _rates(self, each: ExitLayerCalibration) -> ExitLayerRates:
-        alone = each.metrics
-        rates = ExitRates(alone.exit_rate, alone.precision, alone.refused_precision)
-        if not self.levels(each.exit_layer):
-            return ExitLayerRates(each.exit_layer, rates)
-        return ExitLayerRates(each.exit_layer, rates, each.walk)

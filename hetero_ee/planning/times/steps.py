@@ -1,0 +1,210 @@
+"""Expected time of exact decoding: draft-verify steps, with drafts that exit early or come from elsewhere.
+
+A step by early exit: tokens 1, 2, ... run through the layers before the exit layer; each but the last exits there, and
+its draft is the next token; the last does not exit, or the queue is full. Then one pass takes all of them through the
+later layers and the head, which keeps the drafts up to the first wrong one and gives one token more. Drafts from
+elsewhere, an n-gram source or a draft head, make a sequence of a fixed length, which takes every layer in one pass.
+Source: derived; the gated form of Leviathan-style self-speculation with the batch cost measured (docs/planning.md).
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hetero_ee.planning.parts import Part
+from hetero_ee.planning.statistics import ExitRates
+from hetero_ee.planning.times.costs import ON_GPU, STREAMED, Costs
+from hetero_ee.planning.times.lanes import Flow, Lanes
+from hetero_ee.planning.times.overlap import overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one draft-verify step costs and brings, on average."""
+
+    seconds: float
+    tokens: float  # that it generates
+    batch: float  # tokens that its verification takes
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+def exit_steps(
+    rates: ExitRates, max_length: int, draft_s: float, verify_s: Callable[[int], float], ahead_s: float = 0.0
+) -> list[Step]:
+    """The average steps with at most 1, 2, ... max_length tokens in their verification.
+
+    draft_s: one token through the layers before the exit layer, its exit head included. verify_s(m): m tokens through
+    the rest and the full head. ahead_s: what a step is shorter by where its first token was drafted while the step
+    before was verified, and was right.
+    """
+    p, q = rates.exit_rate, rates.precision
+    seconds = tokens = batch = kept = 0.0
+    found = []
+    for m in range(1, max_length + 1):
+        reached = p ** (m - 1)  # chance to get this far; without another exit the step ends here
+        kept += q ** (m - 1)  # j drafts right in a row give j + 1 tokens
+        step_s = m * draft_s + verify_s(m)
+        full_s, ended_s = (step_s - ahead_s * hit_chance(rates, m, is_full) for is_full in (True, False))
+        found.append(Step(seconds + reached * full_s, tokens + reached * kept, batch + reached * m))
+        ends = reached * (1 - p)
+        seconds, tokens, batch = seconds + ends * ended_s, tokens + ends * kept, batch + ends * m
+    return found
+
+
+def hit_chance(rates: ExitRates, m: int, is_full: bool) -> float:
+    """P(hit): all drafts of a step of m tokens are right and so is its last token's; 0 where that is not known.
+
+    is_full: there was no room after the last token, so that it was not asked whether it exits.
+    """
+    p, q, refused = rates.exit_rate, rates.precision, rates.refused_precision
+    if not refused:
+        return 0.0
+    last: float = p * q + (1 - p) * refused if is_full else refused
+    return float(q ** (m - 1) * last)
+
+
+def sequence_step(
+    m: int, acceptance_at: Callable[[int], float], draft_s: float, pass_s: Callable[[int], float]
+) -> Step:
+    """The average step of m - 1 drafts and the token they follow. Sequences that end where a draft is doubtful, and
+    n-grams around them, are faster: it promises the least.
+
+    acceptance_at(j): the chance that draft j is right where all before it are. pass_s(m): m tokens through all layers.
+    """
+    tokens = right = 1.0
+    for position in range(m - 1):
+        right *= acceptance_at(position)
+        tokens += right
+    return Step((m - 1) * draft_s + pass_s(m), tokens, float(m))
+
+
+class StepTimes:
+    """Seconds of drafts and of their verification for parts placed like this, at one context length.
+
+    max_tokens: of one verification. copies_ahead: copies of streamed weights run ahead from pass to pass, as they do;
+    False takes the longer of copy and computing for each part, much faster to work out for many exit layers.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        parts: Sequence[Part],
+        placements: Sequence[str],
+        context_tokens: int,
+        max_tokens: int,
+        *,
+        copies_ahead: bool = True,
+    ) -> None:
+        self._costs, self._parts, self._placements = costs, parts, placements
+        self._context_tokens, self._max_tokens = context_tokens, max_tokens
+        self.has_streams = any(placement in STREAMED for placement in placements)
+        self._is_simulated = self.has_streams and copies_ahead
+        self._on_gpu = [False, *(placement in ON_GPU for placement in placements), False]
+        self._overlap = overlap(placements)
+        alone_s = [
+            0.0 if p in ON_GPU else costs.part_s(part, p, 1, context_tokens)
+            for part, p in zip(parts, placements, strict=True)
+        ]
+        self._cpu_s = [*accumulate(reversed(alone_s), initial=0.0)][
+            ::-1
+        ]  # one token through the CPU's parts from the i-th
+        self._known_sums: dict[int, list[float]] = {}
+        self._simulated: dict[int, tuple[float, list[float]]] = {}
+
+    def draft_s(self, exit_layer: int) -> float:
+        """One token through the layers before the exit layer and the exit head."""
+        if self._is_simulated:
+            return self._simulation(exit_layer)[0]
+        return self.layers_s(exit_layer) + self.exit_head_s(exit_layer)
+
+    def verify_s(self, exit_layer: int, m: int) -> float:
+        """m tokens through the layers after the exit layer, 0 for all, the head and the way back included."""
+        m = min(m, self._max_tokens)
+        if self._is_simulated:
+            draft_s, steps_s = self._simulation(exit_layer)
+            return steps_s[m - 1] - m * draft_s
+        sums = self._sums(m)
+        return sums[-1] - sums[_n_parts(exit_layer)]
+
+    def layers_s(self, exit_layer: int) -> float:
+        """One token through the layers before the exit layer."""
+        return self._sums(1)[_n_parts(exit_layer)]
+
+    def exit_head_s(self, exit_layer: int) -> float:
+        """The head for one token; from the exit layer's device to the head's, and the drafted token back to the CPU."""
+        head_on_gpu = self._on_gpu[-2]
+        n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
+        head_s = self._costs.part_s(self._parts[-1], self._placements[-1], 1, self._context_tokens)
+        return head_s + n_transfers * self._costs.transfer_s(1)
+
+    def layers_ahead(self, exit_layer: int) -> int:
+        """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would
+        be waited for, whether the token is right or not."""
+        if self._overlap is None or self.has_streams:
+            return 0
+        cpu_s = self._cpu_s[1 + 2 * self._overlap.layers_behind(exit_layer)]
+        return sum(self.layers_s(n) <= cpu_s for n in range(1, self._overlap.layers_ahead(exit_layer) + 1))
+
+    def ahead_s(self, exit_layer: int) -> float:
+        """One token through the layers ahead, 0 for none."""
+        n_layers = self.layers_ahead(exit_layer)
+        return self.layers_s(n_layers) if n_layers else 0.0
+
+    def _sums(self, m: int) -> list[float]:
+        """m tokens through the first 0, 1, ... parts, transfers included; last with the way back of the logits."""
+        if m not in self._known_sums:
+            costs, transfer_s, seconds = self._costs, self._costs.transfer_s(m), []
+            devices = zip(self._on_gpu, self._on_gpu[1:], strict=False)
+            for part, placement, (before, on_gpu) in zip(self._parts, self._placements, devices, strict=False):
+                part_s = costs.part_s(part, placement, m, self._context_tokens)
+                if placement == "stream":
+                    part_s = max(part_s, costs.copy_s(part))
+                seconds.append(part_s + (before != on_gpu) * transfer_s)
+            seconds.append(costs.logits_transfer_s(m) if self._on_gpu[-2] else 0.0)
+            self._known_sums[m] = [*accumulate(seconds, initial=0.0)]
+        return self._known_sums[m]
+
+    def _simulation(self, exit_layer: int) -> tuple[float, list[float]]:
+        """Seconds of a draft, and of steps of 1, 2, ... tokens, each after one of as many as there may be.
+
+        A draft takes what the last of several takes, a verification what is left of its step's time.
+        """
+        if exit_layer not in self._simulated:
+            n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs)
+            for _ in range(self._max_tokens):
+                flow = self._draft(lanes, n_parts)
+            self._verify(lanes, n_parts, self._max_tokens, flow)
+            ends_s, steps_s = [lanes.spent.seconds], []
+            for m in range(1, self._max_tokens + 1):
+                flow = self._draft(lanes, n_parts)
+                ends_s.append(lanes.spent.seconds)
+                verified = copy(lanes)
+                self._verify(verified, n_parts, m, flow)
+                steps_s.append(verified.spent.seconds - ends_s[0])
+            self._simulated[exit_layer] = ends_s[-1] - ends_s[-2], steps_s
+        return self._simulated[exit_layer]
+
+    def _draft(self, lanes: Lanes, n_parts: int) -> Flow:
+        """One token to the exit layer, where it waits, and through the exit head."""
+        flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
+        if n_parts:
+            lanes.finish_logits(self._through(lanes, slice(-1, None), 1, flow), 1)
+        return flow
+
+    def _verify(self, lanes: Lanes, n_parts: int, m: int, flow: Flow) -> None:
+        waiting = Flow(lanes.spent.seconds, flow.on_gpu)
+        lanes.finish_logits(self._through(lanes, slice(n_parts, None), m, waiting), m)
+
+    def _through(self, lanes: Lanes, which: slice, m: int, flow: Flow) -> Flow:
+        parts, placements = self._parts[which], self._placements[which]
+        lanes.begin(parts, placements, self._context_tokens)
+        return lanes.through(parts, placements, m, self._context_tokens, flow)
+
+
+def _n_parts(exit_layer: int) -> int:
+    """Embedding, attention and FFN of the layers before the exit layer; none where drafts need no layers."""
+    return 1 + 2 * exit_layer if exit_layer else 0
