@@ -13,7 +13,7 @@ from hetero_ee.calibration.predictor_fitting import fit_logistic, fit_mlp, fit_t
 from hetero_ee.calibration.predictor_quality import PredictorQuality, calibrate_threshold, quality
 from hetero_ee.calibration.stages import CHOOSE, TRAIN, is_in
 from hetero_ee.calibration.traces import traces
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import candidate_mass, exit_features, rich_features
 from hetero_ee.speculation.exits.predictors import Predictor

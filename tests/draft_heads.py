@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
 

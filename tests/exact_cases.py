@@ -11,7 +11,7 @@ from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels

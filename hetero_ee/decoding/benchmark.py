@@ -8,7 +8,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
@@ -125,7 +125,7 @@ def _prefill(executor: Executor, sequence: int, first: int, n_tokens: int, chunk
         ids = [FIRST_TOKEN_ID] * min(chunk_tokens, first + n_tokens - start)
         hidden = executor.hidden(Batch.of_sequence(sequence, start, ids))
     if n_tokens:
-        executor.head(hidden[-1:])
+        executor.to_logits(hidden[-1:])
 
 
 def _decode(executor: Executor, sequence: int, first: int, n_tokens: int) -> None:

@@ -15,7 +15,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.draft_round import DraftRound, stacked
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.statistics import DraftCounts

@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_finite, choose_token
 from hetero_ee.decoding.texts import Ending, is_end_token
 from hetero_ee.planning.plan import EXIT
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.draft_round import DraftRound, parted, stacked
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel
 from hetero_ee.speculation.exit_levels import ActiveLevels, Walk
@@ -95,7 +95,7 @@ class Judge:
         assert level.sliced is not None, "ActiveLevels leaves out levels that can't judge candidates"
         token_ids = torch.stack([walk.candidates for _, walk in walks if walk.candidates is not None])
         normed = self._normed(stacked([round_.hidden[-1] for round_, _ in walks]), level.head)
-        for (round_, walk), row in zip(walks, self._executor.sliced(normed, token_ids), strict=True):
+        for (round_, walk), row in zip(walks, self._executor.partial_logits(normed, token_ids), strict=True):
             if not self._is_sound(round_, row) or walk.candidates is None or walk.softmax is None:
                 continue
             confidence = level.sliced(row.numpy(), walk.softmax)

@@ -15,7 +15,7 @@ from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, all_fin
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.draft_chain import DraftChain
 from hetero_ee.speculation.draft_judge import Judge
 from hetero_ee.speculation.draft_round import DraftRound, parted, stacked

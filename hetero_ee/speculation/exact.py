@@ -16,7 +16,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, all_finite
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.draft_ahead import DraftAhead
 from hetero_ee.speculation.draft_round import DraftRound, parted
 from hetero_ee.speculation.drafter import Drafter

@@ -11,7 +11,7 @@ from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.drafting import Drafting

@@ -13,7 +13,7 @@ from torch import Tensor
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.sources.candidates import ABSENT

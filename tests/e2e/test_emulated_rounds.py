@@ -116,7 +116,7 @@ def walked_s(case: Drawn, levels: tuple[int, int], exit_layer: int, m: int, *, i
         seconds = timeline.now_s - start_s
         assert found.passed == [exit_layer] * m and found.depths == [levels[1]] * (m - 1)
         layers = range(exit_layer, case.spec.n_layers)
-        executor.head(executor.run(found.rows(0), torch.stack(found.hidden), layers))
+        executor.to_logits(executor.run(found.rows(0), torch.stack(found.hidden), layers))
         executor.cache.truncate(sequence, N_KNOWN)
         drafter.settle(found, 0, 1)
     return seconds

@@ -7,7 +7,8 @@ import torch
 from hetero_ee.calibration.draft_rows import draft_rows
 from hetero_ee.calibration.traces import Trace, trace
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits, n_pairs
@@ -30,7 +31,7 @@ def some_logits(n_exit_layers: int, m: int, seed: int = 0) -> SlicedLogits:
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=5), tmp_path_factory.mktemp("model"))
     spec = read_spec(folder)
-    return Executor(spec, load_dense(Checkpoint(folder, spec)), len(CHUNK))
+    return ReferenceExecutor(spec, load_dense(Checkpoint(folder, spec)), len(CHUNK))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_each_boundary_sees_the_candidates_that_each_before_it_took(executor: Ex
         assert rows.sliced.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(rows.is_right[first - 1], rows.sliced.is_right(first, first))
         for exit_layer in range(first, n_exit_layers + 1):
-            expected = executor.sliced(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
+            expected = executor.partial_logits(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
             np.testing.assert_allclose(rows.sliced.at(first, exit_layer), expected, atol=1e-5)
             best = np.take_along_axis(taken, expected.argmax(1)[:, None], 1)[:, 0]
             np.testing.assert_array_equal(rows.sliced.is_right(first, exit_layer), best == found.tokens.numpy())

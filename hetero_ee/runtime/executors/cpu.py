@@ -1,8 +1,7 @@
 """The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one thread
 pool.
 
-It computes what `Executor` computes, with each residual added inside the norm that follows it. A row's bits depend on
-that row and its sequence alone, as the reference's do.
+It computes what the reference computes, with each residual added inside the norm that follows it.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
@@ -43,13 +42,13 @@ class _Linear:
     bias: Any
 
 
-class CpuExecutor(Executor):
-    """Runs one model whose matrices are all in tiles. threads: 1 or more; close() ends them. cache: see Executor."""
+class CpuExecutor(HostExecutor):
+    """Runs one model whose matrices are all in tiles. threads: 1 or more, ended by close(). cache: see HostExecutor."""
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: KvCache | None = None
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: CpuKvCache | None = None
     ) -> None:
-        super().__init__(spec, weights, max_tokens, cache=cache)
+        super().__init__(spec, weights, max_tokens, cache)
         self._pool = ThreadPool(threads)
         self._matmul = Matmul(self._pool)
         shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
@@ -84,11 +83,11 @@ class CpuExecutor(Executor):
         return self._pool
 
     def embed(self, batch: Batch) -> Tensor:
-        """See Executor.embed."""
+        """See HostExecutor.embed."""
         return torch.from_numpy(self._embedded(batch))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.forward."""
+        """See BlockExecutor.forward."""
         positions = np.array(batch.positions, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
@@ -100,7 +99,7 @@ class CpuExecutor(Executor):
         return torch.from_numpy(x if delta is None else x + delta)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See Executor.forward_with."""
+        """See BlockExecutor.forward_with."""
         own = self._linears, self._vectors
         linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -121,8 +120,8 @@ class CpuExecutor(Executor):
         """See Executor.lm_head."""
         return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
 
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.sliced. One pass over the tokens of all rows; of many rows, the whole head costs less."""
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.partial_logits. One pass over all rows' tokens; for many rows, the whole head costs less."""
         ids, where = np.unique(token_ids.numpy(), return_inverse=True)
         linear = self._linears[self.blocks[-1].tensors["tokens"].name]
         logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
@@ -156,7 +155,7 @@ class CpuExecutor(Executor):
     def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
         spec = self.spec
         assert block.layer is not None
-        place = self.cache.place(block.layer)
+        place = self.cache.index(block.layer)
         qkv = self._multiplied(normed, block, "qkv")
         if spec.qk_norm:
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")

@@ -119,7 +119,7 @@ class GpuSegment:
     def _attend(self, block: Block, b: SegmentBuffers) -> None:
         spec, ops = self.spec, self._ops
         assert block.layer is not None
-        layer = self.cache.place(block.layer)
+        layer = self.cache.index(block.layer)
         self._multiply(b.normed, block, "qkv", b.qkv)
         if spec.qk_norm:
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
 from hetero_ee.weights.weight import TileWeight, Weight
@@ -48,7 +48,7 @@ class CpuDraftHeadLayer:
         quantizer: str = DEFAULT_QUANTIZER,
     ) -> None:
         spec = weights.spec
-        self.cache = KvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_KIND)
+        self.cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_KIND)
         self._spec, self._pool, self._matmul, self._quantizer = spec, pool, Matmul(pool), quantizer
         self._cache_shape = shape = (1, spec.n_kv_heads, spec.head_dim)
         self._kv_write = KvWrite(*shape, KV_KIND)

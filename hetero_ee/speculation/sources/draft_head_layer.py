@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.weight import DenseWeight
 
@@ -42,7 +42,7 @@ class DraftHeadLayer(Protocol):
     """Computes a head. A row's bits depend on that row and its sequence alone."""
 
     @property
-    def cache(self) -> KvCache:
+    def cache(self) -> CpuKvCache:
         """Keys and values of its one layer."""
         ...
 
@@ -64,7 +64,7 @@ class TorchDraftHeadLayer:
 
     def __init__(self, weights: DraftHeadWeights, max_tokens: int, head: Tensor | None = None) -> None:
         spec = weights.spec
-        self.cache = KvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens)
+        self.cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens)
         self._weights, self._spec, self._ops = weights, spec, TorchOps()
         self._head = None if head is None else DenseWeight(head)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer, DraftHeadWeights, TorchDraftHeadLayer

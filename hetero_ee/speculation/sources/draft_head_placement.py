@@ -9,7 +9,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import Attention, Overhead, Work
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 
@@ -51,7 +51,7 @@ class PlacedDraftHeadLayer:
         return self._wants_gpu and self._machine.gpu is not None
 
     @property
-    def cache(self) -> KvCache:
+    def cache(self) -> CpuKvCache:
         """See DraftHeadLayer.cache."""
         return self._layer.cache
 
