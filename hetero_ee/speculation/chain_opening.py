@@ -18,9 +18,9 @@ from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee.speculation.draft_gate import AdaptiveGate
 from hetero_ee.speculation.sources.candidates import DraftSource
 from hetero_ee.speculation.sources.combined import CombinedSource
-from hetero_ee.speculation.sources.draft_head_facts import DraftHeadFacts, draft_head_facts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
+from hetero_ee.speculation.sources.draft_head_layer import draft_head_works, vocabulary_work
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.speculation.sources.draft_head_placement import draft_head_works, vocabulary_work
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile

@@ -20,7 +20,7 @@ from hetero_ee.speculation.draft_pace import Pace
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exit_opening import exit_drafting
 from hetero_ee.speculation.exits.calibration import Calibration
-from hetero_ee.speculation.sources.draft_head_facts import draft_head_facts
+from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile

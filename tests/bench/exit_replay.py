@@ -36,7 +36,7 @@ from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Confidence, Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -208,7 +208,7 @@ class Replay:
         machine, head_spec = executor.machine, draft_head_spec(self.spec)
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0
-        placed = PlacedDraftHeadLayer(layer, head_spec, lambda: machine, on_gpu=on_gpu)
+        placed = PlacedDraftHead(layer, head_spec, lambda: machine, on_gpu=on_gpu)
         return Drafting(0, plan.draft_length, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
 
 

@@ -43,13 +43,22 @@ class _Linear:
 
 
 class CpuExecutor(HostExecutor):
-    """Runs one model whose matrices are all in tiles. threads: 1 or more, ended by close(). cache: see HostExecutor."""
+    """Runs one model whose matrices are all in tiles. cache: see HostExecutor.
+
+    threads: how many to start, 1 or more, or a pool; close() ends them.
+    """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: CpuKvCache | None = None
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        max_tokens: int,
+        threads: int | ThreadPool,
+        *,
+        cache: CpuKvCache | None = None,
     ) -> None:
         super().__init__(spec, weights, max_tokens, cache)
-        self._pool = ThreadPool(threads)
+        self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
         self._matmul = Matmul(self._pool)
         shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
@@ -85,6 +94,10 @@ class CpuExecutor(HostExecutor):
     def embed(self, batch: Batch) -> Tensor:
         """See HostExecutor.embed."""
         return torch.from_numpy(self._embedded(batch))
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See HostExecutor.linear."""
+        return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._linears[name]))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward."""
@@ -175,7 +188,11 @@ class CpuExecutor(HostExecutor):
         return self._multiplied(active, block, "down")
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
-        """The block's norm of x; first adds delta, the block before's output, to x."""
+        """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
+        if not block.has_norm:
+            if delta is not None:
+                x += delta
+            return x
         scale, eps = self._vector(block, "norm"), self.spec.norm_eps
         if self.spec.norm == "layer":
             return layer_norm(x, scale, self._vector(block, "norm_bias"), eps, delta=delta)
@@ -186,8 +203,10 @@ class CpuExecutor(HostExecutor):
         return None if tensor is None else self._vectors[tensor.name]
 
     def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        return self._product(x, self._linears[block.tensors[short].name])
+
+    def _product(self, x: Any, linear: _Linear) -> Any:
         """x W^T + bias, fp32 (m, N), contiguous."""
-        linear = self._linears[block.tensors[short].name]
         product = self._matmul(x, linear.matrix)
         if product.shape[1] != linear.n_rows:
             product = np.ascontiguousarray(product[:, : linear.n_rows])

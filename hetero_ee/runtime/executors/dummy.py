@@ -28,6 +28,10 @@ class DummyExecutor(HostExecutor):
         """See HostExecutor.embed."""
         return torch.zeros(len(batch), self.spec.hidden_size)
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See HostExecutor.linear."""
+        return torch.zeros(len(x), self.weights.matrices[name].shape[0])
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward."""
         return hidden

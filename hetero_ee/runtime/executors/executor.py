@@ -137,6 +137,10 @@ class HostExecutor(Executor):
         """(m, hidden) before the first layer."""
 
     @abstractmethod
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+
+    @abstractmethod
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward."""
 

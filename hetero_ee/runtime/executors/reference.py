@@ -12,7 +12,6 @@ from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import Weight
 
 
 class ReferenceExecutor(HostExecutor):
@@ -34,11 +33,16 @@ class ReferenceExecutor(HostExecutor):
     def embed(self, batch: Batch) -> Tensor:
         """See HostExecutor.embed."""
         block = self.blocks[0]
-        hidden = self._ops.embed(self._matrix(block, "tokens"), batch.token_ids)
+        hidden = self._ops.embed(self.weights.matrices[block.tensors["tokens"].name], batch.token_ids)
         positions = self._vector(block, "positions")
         if positions is None:
             return hidden
         return hidden + positions[torch.tensor(batch.positions) + (self.spec.learned_position_offset or 0)]
+
+    @torch.inference_mode()
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See HostExecutor.linear."""
+        return self._ops.linear(x, self.weights.matrices[name], self.weights.vectors.get(f"{name}_bias"))
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
@@ -68,7 +72,7 @@ class ReferenceExecutor(HostExecutor):
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
         """See Executor.lm_head."""
-        return self._ops.linear(normed, self._matrix(self.blocks[-1], "tokens"))
+        return self.linear(normed, self.blocks[-1].tensors["tokens"].name)
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
@@ -78,7 +82,7 @@ class ReferenceExecutor(HostExecutor):
     def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
         spec, ops, layer = self.spec, self._ops, block.layer
         assert layer is not None
-        qkv = ops.linear(self._norm(block, hidden), self._matrix(block, "qkv"), self._vector(block, "qkv_bias"))
+        qkv = self.linear(self._norm(block, hidden), block.tensors["qkv"].name)
         queries, keys, values = (
             part.reshape(len(batch), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
@@ -90,23 +94,18 @@ class ReferenceExecutor(HostExecutor):
             queries, keys = (ops.rope(part, batch.positions, spec.rope) for part in (queries, keys))
         self.cache.write(layer, batch, keys, values)
         attended = ops.attention(queries, self.cache, layer, batch, spec.sliding_windows[layer])
-        return ops.linear(attended.flatten(1), self._matrix(block, "output"), self._vector(block, "output_bias"))
+        return self.linear(attended.flatten(1), block.tensors["output"].name)
 
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
-        first = "gate_up" if self.spec.gated else "up"
-        normed = self._norm(block, hidden)
-        inner = self._ops.linear(normed, self._matrix(block, first), self._vector(block, f"{first}_bias"))
-        active = self._ops.activate(inner, self.spec)
-        return self._ops.linear(active, self._matrix(block, "down"), self._vector(block, "down_bias"))
+        first = block.tensors["gate_up" if self.spec.gated else "up"]
+        active = self._ops.activate(self.linear(self._norm(block, hidden), first.name), self.spec)
+        return self.linear(active, block.tensors["down"].name)
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
-        spec = self.spec
-        return self._ops.norm(
-            x, spec.norm, self._vector(block, "norm"), self._vector(block, "norm_bias"), spec.norm_eps
-        )
-
-    def _matrix(self, block: Block, short: str) -> Weight:
-        return self.weights.matrices[block.tensors[short].name]
+        if not block.has_norm:
+            return x
+        scale, bias = self._vector(block, "norm"), self._vector(block, "norm_bias")
+        return self._ops.norm(x, self.spec.norm, scale, bias, self.spec.norm_eps)
 
     def _vector(self, block: Block, short: str) -> Tensor | None:
         tensor = block.tensors.get(short)
