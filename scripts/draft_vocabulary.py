@@ -20,8 +20,7 @@ from draft_head_teacher import read_texts
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import CONFIG_FILE
-from hetero_ee.speculation.sources.draft_head_facts import draft_head_facts
-from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS
+from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS, draft_head_facts
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.tiles import TILE_ROWS
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def main() -> None:
     n_tokens = sum(len(window) - 1 for window in windows)
     n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
     checkpoint = Checkpoint(arguments.model, spec)
-    exact = Executor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
+    exact = ReferenceExecutor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     truth = [log_probabilities(exact, window) for window in windows]
     rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in CANDIDATES]
     kernels = int8_activations(checkpoint, arguments.window, windows)
@@ -98,7 +99,7 @@ def measure(
     checkpoint: Checkpoint, quantization: Quantization, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int
 ) -> Quality:
     weights = quantized(checkpoint, quantization)
-    executor = Executor(checkpoint.spec, expanded(weights), max(map(len, windows)), BatchedTorchOps())
+    executor = ReferenceExecutor(checkpoint.spec, expanded(weights), max(map(len, windows)), BatchedTorchOps())
     return Quality(
         matrices=quantization.matrices,
         vocabulary=quantization.vocabulary,
@@ -114,7 +115,7 @@ def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     weights = quantized(checkpoint, Quantization())
-    exact = Executor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
+    exact = ReferenceExecutor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
     kernels = CpuExecutor(checkpoint.spec, weights, window, threads=1)
     truth = [log_probabilities(exact, tokens) for tokens in windows]
     metrics = compare(kernels, truth, windows, n_text_bytes=1)

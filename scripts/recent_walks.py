@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hetero_ee.calibration.draft_rows import draft_rows
 from hetero_ee.calibration.traces import traces
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.schedule import RecentExits
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits

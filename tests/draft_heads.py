@@ -10,10 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead
+from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import DenseWeight
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
 CONFIG: dict[str, Any] = {
@@ -27,6 +31,14 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
+}
+NAMES = {
+    "fc": FC,
+    "fc_bias": f"{FC}_bias",
+    "embedding": EMBEDDING,
+    "norm": "layers.0.ffn.norm",
+    **{part: f"layers.0.attention.{part}" for part in ("qkv", "qkv_bias", "output")},
+    **{part: f"layers.0.ffn.{part}" for part in ("gate_up", "down")},
 }
 MODEL = read_spec(CONFIG | {"num_hidden_layers": 3})
 
@@ -60,24 +72,40 @@ def save_head(folder: Path, tensors: dict[str, Tensor] | None = None, **changes:
     return folder
 
 
-def head_weights(seed: int = 0, **changes: Any) -> DraftHeadWeights:
-    """The same in memory."""
+def head_weights(seed: int = 0, **changes: Tensor) -> DraftHead:
+    """The same in memory. changes: of parts by their names in NAMES."""
     tensors = head_tensors(seed)
 
     def stacked(room: str, parts: tuple[str, ...]) -> Tensor:
         return torch.cat([tensors[f"layers.0.{room}.{part}_proj.weight"] for part in parts])
 
-    weights = DraftHeadWeights(
-        spec=dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,)),
-        fc=tensors["fc.weight"],
-        fc_bias=tensors["fc.bias"],
-        qkv=stacked("self_attn", ("q", "k", "v")),
-        output=stacked("self_attn", ("o",)),
-        gate_up=stacked("mlp", ("gate", "up")),
-        down=stacked("mlp", ("down",)),
-        norm=tensors["layers.0.post_attention_layernorm.weight"],
-    )
-    return dataclasses.replace(weights, **changes)
+    parts = {
+        "fc": tensors["fc.weight"],
+        "fc_bias": tensors["fc.bias"],
+        "qkv": stacked("self_attn", ("q", "k", "v")),
+        "output": stacked("self_attn", ("o",)),
+        "gate_up": stacked("mlp", ("gate", "up")),
+        "down": stacked("mlp", ("down",)),
+        "norm": tensors["layers.0.post_attention_layernorm.weight"],
+    }
+    return draft_head_of(dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,)), parts | changes)
+
+
+def draft_head_of(spec: ModelSpec, parts: dict[str, Tensor], draft_token_ids: Tensor | None = None) -> DraftHead:
+    """A head of these parts, by their names in NAMES."""
+    weights = ModelWeights({}, {})
+    for short, values in parts.items():
+        if values.dim() == 1:
+            weights.vectors[NAMES[short]] = values
+        else:
+            weights.matrices[NAMES[short]] = DenseWeight(values)
+    return DraftHead(spec, weights, draft_token_ids)
+
+
+def part_of(head: DraftHead, short: str) -> Tensor | None:
+    """The part of that name in NAMES, None where the head has none."""
+    matrix = head.weights.matrices.get(NAMES[short])
+    return head.weights.vectors.get(NAMES[short]) if matrix is None else matrix.dequantize()
 
 
 class BareTarget:
@@ -109,19 +137,19 @@ def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
     size = spec.hidden_size
-    weights = DraftHeadWeights(
-        spec=spec,
-        fc=random(size, 2 * size),
-        qkv=random(spec.query_size + 2 * spec.kv_size, size),
-        output=random(size, spec.query_size),
-        gate_up=random(2 * spec.ffn_size, size),
-        down=random(size, spec.ffn_size),
-        norm=torch.ones(size),
-        qkv_bias=torch.zeros(spec.query_size + 2 * spec.kv_size) if spec.qkv_bias else None,
-    )
+    parts = {
+        "fc": random(size, 2 * size),
+        "qkv": random(spec.query_size + 2 * spec.kv_size, size),
+        "output": random(size, spec.query_size),
+        "gate_up": random(2 * spec.ffn_size, size),
+        "down": random(size, spec.ffn_size),
+        "norm": torch.ones(size),
+    }
+    if spec.qkv_bias:
+        parts["qkv_bias"] = torch.zeros(spec.query_size + 2 * spec.kv_size)
     token_ids = torch.arange(0, spec.vocab_size, 3)
     head = executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name].rows(token_ids)
-    layer = TorchDraftHeadLayer(weights, executor.cache.max_tokens, head)
+    layer = draft_head_layer(draft_head_of(spec, parts), executor.cache.max_tokens, lm_head=DenseWeight(head))
     return DraftHeadSource(layer, executor, token_ids)
 
 

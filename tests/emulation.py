@@ -11,9 +11,9 @@ from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan, planned_cache
-from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
+from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -38,21 +38,20 @@ def emulated(
 ) -> PlannedExecutor:
     """The plan on its emulated machine, numbers by this CPU's kernels or, of fp32 weights, the reference."""
 
-    def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        cache = planned_cache(spec, plan, layers)
-        return open_on_cpu(spec, weights, plan.context_tokens, 1, cache=cache)
+    def executor(layers: tuple[int, ...]) -> HostExecutor:
+        return open_on_cpu(spec, weights, plan.context_tokens, 1, cache=planned_cache(spec, plan, layers))
 
     machine = emulated_machine(reference_profile(hardware), spec, plan, timeline or Timeline())
-    return open_plan(spec, weights, plan, wrap(machine), runner)
+    return open_plan(spec, weights, plan, wrap(machine), executor)
 
 
 def dummy(spec: ModelSpec, plan: Plan, profile: HardwareProfile, timeline: Timeline) -> PlannedExecutor:
     """The same without numbers."""
 
-    def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        return DummyRunner(spec, plan.context_tokens, layers)
-
-    return open_plan(spec, dummy_weights(spec), plan, emulated_machine(profile, spec, plan, timeline), runner)
+    machine = emulated_machine(profile, spec, plan, timeline)
+    return open_plan(
+        spec, dummy_weights(spec), plan, machine, lambda layers: DummyExecutor(spec, plan.context_tokens, layers)
+    )
 
 
 def prompt_of(executor: Executor, sequence: int, token_ids: Sequence[int]) -> list[Batch]:

@@ -3,21 +3,22 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized, load_dense
 from hetero_ee.weights.quantizers import quantizer_named
 from tests.families import random_model, save_checkpoint
+from tests.kv_contents import read_back
 
 MAX_TOKENS = 160
 Model = tuple[ModelSpec, ModelWeights]
@@ -41,12 +42,12 @@ def model_of(family: str, weights: str, folder: Path) -> Model:
     return spec, tiled
 
 
-def new_cache(spec: ModelSpec, kind: str = "fp32") -> KvCache:
-    return KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, MAX_TOKENS, kind=kind)
+def new_cache(spec: ModelSpec, kind: str = "fp32") -> CpuKvCache:
+    return CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, MAX_TOKENS, kind=kind)
 
 
 def reference(model: Model, kind: str = "fp32", ops: TorchOps | None = None) -> Executor:
-    return Executor(*model, MAX_TOKENS, ops, cache=new_cache(model[0], kind))
+    return ReferenceExecutor(*model, MAX_TOKENS, ops, cache=new_cache(model[0], kind))
 
 
 def on_kernels(model: Model, kind: str = "fp32", threads: int = 1) -> Executor:
@@ -62,9 +63,8 @@ def executor_for(model: Model, weights: str, kind: str = "fp32") -> Executor:
 
 def contents(executor: Executor, sequence: int) -> Iterator[torch.Tensor]:
     """Keys and values of each layer, as far as it holds them."""
-    cache: Any = executor.cache
     for layer in range(executor.spec.n_layers):
-        yield from cache.read(layer, sequence, 0, cache.length_at(sequence, layer))
+        yield from read_back(executor.cache, layer, sequence, 0, executor.cache.length_at(sequence, layer))
 
 
 def hidden_alone(executor: Executor, token_ids: list[int]) -> torch.Tensor:

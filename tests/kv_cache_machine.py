@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.batch import Batch
+from tests.kv_contents import read_back
 
 N_KV_HEADS, HEAD_DIM = 3, 4
 LAYERS = (0, 1, 3, 4)  # held of a model with six
@@ -174,7 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer, stamps in zip(LAYERS, layers, strict=True):
                 written = marks(layer, sequence, np.arange(len(stamps)), stamps)
                 for found, given in zip(
-                    self.cache.read(layer, sequence, 0, len(stamps)), (written, -3 * written), strict=True
+                    read_back(self.cache, layer, sequence, 0, len(stamps)), (written, -3 * written), strict=True
                 ):
                     assert np.array_equal(found.numpy(), rounded(self.kind, given).swapaxes(0, 1))
 

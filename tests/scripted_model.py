@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Observe
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import Observe
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 
 N_LAYERS, VOCABULARY = 6, 32
 Next = Callable[[int, int], int]  # token, its position -> the token that follows
@@ -47,20 +47,20 @@ class ScriptedModel:
 
     def __post_init__(self) -> None:
         self.spec: Any = SimpleNamespace(n_layers=N_LAYERS, vocab_size=VOCABULARY)
-        self.cache = KvCache(N_LAYERS, 1, 1, self.max_tokens)
+        self.cache = CpuKvCache(N_LAYERS, 1, 1, self.max_tokens)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         for batch in chunks:
             hidden = self.hidden(batch)
             if observe is not None:
                 observe(batch, self.final_norm(hidden))
-        return self.head(hidden[-1:])[0]
+        return self.to_logits(hidden[-1:])[0]
 
     def hidden(self, batch: Batch) -> Tensor:
         return self.run(batch, None, range(N_LAYERS))
 
     def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
-        return self.head(self.hidden(batch)[list(wanted)])
+        return self.to_logits(self.hidden(batch)[list(wanted)])
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         self.passes.append(Pass(layers, batch))
@@ -83,13 +83,13 @@ class ScriptedModel:
         self.n_projected += len(normed)
         return torch.stack([self._logits(*(int(x) for x in row)) for row in normed])
 
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         n_projected = self.n_projected
         logits = self.lm_head(normed).gather(1, token_ids)
         self.n_projected, self.n_sliced = n_projected, self.n_sliced + len(normed)
         return logits
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def to_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.final_norm(hidden))
 
     def _logits(self, token_id: int, position: int, n_layers: int) -> Tensor:

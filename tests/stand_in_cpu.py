@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.runtime.executors import cpu as cpu_executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul
@@ -25,7 +25,7 @@ class WorkClock:
         self._spend(patch, Matmul, "__call__", lambda self_, x, matrix: self.product_s(matrix.n_bytes, len(x)))
         self._spend(patch, Attention, "attend", lambda self_, x, places, *rest: self._attention_s(places))
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
-        self._spend(patch, KvCache, "place", lambda *arguments: PLACE_S)
+        self._spend(patch, CpuKvCache, "place", lambda *arguments: PLACE_S)
         self._spend(patch, cpu_executor, "place_rows", lambda *arguments: PLACES_S)
         for name in ("embed_int4", "embed_int8"):
             self._spend(patch, cpu_executor, name, lambda *arguments: EMBED_S)

@@ -1,5 +1,5 @@
 """Plans on a computer whose GPU is a stand-in: torch's reference operations on the CPU, behind the real device, link,
-copier, streams and runner."""
+copier, streams and executor."""
 
 import time
 from collections.abc import Callable
@@ -12,22 +12,22 @@ from torch import Tensor
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.cuda_copier import CudaCopier
-from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_layers
-from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_executor
 from hetero_ee.runtime.devices.machine import EmulatedGpuTensor, Machine
 from hetero_ee.runtime.execution import open_plan, planned_cache
+from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.operations import NAMES, GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import default_registry
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from tests.stand_in_cuda import StandInCuda
 
 PLENTY = 2**40
-MakeCpu = Callable[[ModelSpec, ModelWeights, KvCache], Executor]
-COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "sliced", "head")
+MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
+COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "partial_logits", "to_logits")
 
 
 class StandInMover(CudaCopier):
@@ -44,9 +44,9 @@ class StandInMover(CudaCopier):
 
 
 class OnStandIn:
-    """A GPU's runner: what it is given must be the GPU's, and what it computes is."""
+    """A GPU's executor: what it is given must be the GPU's, and what it computes is."""
 
-    def __init__(self, inner: Executor) -> None:
+    def __init__(self, inner: BlockExecutor) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -72,13 +72,13 @@ def stand_in_gpu(driver: StandInCuda | None = None, operations: GpuOperations | 
 
 
 def marked_layers(*arguments: Any) -> Any:
-    """`gpu_layers` on the stand-in."""
-    return OnStandIn(gpu_layers(*arguments))
+    """`gpu_executor` on the stand-in."""
+    return OnStandIn(gpu_executor(*arguments))
 
 
-def reference_cpu(spec: ModelSpec, weights: ModelWeights, cache: KvCache) -> Executor:
+def reference_cpu(spec: ModelSpec, weights: ModelWeights, cache: CpuKvCache) -> HostExecutor:
     """The CPU's part in plain torch, one row at a time: exact, and nothing to compile."""
-    return Executor(spec, weights, cache.max_tokens, TorchOps(), cache=cache)
+    return ReferenceExecutor(spec, weights, cache.max_tokens, TorchOps(), cache=cache)
 
 
 def on_stand_in(
@@ -94,10 +94,11 @@ def on_stand_in(
     if machine.link is not None:
         machine = replace(machine, copier=StandInMover(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
 
-    def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        if device == GPU:
-            found: Executor = marked_layers(gpu, spec, weights, plan, layers)
-            return found
-        return make_cpu(spec, weights, planned_cache(spec, plan, layers))
-
-    return open_plan(spec, weights, plan, wrap(machine), runner)
+    return open_plan(
+        spec,
+        weights,
+        plan,
+        wrap(machine),
+        lambda layers: make_cpu(spec, weights, planned_cache(spec, plan, layers)),
+        lambda layers: marked_layers(gpu, spec, weights, plan, layers),
+    )

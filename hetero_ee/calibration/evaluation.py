@@ -18,7 +18,7 @@ from hetero_ee.calibration.metrics import (
 from hetero_ee.calibration.traces import traces
 from hetero_ee.calibration.walks import Walks, walks
 from hetero_ee.planning.statistics import WalkRates
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
 
 

@@ -16,7 +16,7 @@ from hetero_ee.calibration.schedule_fitting import ReadBytes, fit_schedule
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, TRAIN, is_in
 from hetero_ee.calibration.tensors import Arrays
 from hetero_ee.calibration.walks import walks
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration, FittedExitLayer
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits

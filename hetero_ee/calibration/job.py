@@ -23,7 +23,7 @@ from hetero_ee.calibration.texts import (
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import ModelError, UsageError
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX

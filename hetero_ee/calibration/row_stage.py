@@ -10,7 +10,7 @@ from hetero_ee.calibration.draft_rows import draft_rows
 from hetero_ee.calibration.stages import CHOOSE, HELD_OUT, Chunk, first_numbers, is_in
 from hetero_ee.calibration.tensors import Arrays
 from hetero_ee.calibration.traces import trace
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.sliced_logits import SlicedLogits
 

@@ -27,7 +27,7 @@ from hetero_ee.calibration.stages import (
 )
 from hetero_ee.calibration.tensors import Arrays
 from hetero_ee.config import Progress
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
 
 ALGORITHM_VERSION = 2  # of everything that decides the numbers; other ones are not gone on with

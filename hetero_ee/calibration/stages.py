@@ -18,7 +18,8 @@ from hetero_ee.calibration.map_fitting import NormalEquations, SelectionRows, fi
 from hetero_ee.calibration.tensors import Arrays
 from hetero_ee.calibration.traces import trace
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -60,7 +61,7 @@ class ActivationStage:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, chunks: Sequence[Chunk], max_tokens: int) -> None:
         self._recorder = ActivationRecorder(spec, weights)
-        self._executor = Executor(spec, weights, max(map(len, chunks)), self._recorder)
+        self._executor = ReferenceExecutor(spec, weights, max(map(len, chunks)), self._recorder)
         self.numbers = first_numbers(chunks, TRAIN, max_tokens)
 
     def add(self, number: int, chunk: Chunk) -> None:

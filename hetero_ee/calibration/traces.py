@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 
 FIRST_COUNTED = 1  # position 0 has nothing to attend to; its states are like no other's, and nothing is drafted there
 

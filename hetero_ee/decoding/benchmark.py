@@ -9,7 +9,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 
 FIRST_TOKEN_ID = 1
 SHORT_CONTEXT_TOKENS = 16  # at which the executor itself is timed
@@ -127,7 +127,7 @@ def _prefill(executor: Executor, sequence: int, first: int, n_tokens: int, chunk
         ids = [FIRST_TOKEN_ID] * min(chunk_tokens, first + n_tokens - start)
         hidden = executor.hidden(Batch.of_sequence(sequence, start, ids))
     if n_tokens:
-        executor.head(hidden[-1:])
+        executor.to_logits(hidden[-1:])
 
 
 def _decode(executor: Executor, sequence: int, first: int, n_tokens: int) -> None:

@@ -18,7 +18,7 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer
 

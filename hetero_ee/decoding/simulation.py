@@ -13,8 +13,8 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.placement_request import check_emulates
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -94,11 +94,10 @@ def of_shapes(
     check_emulates(plan, profile)
     timeline = Timeline()
 
-    def runner(device: str, layers: tuple[int, ...]) -> Executor:
-        return DummyRunner(spec, plan.context_tokens, layers)
-
     machine = emulated_machine(profile, spec, plan, timeline)
-    executor = open_plan(spec, dummy_weights(spec), plan, machine, runner)
+    executor = open_plan(
+        spec, dummy_weights(spec), plan, machine, lambda layers: DummyExecutor(spec, plan.context_tokens, layers)
+    )
     prompt_s = _run(executor, n_prompt_tokens, n_new_tokens, lambda: timeline.now_s)
     seconds = prompt_s, timeline.now_s - prompt_s
     counts = n_prompt_tokens, n_new_tokens

@@ -8,7 +8,7 @@ from torch import Tensor
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor, Observe
+from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
 
 READING = "Reading the prompt"

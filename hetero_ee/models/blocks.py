@@ -55,6 +55,7 @@ class Block:
     kind: BlockKind
     layer: int | None
     tensors: dict[str, TensorSpec]
+    has_norm: bool = True  # without one, an attention or FFN takes its input as it is
 
     @property
     def n_elements(self) -> int:

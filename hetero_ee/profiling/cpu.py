@@ -14,7 +14,7 @@ from hetero_ee.profiling.pass_probe import PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.pass_sampling import LEAST_ROWS, PassSampling, Point, affordable_points
 from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.executors.cpu import CpuExecutor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee.weights.weight import TileWeight
@@ -152,7 +152,7 @@ def _passes(
     """Of the points, in order, or of those that there is time for until end_s; compiling kernels is not counted."""
     spec, found = model.spec, {}
     max_tokens = max(tokens for _, tokens in points)
-    cache = KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_TYPE)
+    cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_TYPE)
     executor = CpuExecutor(spec, model.weights, max_tokens, n_threads, cache=cache)
     try:
         begun_s = clock()

@@ -137,7 +137,7 @@ class _Turn:
         start_s = self.clock()
         batch = Batch.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
         hidden = runner.run(batch, None, range(self.n_layers))
-        runner.head(hidden if self.all_heads or self.m <= MAX_DECODE_TOKENS else hidden[-1:]).argmax(-1).tolist()
+        runner.to_logits(hidden if self.all_heads or self.m <= MAX_DECODE_TOKENS else hidden[-1:]).argmax(-1).tolist()
         seconds = self.clock() - start_s
         runner.cache.truncate(self.sequence, self.before)
         return seconds

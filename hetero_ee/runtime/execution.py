@@ -1,6 +1,6 @@
-"""Makes a plan ready to run: memory claimed before anything is loaded, a runner for each device."""
+"""Makes a plan ready to run: memory claimed before anything is loaded, an executor for each device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -15,22 +15,26 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.allocation import Allocation
 from hetero_ee.runtime.devices.device import CPU, GPU, Device
 from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.route import Route
 from hetero_ee.runtime.streaming.streaming import WeightStream
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_blocks, visiting_bytes
 from hetero_ee.weights.model_weights import ModelWeights
 
-# Makes what computes on a device, for the layers whose keys and values lie there.
-MakeRunner = Callable[[str, tuple[int, ...]], Executor]
+Layers = tuple[int, ...]  # those whose keys and values lie on a device
 
 
 def open_plan(
-    spec: ModelSpec, weights: ModelWeights, plan: Plan, machine: Machine, make_runner: MakeRunner
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    machine: Machine,
+    make_cpu: Callable[[Layers], HostExecutor],
+    make_gpu: Callable[[Layers], BlockExecutor] | None = None,
 ) -> PlannedExecutor:
-    """What runs the plan on this machine. To be closed. make_runner: see MakeRunner.
+    """What runs the plan on this machine. To be closed. make_gpu: make_cpu where None, for a GPU that is emulated.
 
     Raises UsageError for a plan of another model, DeviceMemoryError where a device lacks what the plan takes.
     """
@@ -40,12 +44,14 @@ def open_plan(
     route = Route(plan, decoder_blocks(spec))
     with ExitStack() as opened:
         claims = _claimed(plan, machine, opened)
-        runners: dict[str, Executor] = {}
-        for name in (CPU, GPU) if any(term.device == GPU for term in plan.memory) else (CPU,):
-            runners[name] = make_runner(name, route.attention_layers(on_gpu=name == GPU))
-            opened.callback(runners[name].close)
-        streams = _streams(spec, weights, plan, route, machine, runners)
-        executor = PlannedExecutor(spec, weights, plan, machine, runners, streams, claims)
+        cpu = make_cpu(route.attention_layers(on_gpu=False))
+        opened.callback(cpu.close)
+        gpu, streams = None, None
+        if any(term.device == GPU for term in plan.memory):
+            gpu = (make_gpu or make_cpu)(route.attention_layers(on_gpu=True))
+            opened.callback(gpu.close)
+            streams = _streams(spec, weights, plan, route, machine, cpu, gpu)
+        executor = PlannedExecutor(spec, weights, plan, machine, cpu, gpu, streams, claims)
         opened.pop_all()
         return executor
 
@@ -56,14 +62,15 @@ def _streams(
     plan: Plan,
     route: Route,
     machine: Machine,
-    runners: Mapping[str, Executor],
+    cpu: HostExecutor,
+    gpu: BlockExecutor,
 ) -> WeightStreams | None:
     blocks = streamed_blocks(route, range(spec.n_layers))
     if not blocks:
         return None
     assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
     kv_bytes_per_token = max(part.kv_bytes_per_token for part in model_parts(spec, plan.kv_type))
-    cache, gpu, copier = runners[CPU].cache, runners[GPU], machine.copier
+    cache, copier = cpu.cache, machine.copier
 
     def kv_bytes(layer: int) -> int:
         return kv_bytes_per_token * sum(cache.length_at(sequence, layer) for sequence in cache.sequences)
@@ -72,16 +79,16 @@ def _streams(
         return copier.to_gpu(gpu.forward_with(hidden, batch, block, borrowed))
 
     def visit(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
-        return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, runners[CPU]))
+        return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, cpu))
 
     source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes), machine.link)
     stream = WeightStream(source, range(len(blocks)), machine.new_worker())
     return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
 
 
-def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> KvCache:
+def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:
     """Keys and values of these layers in the CPU's memory."""
-    return KvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, plan.kv_type)
+    return CpuKvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, plan.kv_type)
 
 
 def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:

@@ -16,9 +16,10 @@ from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Span
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -69,14 +70,14 @@ def open_on_cpu(
     threads: int,
     progress: Progress | None = None,
     *,
-    cache: KvCache | None = None,
-) -> Executor:
+    cache: CpuKvCache | None = None,
+) -> HostExecutor:
     """What runs these weights: the CPU kernels where they are in tiles, the reference for others. To be closed.
 
-    cache: of some layers alone, see Executor.
+    cache: of some layers alone, see HostExecutor.
     """
     if not _are_tiles(weights):
-        return Executor(spec, weights, max_tokens, cache=cache)
+        return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
 
@@ -128,7 +129,7 @@ def open_placed(
     return Opened(_planned_on_cpu(spec, weights, plan, progress), clock, plan)
 
 
-def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> Executor:
+def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> HostExecutor:
     from hetero_ee.runtime.execution import planned_cache
 
     cache = None if plan.kv_type == "fp32" else planned_cache(spec, plan, tuple(range(spec.n_layers)))
@@ -151,9 +152,7 @@ def _traced_on_cpu(
     recorder = SpanRecorder()
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
     machine = Machine(device, None, None, CpuCopier())
-    executor = open_plan(
-        spec, weights, plan, machine, lambda name, layers: _planned_on_cpu(spec, weights, plan, progress)
-    )
+    executor = open_plan(spec, weights, plan, machine, lambda layers: _planned_on_cpu(spec, weights, plan, progress))
     return Opened(executor, clock, plan, recorder.spans)
 
 
@@ -193,7 +192,7 @@ def _on_gpu(
     traces: bool,
 ) -> Opened:
     """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
-    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_layers
+    from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
     from hetero_ee.runtime.execution import open_plan, planned_cache
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
@@ -203,14 +202,14 @@ def _on_gpu(
     recorder = SpanRecorder() if traces else None
 
     def opened(made: Plan) -> PlannedExecutor:
-        def runner(device: str, layers: tuple[int, ...]) -> Executor:
-            if device == GPU:
-                return gpu_layers(gpu, spec, weights, made, layers)
-            return open_on_cpu(
-                spec, weights, made.context_tokens, made.threads, cache=planned_cache(spec, made, layers)
-            )
+        def on_cpu(layers: tuple[int, ...]) -> HostExecutor:
+            cache = planned_cache(spec, made, layers)
+            return open_on_cpu(spec, weights, made.context_tokens, made.threads, cache=cache)
 
-        executor = open_plan(spec, weights, made, cuda_machine(gpu, spec, made, clock, recorder), runner)
+        machine = cuda_machine(gpu, spec, made, clock, recorder)
+        executor = open_plan(
+            spec, weights, made, machine, on_cpu, lambda layers: gpu_executor(gpu, spec, weights, made, layers)
+        )
         with recorder.forgetting() if recorder is not None else nullcontext():
             return warmed_up(executor)
 
@@ -244,11 +243,11 @@ def _emulated(
     timeline = Timeline()
 
     def opened(made: Plan) -> PlannedExecutor:
-        def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        def executor(layers: tuple[int, ...]) -> HostExecutor:
             cache = planned_cache(spec, made, layers)
             return open_on_cpu(spec, weights, made.context_tokens, threads, cache=cache)
 
-        return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), runner)
+        return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), executor)
 
     executor = ReplanningExecutor(plan, replan, opened, warn)
     return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.weight import Weight
 
 UNSHARED_ELEMENTS = 2**14  # torch shares an elementwise operation among threads from 2^15 elements on
@@ -50,7 +50,7 @@ class TorchOps:
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
-    def attention(self, queries: Tensor, cache: KvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
+    def attention(self, queries: Tensor, cache: CpuKvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         """Each row against its own sequence up to its own position: (m, heads, head_dim) -> the same.
 
         window: positions seen, the row's own included; None for all. Query heads share key heads in equal groups.
@@ -80,7 +80,7 @@ class BatchedTorchOps(TorchOps):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
 
-    def attention(self, queries: Tensor, cache: KvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
+    def attention(self, queries: Tensor, cache: CpuKvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         outputs = torch.empty_like(queries)
         positions = torch.tensor(batch.positions)
         for sequence in sorted(set(batch.sequences)):

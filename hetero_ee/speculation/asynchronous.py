@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import DeviceMemoryError, UsageError
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.waiting import WaitingToken, advance, stacked

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.exit_drafter import ExitDrafter, ExitHead
 from hetero_ee.speculation.sequence_drafter import SequenceDrafter

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.decoding.sampling import all_finite
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.stop_rule import StopRule
 from hetero_ee.speculation.waiting import WaitingToken, advance, stacked

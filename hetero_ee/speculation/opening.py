@@ -23,9 +23,9 @@ from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
 from hetero_ee.speculation.exits.confidence import ExitConfidence
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.sources.draft_head_facts import DraftHeadFacts, draft_head_facts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
+from hetero_ee.speculation.sources.draft_head_layer import draft_head_works, vocabulary_work
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee.speculation.sources.draft_head_placement import draft_head_works, vocabulary_work
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import padded_shape

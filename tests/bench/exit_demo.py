@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from exit_rows import EMULATED, Row, Timed, described_row, full_row, planned_costs, row, timed
+from hetero_ee.speculation.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
 
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
@@ -11,9 +12,8 @@ from hetero_ee.decoding.full import Ending, generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.planning.limits import Limits
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.speculation.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.calibration import Calibration

@@ -28,15 +28,14 @@ from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated_machine import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan
-from hetero_ee.runtime.executors.dummy import DummyRunner, dummy_weights
+from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import block_work, work_s
 from hetero_ee.speculation.drafting import Confidence, Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -72,7 +71,7 @@ class Fates:
         return bool(self._accepted[position, place])
 
 
-class ReplayedRunner(DummyRunner):
+class ReplayedRunner(DummyExecutor):
     """Its head says what the fates have in store. They are changed between texts."""
 
     fates: Fates
@@ -110,7 +109,7 @@ class ReplayedHeadLayer:
     """A draft head that counts how far it is from what was verified. See DraftHeadLayer."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.cache = KvCache(1, 0, 0, max_tokens)
+        self.cache = CpuKvCache(1, 0, 0, max_tokens)
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess."""
@@ -163,7 +162,7 @@ class Replay:
         """In exact mode where `counts` is to be told, else in full mode."""
         timeline, runners = Timeline(), []
 
-        def runner(device: str, layers: tuple[int, ...]) -> Executor:
+        def runner(layers: tuple[int, ...]) -> ReplayedRunner:
             runners.append(ReplayedRunner(self.spec, plan.context_tokens, layers))
             return runners[-1]
 
@@ -208,7 +207,7 @@ class Replay:
         machine, head_spec = executor.machine, draft_head_spec(self.spec)
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0
-        placed = PlacedDraftHeadLayer(layer, head_spec, lambda: machine, on_gpu=on_gpu)
+        placed = PlacedDraftHead(layer, head_spec, lambda: machine, on_gpu=on_gpu)
         return Drafting(0, plan.draft_length, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
 
 

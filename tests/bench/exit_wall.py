@@ -14,7 +14,7 @@ from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.planning.limits import Limits
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.candidates import ChainJudge, Choose, DraftSource
@@ -124,8 +124,8 @@ class Steps:
 
     def head_s(self) -> float:
         """The head on one row."""
-        hidden = self._executor.embed(Batch.of_sequence(0, 0, [5]))
-        return statistics.median(_seconds(lambda: self._executor.head(hidden)) for _ in range(N_STEPS))
+        hidden = self._executor.run(Batch.of_sequence(0, 0, [5]), None, range(0))
+        return statistics.median(_seconds(lambda: self._executor.to_logits(hidden)) for _ in range(N_STEPS))
 
     def pass_s(self, m: int, layers: range) -> float:
         """m rows through these layers, and the head behind the last."""
@@ -140,7 +140,7 @@ class Steps:
             def run(waiting: Tensor | None = waiting) -> None:
                 hidden = executor.run(rows, waiting, layers)
                 if layers.stop == n_layers:
-                    executor.head(hidden)
+                    executor.to_logits(hidden)
 
             found.append(_seconds(run))
         executor.cache.close(sequence)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -197,7 +197,7 @@ def test_matches_the_torch_reference():
         n = 90
         k, v = rng.normal(size=(2, n, n_kv_heads, head_dim)).astype(np.float32)
         queries = rng.normal(size=(n, n_heads * head_dim)).astype(np.float32)
-        cache, rows = KvCache(1, n_kv_heads, head_dim, 100), Batch.of_sequence(0, 0, [0] * n)
+        cache, rows = CpuKvCache(1, n_kv_heads, head_dim, 100), Batch.of_sequence(0, 0, [0] * n)
         cache.open(0)
         cache.admit(rows)
         cache.write(0, rows, torch.from_numpy(k), torch.from_numpy(v))

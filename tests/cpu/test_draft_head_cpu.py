@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_cpu import CpuDraftHeadLayer
-from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer, TorchDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
 from hetero_ee.weights.quantizers import EightBit
 from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
@@ -49,14 +49,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_it_computes_what_the_reference_does(pool: ThreadPool, quantizer: str, tolerance: float) -> None:
     """The rest is quantization: of weights and activations to 8 bits, or of weights to 4."""
     weights = head_weights(qkv_bias=torch.linspace(-1, 1, 80), embedding=BareTarget(seed=8).embedding)
-    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, pool, quantizer=quantizer)
-    expected = guessed(TorchDraftHeadLayer(weights, MAX_TOKENS), [N_TOKENS])
+    layer = draft_head_layer(weights, MAX_TOKENS, pool, quantizer=quantizer)
+    expected = guessed(draft_head_layer(weights, MAX_TOKENS), [N_TOKENS])
     error = relative_error(guessed(layer, [N_TOKENS]), expected)
     assert 0 < error < tolerance
 
 
 def test_a_rows_bits_do_not_depend_on_its_batch(pool: ThreadPool) -> None:
-    layer = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool)
+    layer = draft_head_layer(head_weights(), MAX_TOKENS, pool)
     whole = guessed(layer, [N_TOKENS])
     for chunks in ([1] * N_TOKENS, [3, 1, 9, 7]):
         assert torch.equal(guessed(layer, chunks), whole)
@@ -65,11 +65,11 @@ def test_a_rows_bits_do_not_depend_on_its_batch(pool: ThreadPool) -> None:
 def test_the_draft_vocabularys_logits_are_the_heads(pool: ThreadPool) -> None:
     head = BareTarget().head[[2, 5, 17]]
     weights = head_weights()
-    layer = CpuDraftHeadLayer(weights, MAX_TOKENS, pool, DenseWeight(head))
+    layer = draft_head_layer(weights, MAX_TOKENS, pool, DenseWeight(head))
     logits = layer.logits(STATES[:1])
     assert logits is not None and logits.shape == (1, 3)
     assert relative_error(logits, STATES[:1] @ head.T) < 0.02
-    assert CpuDraftHeadLayer(weights, MAX_TOKENS, pool).logits(STATES[:1]) is None
+    assert draft_head_layer(weights, MAX_TOKENS, pool).logits(STATES[:1]) is None
 
 
 @pytest.mark.parametrize("ids", [[2, 5, 17], [0, 15, 16, VOCAB - 1], list(range(VOCAB)), [9]])
@@ -77,14 +77,14 @@ def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, 
     head = EightBit().quantize(BareTarget().head)
     gathered = head.gathered(torch.tensor(ids))
     assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
-    whole = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool, head).logits(STATES)
-    some = CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool, gathered).logits(STATES)
+    whole = draft_head_layer(head_weights(), MAX_TOKENS, pool, head).logits(STATES)
+    some = draft_head_layer(head_weights(), MAX_TOKENS, pool, gathered).logits(STATES)
     assert whole is not None and some is not None and torch.equal(some, whole[:, ids])
 
 
 def test_after_a_rollback_it_proposes_as_a_fresh_one_does(pool: ThreadPool) -> None:
     def source() -> DraftHeadSource:
-        return DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool), BareTarget())
+        return DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), BareTarget())
 
     used, fresh = source(), source()
     wrong, wrong_states = random_text(N_TOKENS, seed=5)
@@ -103,7 +103,7 @@ def test_after_a_rollback_it_proposes_as_a_fresh_one_does(pool: ThreadPool) -> N
 
 
 def test_it_has_the_shapes_it_says(pool: ThreadPool) -> None:
-    layer = CpuDraftHeadLayer(head_weights(embedding=BareTarget().embedding), MAX_TOKENS, pool)
+    layer = draft_head_layer(head_weights(embedding=BareTarget().embedding), MAX_TOKENS, pool)
     embedded = layer.embed([3, VOCAB - 1])
     assert embedded is not None and embedded.shape == (2, HIDDEN)
     assert relative_error(embedded, BareTarget().embedding[[3, VOCAB - 1]]) < 0.02
@@ -113,7 +113,7 @@ def test_it_has_the_shapes_it_says(pool: ThreadPool) -> None:
 def test_a_model_whose_head_is_no_number_gets_no_drafts(pool: ThreadPool, broken: float) -> None:
     target, notices = BareTarget(), list[str]()
     target.head[VOCAB // 2, 5] = broken
-    source = DraftHeadSource(CpuDraftHeadLayer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
+    source = DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     for _ in range(2):
         assert source.propose(0, [*TOKENS, 4], 3, lambda logits, history: int(logits.argmax())) == []

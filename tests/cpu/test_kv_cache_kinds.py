@@ -1,4 +1,4 @@
-"""KvCache and the CPU kernels on the same storage: the same bytes written, the same contents attended to."""
+"""CpuKvCache and the CPU kernels on the same storage: the same bytes written, the same contents attended to."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import _sequence_cache
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kv_write import KvWrite
@@ -21,9 +21,9 @@ HELD = (1, 4, 5)
 ATTENTION_TOLERANCE = 3e-6  # of the largest value, as for the attention itself
 
 
-def filled(kind: str, n_kv_heads: int, head_dim: int, x: Any, *, by_kernel: bool) -> KvCache:
+def filled(kind: str, n_kv_heads: int, head_dim: int, x: Any, *, by_kernel: bool) -> CpuKvCache:
     """Two sequences with the rows of x, fp32 (m, 2, heads, head_dim), one and one alternately."""
-    cache = KvCache(N_LAYERS, n_kv_heads, head_dim, MAX_TOKENS, layers=HELD, kind=kind)
+    cache = CpuKvCache(N_LAYERS, n_kv_heads, head_dim, MAX_TOKENS, layers=HELD, kind=kind)
     for sequence in range(2):
         cache.open(sequence)
     rows = rows_of(len(x))
@@ -31,7 +31,7 @@ def filled(kind: str, n_kv_heads: int, head_dim: int, x: Any, *, by_kernel: bool
     if by_kernel:
         table = places(cache, rows)
         width = n_kv_heads * head_dim
-        KvWrite(N_LAYERS, n_kv_heads, head_dim, kind).write(x.reshape(len(x), -1), table, cache.place(LAYER), 0, width)
+        KvWrite(N_LAYERS, n_kv_heads, head_dim, kind).write(x.reshape(len(x), -1), table, cache.index(LAYER), 0, width)
     else:
         cache.write(LAYER, rows, *torch.from_numpy(x).unbind(1))
     return cache
@@ -41,12 +41,12 @@ def rows_of(m: int) -> Batch:
     return Batch((0,) * m, tuple(row % 2 for row in range(m)), tuple(row // 2 for row in range(m)))
 
 
-def places(cache: KvCache, batch: Batch) -> Any:
+def places(cache: CpuKvCache, batch: Batch) -> Any:
     views = [cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
     return place_rows(views, batch.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
 
 
-def stored(cache: KvCache, sequence: int) -> list[Any]:
+def stored(cache: CpuKvCache, sequence: int) -> list[Any]:
     view = cache.view(sequence, _sequence_cache)
     parts = (view.keys, view.values, view.key_scales, view.value_scales)
     return [part for part in parts if part is not None]
@@ -73,6 +73,6 @@ def test_attention_reads_what_the_cache_reads(kind: str, window: int | None) -> 
     queries = rng.normal(size=(300, 6, 20)).astype(np.float32)
     cache, rows = filled(kind, 2, 20, x, by_kernel=False), rows_of(300)
     attention = Attention(N_LAYERS, 6, 2, 20, kind)
-    found = attention.attend(queries.reshape(300, -1), places(cache, rows), cache.place(LAYER), window)
+    found = attention.attend(queries.reshape(300, -1), places(cache, rows), cache.index(LAYER), window)
     expected = TorchOps().attention(torch.from_numpy(queries), cache, LAYER, rows, window).flatten(1).numpy()
     assert np.abs(found - expected).max() <= ATTENTION_TOLERANCE * np.abs(x).max()

@@ -9,7 +9,7 @@ import torch
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def cpu_executor(family: tuple[ModelSpec, ModelWeights], threads: int = 1) -> An
 
 def test_logits_are_those_of_the_reference_but_for_int8_activations(family: tuple[ModelSpec, ModelWeights]) -> None:
     logits = []
-    for executor in (cpu_executor(family), Executor(*family, 160, BatchedTorchOps())):
+    for executor in (cpu_executor(family), ReferenceExecutor(*family, 160, BatchedTorchOps())):
         executor.cache.open(0)
         logits.append(executor.logits(Batch.of_sequence(0, 0, PROMPT), range(len(PROMPT))))
     assert (logits[0] - logits[1]).square().sum() <= INT8_ACTIVATIONS * logits[1].square().sum()

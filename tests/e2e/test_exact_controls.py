@@ -16,8 +16,9 @@ from hetero_ee import Engine
 from hetero_ee.decoding import texts
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.speculation import draft_judge
 from hetero_ee.speculation.drafting import Drafting, ExitHead
@@ -43,7 +44,7 @@ def run(engine: Engine) -> Run:
     return replace(run, params=run.params.changed(max_new_tokens=N_TOKENS))
 
 
-class Later(Executor):
+class Later(ReferenceExecutor):
     """Does something before or after a pass of waiting rows through the later layers."""
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
@@ -103,7 +104,7 @@ class OffByOnePosition(Later):
         self._ops.shift = 0  # type: ignore[attr-defined]
 
 
-class WrittenOnce(KvCache):
+class WrittenOnce(CpuKvCache):
     """What was written stays: nothing is rolled back but the lengths."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -118,13 +119,15 @@ class WrittenOnce(KvCache):
                 super().write(layer, one, keys[row : row + 1], values[row : row + 1])
 
 
-class NeverTruncated(KvCache):
+class NeverTruncated(CpuKvCache):
     """truncate does nothing."""
 
     def truncate(self, sequence: int, length: int) -> None: ...
 
 
-def executor(engine: Engine, kind: type[Executor] = Executor, cache: type[KvCache] = KvCache) -> Executor:
+def executor(
+    engine: Engine, kind: type[ReferenceExecutor] = ReferenceExecutor, cache: type[CpuKvCache] = CpuKvCache
+) -> Executor:
     """Of the engine's weights, with a cache of its own; sound, unless made of what is not."""
     spec, n_tokens = engine.spec, engine.context_tokens
     ops = ShiftedOps() if kind is OffByOnePosition else TorchOps()
@@ -141,7 +144,7 @@ def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
 
 
 @pytest.mark.parametrize("defect", [SwappedKvRow, StalePendingRow, OffByOnePosition])
-def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[Executor]) -> None:
+def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[ReferenceExecutor]) -> None:
     said = run.exact(DRAFTING, executor(engine, defect))
     with pytest.raises(AssertionError):
         check_identity(run.full(), said)
@@ -155,7 +158,7 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
         run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
 
 
-class LeftBehind(Executor):
+class LeftBehind(ReferenceExecutor):
     """Rows that waited at a level come to the next with the state they had."""
 
     n_left = 0

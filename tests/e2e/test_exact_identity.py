@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.statistics import DraftCounts
 from tests.conftest import SHARED_MODELS
 from tests.e2e.test_placements import split_at

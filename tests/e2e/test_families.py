@@ -8,7 +8,8 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.torch_ops import BatchedTorchOps, TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
@@ -21,7 +22,7 @@ PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]  # longer than the w
 
 def executor_of(folder: Path, ops: TorchOps | None = None) -> Executor:
     spec = read_spec(folder)
-    return Executor(spec, load_dense(Checkpoint(folder, spec)), spec.max_context_tokens, ops)
+    return ReferenceExecutor(spec, load_dense(Checkpoint(folder, spec)), spec.max_context_tokens, ops)
 
 
 def greedy(executor: Executor, prompts: list[list[int]], n_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
 from hetero_ee.weights.quantization import Quantization
@@ -64,7 +64,7 @@ def test_a_family_in_4_bits(tmp_path: Path, family: str, sizes: dict[str, Any], 
     model, _ = written(tmp_path, family, sizes=sizes, **how)
     checkpoint = opened(tmp_path)
     dense = load_dense(checkpoint)
-    executor = Executor(checkpoint.spec, dense, len(IDS))
+    executor = ReferenceExecutor(checkpoint.spec, dense, len(IDS))
     executor.cache.open(0)
     logits = executor.logits(Batch.of_sequence(0, 0, IDS), range(len(IDS)))
     with torch.no_grad():

@@ -18,8 +18,8 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.executors.reference import Executor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment
@@ -55,7 +55,7 @@ def text(model: Model) -> list[int]:
 def driver(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
     """A GPU in this computer."""
     monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
-    monkeypatch.setattr(cuda_machine, "gpu_layers", marked_layers)
+    monkeypatch.setattr(cuda_machine, "gpu_executor", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     return StandInCuda(PLENTY)
 
@@ -158,7 +158,7 @@ class Faulty:
         def faulty(gpu: Any) -> Any:
             return FaultyDevice(gpu, self.allocation, self.run)
 
-        def on_cpu(spec: Any, weights: Any, cache: Any) -> Executor:
+        def on_cpu(spec: Any, weights: Any, cache: Any) -> HostExecutor:
             return open_on_cpu(spec, weights, CONTEXT_TOKENS, 1, cache=cache)
 
         return on_stand_in(*self.model, plan, self.gpu, wrap, on_cpu)

@@ -12,7 +12,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from tests.device_support import SPEC, round_profile
 from tests.e2e.test_families import PROMPT
 from tests.emulation import dummy
@@ -68,7 +68,7 @@ def test_every_split_gives_the_bits_of_one_pass(
         for sequence, text in zip(sequences, TEXTS, strict=True):
             assert executor.cache.length(sequence) == len(text)
             executor.cache.truncate(sequence, 0)
-    assert torch.equal(executor.head(hidden[-1:]), executor.lm_head(executor.final_norm(expected[-1][-1:])))
+    assert torch.equal(executor.to_logits(hidden[-1:]), executor.lm_head(executor.final_norm(expected[-1][-1:])))
 
 
 @pytest.mark.parametrize(("exit_layer", "together"), [(0, 99), (1, 3), (1, 1), (2, 99)])

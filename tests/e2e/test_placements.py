@@ -14,7 +14,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
@@ -160,7 +160,7 @@ def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
             ]
             assert executor.cache.length(sequence) == 0 and executor.cache.length_at(sequence, 0) == len(ids)
             batch = Batch.of_sequence(sequence, 0, ids)
-            logits = executor.head(executor.run(batch, torch.cat(waiting), range(exit_layer, n_layers)))
+            logits = executor.to_logits(executor.run(batch, torch.cat(waiting), range(exit_layer, n_layers)))
             assert torch.equal(logits, expected)
             executor.cache.truncate(sequence, 0)
 

@@ -74,7 +74,7 @@ class Watched:
 def on_gpu(model: Model, monkeypatch: pytest.MonkeyPatch, told: list[str], watched: Watched, **asked: Any) -> Opened:
     """Opened as the engine does, on this computer's stand-in of a GPU."""
     monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
-    monkeypatch.setattr(cuda_machine, "gpu_layers", marked_layers)
+    monkeypatch.setattr(cuda_machine, "gpu_executor", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     gpu = stand_in_gpu(StandInCuda(PLENTY), watched.operations())
     placement = Placement(reference_profile(LAPTOP), Limits(context_tokens=CONTEXT_TOKENS), chunked(model), **asked)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from tests.executor_support import contents, executor_for, hidden_alone, model_of
 
 WINDOWS = {"mistral": (7, 7, 7), "qwen2-window": (None, 9, 9), "phi3-partial": (11, 11, 11)}

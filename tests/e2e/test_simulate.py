@@ -13,7 +13,7 @@ from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.runtime.executors.dummy import DummyRunner
+from hetero_ee.runtime.executors.dummy import DummyExecutor
 from hetero_ee.runtime.trace import TITLES
 from hetero_ee_profiles.records import write_record
 from hetero_ee_profiles.reference import reference_profile
@@ -81,8 +81,8 @@ def test_the_executor_is_closed_where_a_pass_fails(monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise UsageError("no more.")
 
-    monkeypatch.setattr(DummyRunner, "forward", fail)
-    monkeypatch.setattr(DummyRunner, "close", lambda runner: closed.append(runner))
+    monkeypatch.setattr(DummyExecutor, "forward", fail)
+    monkeypatch.setattr(DummyExecutor, "close", lambda runner: closed.append(runner))
     with pytest.raises(UsageError, match=r"no more\."):
         of_shapes(spec, planned(spec, mode="full", context_tokens=128), profile, 8, 4)
     assert closed

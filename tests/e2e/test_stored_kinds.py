@@ -9,8 +9,9 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -81,7 +82,7 @@ def test_logits_differ_by_the_rounding_alone(case: tuple[Model, str, str]) -> No
     """From the same executor over an fp32 cache; and the kernels from the reference over the same kind of cache."""
     model, weights, kind = case
     found, precise, torch_s = (
-        executor.head(hidden_alone(executor, PROMPT))
+        executor.to_logits(hidden_alone(executor, PROMPT))
         for executor in (
             executor_for(model, weights, kind),
             executor_for(model, weights),
@@ -98,8 +99,10 @@ def test_the_demo_model_hardly_notices(demo: Path, kind: str) -> None:
     spec = read_spec(demo)
     weights, ids = load_dense(Checkpoint(demo, spec)), Tokenizer.load(demo, spec.vocab_size).encode(TEXT)
     log_p, log_q = (
-        torch.log_softmax(logits_of(Executor(spec, weights, 200, BatchedTorchOps(), cache=cache), ids).double(), -1)
-        for cache in (KvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, 200, kind=k) for k in ("fp32", kind))
+        torch.log_softmax(
+            logits_of(ReferenceExecutor(spec, weights, 200, BatchedTorchOps(), cache=cache), ids).double(), -1
+        )
+        for cache in (CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, 200, kind=k) for k in ("fp32", kind))
     )
     mean_kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     assert 0 < mean_kl <= MEAN_KL[kind] and not math.isnan(mean_kl)

@@ -42,7 +42,7 @@ def test_a_short_training_makes_a_head_that_drafts(tiny: Path, tmp_path: Path, c
     for coverage, n_tokens in (("0.3", 16), ("1.1", first["vocab_size"])):
         assert f"drafts {n_tokens} tokens" in run("draft_vocabulary.py", *trimming, "--coverage", coverage)
     with Engine.from_pretrained(tiny, quantizer="none") as engine:
-        assert read_draft_head(output, engine.spec).fc.dtype == torch.float32
+        assert read_draft_head(output, engine.spec).weights.matrices["fc"].dequantize().dtype == torch.float32
         source = open_draft_head(output, engine.executor)
         source.observe(0, 0, [5, 6], torch.randn(2, engine.spec.hidden_size))
         assert len(source.propose(0, [5, 6, 7], 4, lambda logits, history: int(logits.argmax()))) == 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
@@ -24,15 +25,15 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.emulation import prompt_of
 from tests.executor_support import Model, model_of
+from tests.kv_contents import read_back
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -147,13 +148,13 @@ def test_a_row_has_the_same_bits_whatever_m_is(opened: Open, placement: str) -> 
     executor = opened(PLACEMENTS[placement])
     sequence = executor.cache.open_new()
     together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7])).cpu()
-    logits = executor.head(together)
+    logits = executor.to_logits(together)
     for n_kept in (0, 3, 0):
         executor.cache.truncate(sequence, n_kept)
         for position in range(n_kept, 7):
             alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone.cpu()[0], together[position])
-            assert torch.equal(executor.head(alone)[0], logits[position])
+            assert torch.equal(executor.to_logits(alone)[0], logits[position])
 
 
 def test_rows_drafted_ahead_change_no_token(opened: Open) -> None:
@@ -176,7 +177,7 @@ def test_visiting_attentions_compute_and_store_what_resident_ones_do(opened: Ope
         sequence = executor.cache.open_new()
         hidden = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT)).cpu()
         layers = range(executor.spec.n_layers)
-        kept = [part.cpu() for layer in layers for part in executor.cache.read(layer, sequence, 0, len(PROMPT))]
+        kept = [part.cpu() for layer in layers for part in read_back(executor.cache, layer, sequence, 0, len(PROMPT))]
         found.append([hidden, *kept])
     for first, second in zip(*found, strict=True):
         assert torch.equal(first, second)
@@ -200,20 +201,20 @@ def test_a_gpu_that_runs_out_of_memory_leaves_the_text_as_it_is(
     model: Model, profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth pass over the GPU's layers finds no memory: planned again, and the same tokens."""
-    from hetero_ee.runtime.executors.gpu import GpuLayers
+    from hetero_ee.runtime.executors.gpu import GpuExecutor
 
     limits, told = Limits(overrides=PLACEMENTS["split"], context_tokens=CONTEXT_TOKENS), []
     found = open_placed(*model, Placement(profile, limits), 1, time.perf_counter, told.append)
     expected = greedy(found.executor)
-    calls, forward = [0], GpuLayers.forward
+    calls, forward = [0], GpuExecutor.forward
 
-    def failing(self: GpuLayers, *arguments: Any) -> torch.Tensor:
+    def failing(self: GpuExecutor, *arguments: Any) -> torch.Tensor:
         calls[0] += 1
         if calls[0] == 5:
             torch.empty(2**45, dtype=torch.uint8, device="cuda")
         return forward(self, *arguments)
 
-    monkeypatch.setattr(GpuLayers, "forward", failing)
+    monkeypatch.setattr(GpuExecutor, "forward", failing)
     try:
         assert greedy(found.executor) == expected
     except DeviceMemoryError as error:
@@ -240,7 +241,7 @@ def test_the_demo_model_on_the_gpu_agrees_with_the_cpu(demo: Path, demo_profile:
 def logits_of(executor: Executor, token_ids: list[int]) -> torch.Tensor:
     sequence = executor.cache.open_new()
     batch = Batch.of_sequence(sequence, 0, token_ids)
-    logits = executor.head(executor.hidden(batch)).float().cpu()
+    logits = executor.to_logits(executor.hidden(batch)).float().cpu()
     executor.cache.close(sequence)
     return logits
 

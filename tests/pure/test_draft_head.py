@@ -1,8 +1,8 @@
 """DraftHeadSource on the reference layer: what it proposes, what it forgets, and what it does with broken numbers."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +14,21 @@ from torch import Tensor
 
 from hetero_ee.speculation.exits.candidates import ABSENT
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights, TorchDraftHeadLayer
-from tests.draft_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, BareTarget, head_weights, random_text
+from hetero_ee.speculation.sources.draft_head_layer import DraftHead
+from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.weights.weight import DenseWeight
+from tests.draft_heads import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    NAMES,
+    VOCAB,
+    BareTarget,
+    head_weights,
+    part_of,
+    random_text,
+)
 
 N_TOKENS, MAX_TOKENS = 12, 40
 TOKENS, STATES = random_text(N_TOKENS)
@@ -26,7 +39,8 @@ def greedy(logits: Tensor, history: Sequence[int]) -> int:
 
 
 def fresh(**changes: Any) -> DraftHeadSource:
-    layer = TorchDraftHeadLayer(head_weights(), changes.pop("max_tokens", MAX_TOKENS), changes.pop("head", None))
+    max_tokens, lm_head = changes.pop("max_tokens", MAX_TOKENS), changes.pop("lm_head", None)
+    layer = draft_head_layer(head_weights(), max_tokens, lm_head=lm_head)
     return DraftHeadSource(layer, BareTarget(), **changes)
 
 
@@ -36,8 +50,9 @@ def observed(n_tokens: int, sequence: int = 0) -> DraftHeadSource:
     return source
 
 
-def guesses(weights: DraftHeadWeights, tokens: Sequence[int], states: Tensor) -> Tensor:
+def guesses(head: DraftHead, tokens: Sequence[int], states: Tensor) -> Tensor:
     """The head written down once more, whole texts at once: (n, hidden) of tokens 1..n and states 0..n-1."""
+    weights: Any = SimpleNamespace(**{short: part_of(head, short) for short in NAMES})
     embedded = BareTarget().embedding[list(tokens)]
     x = F.linear(torch.cat([embedded, states], -1), weights.fc, weights.fc_bias)
     qkv = F.linear(x, weights.qkv).view(len(tokens), -1, HEAD_DIM).transpose(0, 1)
@@ -196,7 +211,7 @@ def test_no_draft_is_computed_that_the_judge_does_not_want(n_wanted: int) -> Non
 
 def test_a_trimmed_vocabulary_drafts_its_tokens_alone() -> None:
     ids = torch.tensor([2, 5, 17, 40, 60])
-    source = fresh(head=BareTarget().head[ids], draft_token_ids=ids)
+    source = fresh(lm_head=DenseWeight(BareTarget().head[ids]), draft_token_ids=ids)
     source.observe(0, 0, TOKENS, STATES)
     found = source.candidates(0, [*TOKENS, 4], 9)
     assert sorted(found) == ids.tolist()
@@ -227,10 +242,11 @@ def test_states_that_are_no_numbers_end_drafting_until_they_are_gone(broken: flo
 @pytest.mark.parametrize("part", ["fc", "qkv", "output", "gate_up", "down", "norm", "fc_bias"])
 def test_weights_that_are_no_numbers_draft_nothing(part: str) -> None:
     notices: list[str] = []
-    weights = head_weights()
-    values = getattr(weights, part).clone()
+    values = part_of(head_weights(), part)
+    assert values is not None
+    values = values.clone()
     values.view(-1)[0] = math.nan
-    layer = TorchDraftHeadLayer(dataclasses.replace(weights, **{part: values}), MAX_TOKENS)
+    layer = draft_head_layer(head_weights(**{part: values}), MAX_TOKENS)
     source = DraftHeadSource(layer, BareTarget(), warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     assert source.propose(0, [*TOKENS, 4], 3, greedy) == []
@@ -240,6 +256,6 @@ def test_weights_that_are_no_numbers_draft_nothing(part: str) -> None:
 def test_logits_that_are_no_numbers_draft_nothing() -> None:
     target, notices = BareTarget(), list[str]()
     target.head[5, 5] = math.nan
-    source = DraftHeadSource(TorchDraftHeadLayer(head_weights(), MAX_TOKENS), target, warn=notices.append)
+    source = DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     assert source.propose(0, [*TOKENS, 4], 3, greedy) == [] and len(notices) == 1

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
 from tests.draft_heads import CONFIG, MODEL, BareTarget, random_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -31,7 +31,7 @@ def test_guesses_in_training_are_those_of_a_chain(
     head = TrainingHead(read_spec(config), embedding)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(head.tensors(torch.float32), tmp_path / "model.safetensors")
-    layer = TorchDraftHeadLayer(read_draft_head(tmp_path, MODEL), max_tokens=64)
+    layer = draft_head_layer(read_draft_head(tmp_path, MODEL), max_tokens=64)
     with torch.no_grad():
         unrolled = list(head.unrolled(embedding[tokens][None], states[None], N_GUESSES))
     for n_true in range(1, N_TOKENS - N_GUESSES):

@@ -9,8 +9,9 @@ import torch
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import EmulatedMover, Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import TorchDraftHeadLayer
-from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer, draft_head_works
+from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
+from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.weights.weight import DenseWeight
 from tests.device_support import EmulatedMachine
 from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, BareTarget, head_weights, random_text
 
@@ -26,11 +27,11 @@ def chain_of(source: DraftHeadSource) -> list[int]:
 
 
 def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bool = False) -> DraftHeadSource:
-    head = BareTarget().head[DRAFT_TOKENS] if trimmed else None
-    layer: Any = TorchDraftHeadLayer(head_weights(), 64, head)
+    head = DenseWeight(BareTarget().head[DRAFT_TOKENS]) if trimmed else None
+    layer: Any = draft_head_layer(head_weights(), 64, lm_head=head)
     if devices is not None:
         machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedMover())
-        layer = PlacedDraftHeadLayer(layer, SPEC, lambda: machine, on_gpu=on_gpu)
+        layer = PlacedDraftHead(layer, SPEC, lambda: machine, on_gpu=on_gpu)
     return DraftHeadSource(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
 
 
@@ -64,6 +65,6 @@ def test_without_a_gpu_it_is_the_cpus_work() -> None:
     """As after a GPU was lost."""
     devices = EmulatedMachine(spec=SPEC)
     machine = Machine(devices.cpu, None, None, EmulatedMover())
-    layer: Any = PlacedDraftHeadLayer(TorchDraftHeadLayer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
+    layer: Any = PlacedDraftHead(draft_head_layer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
     assert chain_of(DraftHeadSource(layer, BareTarget(), None)) == chain_of(source_of(None))
     assert {span.lane for span in devices.timeline.spans} == {"cpu"}

@@ -241,8 +241,8 @@ def test_what_is_no_number_is_judged_no_further(at_first: bool, of_logits: bool)
     depths: list[int] = []
 
     class Spoilt(ScriptedModel):
-        def sliced(self, normed: Any, token_ids: Any) -> Any:
-            return super().sliced(normed, token_ids) * (NAN if of_logits and not at_first else 1.0)
+        def partial_logits(self, normed: Any, token_ids: Any) -> Any:
+            return super().partial_logits(normed, token_ids) * (NAN if of_logits and not at_first else 1.0)
 
         def lm_head(self, normed: Any) -> Any:
             depths.extend(int(depth) for _, _, depth in normed)

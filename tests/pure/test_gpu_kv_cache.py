@@ -35,7 +35,7 @@ class GpuKvCacheMachine(CacheMachine):
         slots, positions = (
             torch.tensor(part, dtype=torch.int32) for part in (self.cache.slots(batch), batch.positions)
         )
-        x, place = torch.cat([keys.flatten(1), values.flatten(1)], 1), self.cache.place(layer)
+        x, place = torch.cat([keys.flatten(1), values.flatten(1)], 1), self.cache.index(layer)
         kv_write(x, self.cache.pages, slots, positions, place, 0, x.shape[1] // 2)
 
     def fits(self, longest: dict[int, int]) -> bool:

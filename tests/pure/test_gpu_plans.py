@@ -10,11 +10,13 @@ import torch
 
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
+from tests.kv_contents import read_back
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for a segment
@@ -76,7 +78,7 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_every_placement_is_near_the_cpu(model: Model) -> None:
-    expected = steps(Executor(*model, CONTEXT_TOKENS, BatchedTorchOps()))
+    expected = steps(ReferenceExecutor(*model, CONTEXT_TOKENS, BatchedTorchOps()))
     plans = {name: plan_of(model, name) for name in PLACEMENTS}
     plans["visiting"] = visiting(plans["head alone on the GPU"])
     for name, plan in plans.items():
@@ -88,7 +90,7 @@ def test_every_placement_is_near_the_cpu(model: Model) -> None:
 @pytest.mark.parametrize("kv_type", ["fp16", "int8"])
 @pytest.mark.parametrize("placement", ["split", "streamed", "head alone on the GPU"])
 def test_stored_kinds_of_keys_and_values(llama: Model, placement: str, kv_type: str) -> None:
-    expected = steps(Executor(*llama, CONTEXT_TOKENS, BatchedTorchOps()))
+    expected = steps(ReferenceExecutor(*llama, CONTEXT_TOKENS, BatchedTorchOps()))
     for plan in (plan_of(llama, placement, kv_type=kv_type), visiting(plan_of(llama, placement, kv_type=kv_type))):
         executor = on_stand_in(*llama, plan)
         assert squared_error(steps(executor), expected) <= 2 * INT8_ACTIVATIONS
@@ -110,7 +112,7 @@ def test_visiting_attentions_compute_and_store_what_resident_ones_do(model: Mode
             part
             for layer in range(model[0].n_layers)
             for sequence in range(2)
-            for part in executor.cache.read(layer, sequence, 0, len(PROMPT) + 1)
+            for part in read_back(executor.cache, layer, sequence, 0, len(PROMPT) + 1)
         ]
         found.append([*hidden, *kept])
         executor.cache.check()
@@ -124,24 +126,24 @@ def test_a_row_has_the_same_bits_whatever_m_is(llama: Model, placement: str) -> 
     executor = on_stand_in(*llama, plan_of(llama, placement))
     sequence = executor.cache.open_new()
     together = executor.hidden(Batch.of_sequence(sequence, 0, PROMPT[:7]))
-    logits = executor.head(together)
+    logits = executor.to_logits(together)
     ids = torch.tensor([[5, 130, 5, 0]]).expand(7, 4)
-    assert torch.equal(executor.sliced(executor.final_norm(together), ids), logits.gather(1, ids))
+    assert torch.equal(executor.partial_logits(executor.final_norm(together), ids), logits.gather(1, ids))
     for n_kept in (0, 3):
         executor.cache.truncate(sequence, n_kept)
         for position in range(n_kept, 7):
             alone = executor.hidden(Batch.of_sequence(sequence, position, [PROMPT[position]]))
             assert torch.equal(alone[0], together[position])
-            assert torch.equal(executor.head(alone)[0], logits[position])
+            assert torch.equal(executor.to_logits(alone)[0], logits[position])
 
 
 def test_the_head_takes_more_rows_than_a_launch(llama: Model) -> None:
     executor = on_stand_in(*llama, plan_of(llama, "all on the GPU"))
     hidden = executor.hidden(Batch.of_sequence(executor.cache.open_new(), 0, PROMPT))
-    together = executor.head(hidden)
+    together = executor.to_logits(hidden)
     assert len(together) > MAX_ROWS
     for row in range(len(together)):
-        assert torch.equal(executor.head(hidden[row : row + 1])[0], together[row])
+        assert torch.equal(executor.to_logits(hidden[row : row + 1])[0], together[row])
 
 
 def test_logits_stay_what_they_are(llama: Model) -> None:
@@ -189,7 +191,7 @@ def test_closing_gives_everything_back(llama: Model, placement: str) -> None:
     executor.close()
     executor.close()
     assert machine.gpu.held_bytes() == machine.cpu.held_bytes() == {}
-    gpu_cache: Any = executor._runners["gpu"].cache
+    gpu_cache: Any = executor._executors[1].cache
     assert gpu_cache.n_bytes == 0
 
 

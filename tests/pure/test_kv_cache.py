@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import PAGE_TOKENS, KvCache
+from hetero_ee.runtime.kv.cpu import PAGE_TOKENS, CpuKvCache
 from tests.kv_cache_machine import BYTES_PER_TOKEN, KINDS, LAYERS, SHAPE, CacheMachine, rounded
 
 MAX_TOKENS = 3 * PAGE_TOKENS - 5
 
 
-def new_cache(kind: str = "fp32") -> KvCache:
-    return KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
+def new_cache(kind: str = "fp32") -> CpuKvCache:
+    return CpuKvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
 
 
 class KvCacheMachine(CacheMachine):
     max_tokens = MAX_TOKENS
 
-    def new_cache(self) -> KvCache:
+    def new_cache(self) -> CpuKvCache:
         return new_cache(self.kind)
 
     def write(self, layer: int, batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -116,9 +116,9 @@ def test_rows_wait_in_front_of_a_layer() -> None:
 
 def test_wrong_uses_are_refused() -> None:
     for wrong in (
-        lambda: KvCache(*SHAPE, MAX_TOKENS, kind="bf16"),
-        lambda: KvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 4, 3)),
-        lambda: KvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 3)),
+        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, kind="bf16"),
+        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 4, 3)),
+        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 3)),
     ):
         with pytest.raises(ValueError, match=r"no cache is called bf16|must ascend|of 4 layers can't hold 3"):
             wrong()

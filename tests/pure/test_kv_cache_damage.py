@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import PAGE_TOKENS
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE
@@ -98,12 +98,12 @@ PAGES: dict[str, Damage] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", [*LENGTHS.values(), *PARTS.values()], ids=[*LENGTHS, *PARTS])
 def test_damage_in_memory(damage: Damage, kind: str) -> None:
-    assert_found(filled(KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)), damage)
+    assert_found(filled(CpuKvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)), damage)
 
 
 @pytest.mark.parametrize("damage", SCALES.values(), ids=SCALES)
 def test_damage_to_scales(damage: Damage) -> None:
-    assert_found(filled(KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind="int8")), damage)
+    assert_found(filled(CpuKvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind="int8")), damage)
 
 
 @pytest.mark.parametrize("damage", [*GPU_LENGTHS.values(), *PAGES.values()], ids=[*GPU_LENGTHS, *PAGES])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv import cache as kv_cache
+from hetero_ee.runtime.kv import cpu as kv_cache
 from hetero_ee.runtime.kv import gpu as gpu_kv_cache
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.kv_cache_machine import KINDS, LAYERS, SHAPE, all_marks, rounded
 
@@ -33,9 +33,9 @@ def rows_of(n_first: int, n_rows: int) -> Batch:
     return Batch.joined([Batch.of_sequence(s, n_first + s, [0] * n_rows) for s in range(N_SEQUENCES)])
 
 
-def filled(kind: str) -> KvCache:
+def filled(kind: str) -> CpuKvCache:
     """Sequences of 6, 7 and 8 tokens, of which the last layers lack 2."""
-    cache = KvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
+    cache = CpuKvCache(*SHAPE, MAX_TOKENS, layers=LAYERS, kind=kind)
     for sequence in range(N_SEQUENCES):
         cache.open(sequence)
         write(cache, Batch.of_sequence(sequence, 0, [0] * (6 + sequence)), range(2))
@@ -43,7 +43,7 @@ def filled(kind: str) -> KvCache:
     return cache
 
 
-def write(cache: KvCache, batch: Batch, layers: range) -> None:
+def write(cache: CpuKvCache, batch: Batch, layers: range) -> None:
     cache.admit(batch, layers)
     for layer in cache.held_layers:
         if layer in layers:
@@ -51,7 +51,7 @@ def write(cache: KvCache, batch: Batch, layers: range) -> None:
             cache.write(layer, batch, keys, -3 * keys)
 
 
-def assert_holds(cache: KvCache, n_early: int, n_late: int) -> None:
+def assert_holds(cache: CpuKvCache, n_early: int, n_late: int) -> None:
     """Each sequence in each layer what was written there, and no more."""
     cache.check()
     for sequence, layer in itertools.product(range(N_SEQUENCES), LAYERS):

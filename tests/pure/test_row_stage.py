@@ -5,7 +5,8 @@ import pytest
 
 from hetero_ee.calibration.row_stage import BY_CHUNK, RowStage
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import random_model, save_checkpoint
@@ -17,7 +18,7 @@ CHUNKS = [tuple(range(2 + number, 14 + 2 * number)) for number in range(12)]  # 
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("model"))
     spec = read_spec(folder)
-    return Executor(spec, load_dense(Checkpoint(folder, spec)), max(map(len, CHUNKS)))
+    return ReferenceExecutor(spec, load_dense(Checkpoint(folder, spec)), max(map(len, CHUNKS)))
 
 
 def stage_of(executor: Executor, n_chunks: int, n_walk_tokens: int = 14) -> RowStage:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hetero_ee.planning.plan import Plan
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.devices.timeline import Span
-    from hetero_ee.runtime.executors.reference import Executor
+    from hetero_ee.runtime.executors.executor import Executor
     from hetero_ee.speculation.drafting import Drafting
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee_profiles.hardware import HardwareProfile

@@ -19,7 +19,7 @@ from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_stream import CudaClock
 from hetero_ee.runtime.devices.device import GPU, Link
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
-from hetero_ee.runtime.executors.gpu import GpuLayers
+from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Warn, default_registry
 from hetero_ee.runtime.kv.gpu import GpuKvCache
@@ -90,7 +90,7 @@ def cuda_machine(
     return Machine(cpu, device, link, copier, make_source, lambda: ThreadPoolExecutor(1, "weights"))
 
 
-def gpu_layers(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuLayers:
+def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
     """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
     places = {part.name: part.decode_place for part in plan.parts}
     kept = [block for block in decoder_blocks(spec) if places.get(block.name) == GPU]
@@ -106,4 +106,4 @@ def gpu_layers(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, lay
             kind=plan.kv_type,
             layers=layers,
         )
-        return GpuLayers(spec, weights, kept, cache, gpu.operations, plan.kv_type if visits else None)
+        return GpuExecutor(spec, weights, kept, cache, gpu.operations, plan.kv_type if visits else None)

@@ -1,8 +1,7 @@
 """The executor on the CPU kernels: int4 weights as they are stored, int8 activations, everything shared by one thread
 pool.
 
-It computes what `Executor` computes, with each residual added inside the norm that follows it. A row's bits depend on
-that row and its sequence alone, as the reference's do.
+It computes what the reference computes, with each residual added inside the norm that follows it.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
@@ -43,14 +42,23 @@ class _Linear:
     bias: Any
 
 
-class CpuExecutor(Executor):
-    """Runs one model whose matrices are all in tiles. threads: 1 or more; close() ends them. cache: see Executor."""
+class CpuExecutor(HostExecutor):
+    """Runs one model whose matrices are all in tiles. cache: see HostExecutor.
+
+    threads: how many to start, 1 or more, or a pool; close() ends them.
+    """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, threads: int, *, cache: KvCache | None = None
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        max_tokens: int,
+        threads: int | ThreadPool,
+        *,
+        cache: CpuKvCache | None = None,
     ) -> None:
-        super().__init__(spec, weights, max_tokens, cache=cache)
-        self._pool = ThreadPool(threads)
+        super().__init__(spec, weights, max_tokens, cache)
+        self._pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
         self._matmul = Matmul(self._pool)
         shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
@@ -84,11 +92,15 @@ class CpuExecutor(Executor):
         return self._pool
 
     def embed(self, batch: Batch) -> Tensor:
-        """See Executor.embed."""
+        """See HostExecutor.embed."""
         return torch.from_numpy(self._embedded(batch))
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See HostExecutor.linear."""
+        return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._linears[name]))
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.forward."""
+        """See BlockExecutor.forward."""
         positions = np.array(batch.positions, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
@@ -100,7 +112,7 @@ class CpuExecutor(Executor):
         return torch.from_numpy(x if delta is None else x + delta)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See Executor.forward_with."""
+        """See BlockExecutor.forward_with."""
         own = self._linears, self._vectors
         linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -121,8 +133,8 @@ class CpuExecutor(Executor):
         """See Executor.lm_head."""
         return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
 
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.sliced. One pass over the tokens of all rows; of many rows, the whole head costs less."""
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.partial_logits. One pass over all rows' tokens; for many rows, the whole head costs less."""
         ids, where = np.unique(token_ids.numpy(), return_inverse=True)
         linear = self._linears[self.blocks[-1].tensors["tokens"].name]
         logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
@@ -156,7 +168,7 @@ class CpuExecutor(Executor):
     def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
         spec = self.spec
         assert block.layer is not None
-        place = self.cache.place(block.layer)
+        place = self.cache.index(block.layer)
         qkv = self._multiplied(normed, block, "qkv")
         if spec.qk_norm:
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
@@ -176,7 +188,11 @@ class CpuExecutor(Executor):
         return self._multiplied(active, block, "down")
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
-        """The block's norm of x; first adds delta, the block before's output, to x."""
+        """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
+        if not block.has_norm:
+            if delta is not None:
+                x += delta
+            return x
         scale, eps = self._vector(block, "norm"), self.spec.norm_eps
         if self.spec.norm == "layer":
             return layer_norm(x, scale, self._vector(block, "norm_bias"), eps, delta=delta)
@@ -187,8 +203,10 @@ class CpuExecutor(Executor):
         return None if tensor is None else self._vectors[tensor.name]
 
     def _multiplied(self, x: Any, block: Block, short: str) -> Any:
+        return self._product(x, self._linears[block.tensors[short].name])
+
+    def _product(self, x: Any, linear: _Linear) -> Any:
         """x W^T + bias, fp32 (m, N), contiguous."""
-        linear = self._linears[block.tensors[short].name]
         product = self._matmul(x, linear.matrix)
         if product.shape[1] != linear.n_rows:
             product = np.ascontiguousarray(product[:, : linear.n_rows])

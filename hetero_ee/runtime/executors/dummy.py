@@ -8,28 +8,36 @@ from torch import Tensor
 from hetero_ee.models.blocks import Block, TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
 from hetero_ee.weights.weight import TileWeight
 
-HOLLOW = "dummy"  # what stands for the quantizer
+DUMMY = "dummy"  # what stands for the quantizer
 
 
-class DummyRunner(Executor):
+class DummyExecutor(HostExecutor):
     """Hidden states come out as they go in, and logits are 0. Its cache counts tokens and keeps nothing."""
 
     def __init__(self, spec: ModelSpec, max_tokens: int, layers: tuple[int, ...] | None = None) -> None:
         n_layers = spec.n_layers if layers is None else len(layers)
-        super().__init__(spec, dummy_weights(spec), max_tokens, cache=KvCache(n_layers, 0, 0, max_tokens, layers))
+        super().__init__(spec, dummy_weights(spec), max_tokens, CpuKvCache(n_layers, 0, 0, max_tokens, layers))
 
     def embed(self, batch: Batch) -> Tensor:
-        """See Executor.embed."""
+        """See HostExecutor.embed."""
         return torch.zeros(len(batch), self.spec.hidden_size)
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See HostExecutor.linear."""
+        return torch.zeros(len(x), self.weights.matrices[name].shape[0])
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.forward."""
+        """See BlockExecutor.forward."""
+        return hidden
+
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        """See BlockExecutor.forward_with."""
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -40,14 +48,14 @@ class DummyRunner(Executor):
         """See Executor.lm_head."""
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.sliced."""
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.partial_logits."""
         return torch.zeros(token_ids.shape)
 
 
 def dummy_weights(spec: ModelSpec) -> ModelWeights:
     """Weights of the right sizes that take no memory: one value each, repeated."""
-    weights = ModelWeights({}, {}, HOLLOW)
+    weights = ModelWeights({}, {}, DUMMY)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
             weights.matrices[tensor.name] = _dummy_tiles(tensor)

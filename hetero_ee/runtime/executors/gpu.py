@@ -1,19 +1,17 @@
-"""What a plan runs on a GPU: blocks whose weights stay there, blocks that are borrowed weights, and the head.
+"""What a plan runs on a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
 
-The host waits for the GPU in `attend_uploaded` and `sliced` alone. A row's bits depend on that row and its sequence
-alone.
+The host waits for the GPU in `attend_uploaded` and `partial_logits` alone.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
@@ -24,10 +22,10 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
-class GpuLayers(Executor):
-    """blocks: whose weights stay on the GPU. cache: of the layers that are attended there; its device is the GPU.
+class GpuExecutor:
+    """A BlockExecutor. blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
-    visits: in which KvCache's kind keys and values come to visit, None where none do. Matrices must be in tiles.
+    visits: the kind of keys and values that are uploaded from a CpuKvCache, None for none. Matrices must be in tiles.
     """
 
     def __init__(
@@ -39,10 +37,8 @@ class GpuLayers(Executor):
         operations: GpuOperations,
         visits: str | None = None,
     ) -> None:
-        shared: Any = cache
-        super().__init__(spec, weights, cache.max_tokens, cache=shared)
-        self._device, self._operations = cache.pages.codes.device, operations
-        self._gpu_cache = cache
+        self._spec, self._model_blocks = spec, decoder_blocks(spec)
+        self.cache, self._device, self._operations = cache, cache.pages.codes.device, operations
         self._resident = GpuWeights(weights, blocks, operations, self._device)
         self._room = SegmentRoom(spec, cache)
         self._recorder = recorder_for(self._device, operations)
@@ -55,32 +51,32 @@ class GpuLayers(Executor):
         self._segments.clear()
         self._borrowed.clear()
         self._resident.release()
-        for cache in (self._gpu_cache, self._visiting):
+        for cache in (self.cache, self._visiting):
             if cache is not None:
                 cache.release()
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.forward. Of the blocks whose weights stay."""
+        """See BlockExecutor.forward. Of the blocks whose weights stay."""
         names = tuple(block.name for block in blocks)
         if names not in self._segments:
             self._segments[names] = GpuSegment(
-                self.spec, self._resident, blocks, self._gpu_cache, self._operations, self._recorder, self._room
+                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._room
             )
         return self._segments[names].run(hidden, batch)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See Executor.forward_with. The same weights object holds the same block each time, wherever its bytes lie."""
-        return self._borrowed_segment(block, weights, self._gpu_cache).run(hidden, batch)
+        """See BlockExecutor.forward_with. A weights object holds the same block each time, wherever its bytes lie."""
+        return self._borrowed_segment(block, weights, self.cache).run(hidden, batch)
 
     @torch.inference_mode()
     def attend_uploaded(
-        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: Executor
+        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: HostExecutor
     ) -> Tensor:
-        """See Executor.attend_uploaded. One sequence after the other; the host waits for each."""
+        """See BlockExecutor.attend_uploaded. One sequence after the other; the host waits for each."""
         visiting, layer = self._visiting, block.layer
         if visiting is None or layer is None:
             raise ValueError(f"{block.name} has no keys and values that could visit here.")
-        segment, window = self._borrowed_segment(block, weights, visiting), self.spec.sliding_windows[layer]
+        segment, window = self._borrowed_segment(block, weights, visiting), self._spec.sliding_windows[layer]
         out = torch.empty(hidden.shape, device=self._device)
         for sequence, mine in _by_sequence(batch).items():
             n_known, n_rows = batch.positions[mine[0]], len(mine)
@@ -93,12 +89,12 @@ class GpuLayers(Executor):
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm."""
-        block, eps = self.blocks[-2], self.spec.norm_eps
+        block, eps = self._model_blocks[-2], self._spec.norm_eps
         x = self._whole(hidden)
         if block.kind is not BlockKind.FINAL_NORM:
             return x
         scale = self._resident.vector(block, "norm")
-        if self.spec.norm == "layer":
+        if self._spec.norm == "layer":
             normed: Tensor = self._operations.layer_norm(x, scale, self._resident.vector(block, "norm_bias"), eps)
         else:
             normed = self._operations.rms_norm(x, scale, eps)
@@ -107,8 +103,8 @@ class GpuLayers(Executor):
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
         """See Executor.lm_head."""
-        linear, m = self._resident.linear(self.blocks[-1], "tokens"), len(normed)
-        logits = torch.empty(m, self.spec.vocab_size, device=self._device)
+        linear, m = self._resident.linear(self._model_blocks[-1], "tokens"), len(normed)
+        logits = torch.empty(m, self._spec.vocab_size, device=self._device)
         for first in range(0, m, MAX_ROWS):
             logits[first : first + MAX_ROWS] = linear.multiply(
                 self._whole(normed[first : first + MAX_ROWS]), linear.matrix
@@ -116,14 +112,18 @@ class GpuLayers(Executor):
         return logits
 
     @torch.inference_mode()
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.sliced."""
-        matrix = self._resident.linear(self.blocks[-1], "tokens").matrix
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.partial_logits."""
+        matrix = self._resident.linear(self._model_blocks[-1], "tokens").matrix
         ids = token_ids.to(self._device).contiguous()
         if not isinstance(matrix, TileMatrix):
             return self.lm_head(normed).gather(1, ids)
         logits: Tensor = self._operations.sliced_head(self._whole(normed), matrix, ids)
         return logits
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """See Executor.to_logits."""
+        return self.lm_head(self.final_norm(hidden))
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
         """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.
@@ -134,7 +134,7 @@ class GpuLayers(Executor):
         found = self._borrowed.get(key)
         if found is not None and found[0] is weights and found[1].cache is cache:
             return found[1]
-        segment = GpuSegment(self.spec, weights, [block], cache, self._operations, None, self._room)
+        segment = GpuSegment(self._spec, weights, [block], cache, self._operations, None, self._room)
         if self._operations.is_capturable:
             self._borrowed[key] = weights, segment
         return segment

@@ -4,26 +4,24 @@ The host never waits for the GPU before it needs a result on the CPU: of a promp
 chunk while the CPU is still in the last one's later layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
-from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.allocation import Allocation
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.executors.reference import Executor, Observe
+from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
@@ -40,10 +38,8 @@ class _Flow:
 
 
 class PlannedExecutor(Executor):
-    """runners: "cpu", and "gpu" where the plan puts anything there: each computes any blocks on its device, and has
-    the cache of the layers that are attended there. streams: of streamed weights. claims: memory to give back at the
-    end. What it returns lies where it was
-    computed, but logits, which are the CPU's.
+    """gpu: None where the plan puts nothing there. streams: of streamed weights. claims: memory to give back at the
+    end. What it returns lies where it was computed, but logits, which are the CPU's.
     """
 
     def __init__(
@@ -52,17 +48,19 @@ class PlannedExecutor(Executor):
         weights: ModelWeights,
         plan: Plan,
         machine: Machine,
-        runners: Mapping[str, Executor],
+        cpu: HostExecutor,
+        gpu: BlockExecutor | None,
         streams: WeightStreams | None = None,
         claims: Sequence[Allocation] = (),
     ) -> None:
         self.spec, self.weights, self.plan, self.machine = spec, weights, plan, machine
         self.blocks = decoder_blocks(spec)
         self.prompt_chunk_tokens = plan.prefill_chunk_tokens
-        self._runners, self._streams, self._claims = runners, streams, claims
-        caches = {name: runner.cache for name, runner in runners.items()}
-        self.cache: Any = DeviceCaches(caches, runners[CPU].cache.max_tokens)
+        self._cpu_executor, self._gpu_executor, self._streams, self._claims = cpu, gpu, streams, claims
+        self._executors: list[BlockExecutor] = [cpu] if gpu is None else [cpu, gpu]
+        self.cache = DeviceCaches([each.cache for each in self._executors], cpu.cache.max_tokens)
         self._route = Route(plan, self.blocks)
+        self.overlap = self._route.overlap
         parts = model_parts(spec, plan.kv_type)
         self._part_bytes = {part.name: part.weight_bytes for part in parts}
         self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
@@ -72,21 +70,21 @@ class PlannedExecutor(Executor):
         with ExitStack() as given_back:
             for claim in self._claims:
                 given_back.callback(claim.free)
-            for runner in self._runners.values():
-                given_back.callback(runner.close)
+            for executor in self._executors:
+                given_back.callback(executor.close)
             if self._streams is not None:
                 with suppress(DeviceLostError):
                     self._streams.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. What fails is undone: the cache holds what it held."""
-        with self._admitted(batch, layers):
+        if layers:
+            self.cache.admit(batch, layers)
+        try:
             return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
-
-    @property
-    def overlap(self) -> Overlap | None:  # type: ignore[override]
-        """See Executor."""
-        return self._route.overlap
+        except BaseException:
+            self._take_back(batch, layers)
+            raise
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         """See Executor.on_cpu."""
@@ -116,79 +114,57 @@ class PlannedExecutor(Executor):
             for batch in unfinished:
                 self._take_back(batch, every)
             raise
-        return self._head(_Flow(flow.hidden[-1:], flow.ready))[0]
+        return self._to_logits(_Flow(flow.hidden[-1:], flow.ready))[0]
 
     def _finished(
         self, batch: Batch, flow: _Flow, segments: Sequence[Segment], observe: Observe | None, unfinished: list[Batch]
     ) -> _Flow:
-        """The first of the unfinished chunks through what is left of its way."""
+        """The first of the unfinished chunks through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
             observe(batch, self.final_norm(found.hidden))
         unfinished.remove(batch)
         return found
 
-    @contextmanager
-    def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:
-        """Admits the rows for what is done inside, and takes them back where it fails."""
-        if layers:
-            self.cache.admit(batch, layers)
-        with self._undone(batch, layers):
-            yield
-
-    @contextmanager
-    def _undone(self, batch: Batch, layers: range) -> Iterator[None]:
-        """Takes admitted rows back from the cache where what is done inside fails."""
-        try:
-            yield
-        except BaseException:
-            self._take_back(batch, layers)
-            raise
-
     def _take_back(self, batch: Batch, layers: range) -> None:
         for _, sequence, position in batch.places():
             self.cache.cut(sequence, position, layers)
 
-    def embed(self, batch: Batch) -> Tensor:
-        """See Executor.embed."""
-        return self._entered(batch, None).hidden
-
-    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See Executor.forward: blocks of whole layers."""
-        layers = [block.layer for block in blocks if block.layer is not None]
-        return self._through(batch, _Flow(hidden), self._segments(batch, range(layers[0], layers[-1] + 1))).hidden
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """See Executor.head."""
-        return self._head(_Flow(hidden))
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """See Executor.to_logits."""
+        return self._to_logits(_Flow(hidden))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm. On the head's device; its time is counted with the head's."""
-        flow, (runner, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._head_runner
-        found, _ = device.run([], lambda: self._marked(runner.final_norm(flow.hidden)), flow.ready)
+        flow, (executor, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._executor(self._head_on_gpu)
+        found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
         return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
     def lm_head(self, normed: Tensor) -> Tensor:
         """See Executor.lm_head."""
-        return self._logits(_Flow(normed), lambda runner, x: runner.lm_head(x), self.spec.vocab_size)
+        return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self.spec.vocab_size)
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """See Executor.lm_head_on_cpu. Weights that the GPU holds are mapped as well."""
         x = self._moved(_Flow(normed), False).hidden
         works = [block_work(self.blocks[-1], x.shape[0])]
-        return self.machine.cpu.run(works, lambda: self._runners[CPU].lm_head(x))[0]
+        return self.machine.cpu.run(works, lambda: self._cpu_executor.lm_head(x))[0]
 
-    def sliced(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.sliced."""
-        return self._logits(_Flow(normed), lambda runner, x: runner.sliced(x, token_ids), token_ids.shape[1])
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """See Executor.partial_logits."""
+        return self._logits(
+            _Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), token_ids.shape[1]
+        )
 
     @property
     def _head_on_gpu(self) -> bool:
         return self._route.place(self.blocks[-1]) in ON_GPU
 
-    @property
-    def _head_runner(self) -> tuple[Executor, Device]:
-        return (self._runners[GPU], self._gpu) if self._head_on_gpu else (self._runners[CPU], self.machine.cpu)
+    def _executor(self, on_gpu: bool) -> tuple[BlockExecutor, Device]:
+        if not on_gpu:
+            return self._cpu_executor, self.machine.cpu
+        assert self._gpu_executor is not None, "the plan has a part on a GPU that is not there"
+        return self._gpu_executor, self._gpu
 
     @property
     def _gpu(self) -> Device:
@@ -201,7 +177,7 @@ class PlannedExecutor(Executor):
         return self.machine.link
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
-        """The way of these rows; copies of the weights that are streamed on it begin."""
+        """The batch's way; copies of the weights that are streamed on it begin."""
         segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
         if self._streams is not None:
             self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
@@ -211,7 +187,7 @@ class PlannedExecutor(Executor):
         if hidden is not None:
             return _Flow(hidden)
         found, _ = self.machine.cpu.run(
-            [block_work(self.blocks[0], len(batch))], lambda: self._runners[CPU].embed(batch)
+            [block_work(self.blocks[0], len(batch))], lambda: self._cpu_executor.embed(batch)
         )
         return _Flow(found)
 
@@ -223,10 +199,10 @@ class PlannedExecutor(Executor):
         return flow
 
     def _computed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
-        device, runner = (self._gpu, self._runners[GPU]) if segment.on_gpu else (self.machine.cpu, self._runners[CPU])
+        executor, device = self._executor(segment.on_gpu)
 
         def compute() -> Tensor:
-            found = runner.forward(flow.hidden, batch, segment.blocks)
+            found = executor.forward(flow.hidden, batch, segment.blocks)
             return self.machine.copier.to_gpu(found) if segment.on_gpu else found
 
         found, event = device.run(self._works(batch, segment), compute, flow.ready)
@@ -268,15 +244,15 @@ class PlannedExecutor(Executor):
         """The end of all work the GPU was given so far."""
         return (self._gpu.run([], lambda: None)[1],)
 
-    def _head(self, flow: _Flow) -> Tensor:
-        return self._logits(flow, lambda runner, x: runner.head(x), self.spec.vocab_size)
+    def _to_logits(self, flow: _Flow) -> Tensor:
+        return self._logits(flow, lambda executor, x: executor.to_logits(x), self.spec.vocab_size)
 
-    def _logits(self, flow: _Flow, compute: Callable[[Executor, Tensor], Tensor], n_columns: int) -> Tensor:
-        """compute(runner, hidden) with the head, where it lies; what comes out on the CPU."""
-        moved, (runner, device) = self._moved(flow, self._head_on_gpu), self._head_runner
+    def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], n_columns: int) -> Tensor:
+        """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""
+        moved, (executor, device) = self._moved(flow, self._head_on_gpu), self._executor(self._head_on_gpu)
         m = moved.hidden.shape[0]
         works = [block_work(self.blocks[-1], m)] if n_columns == self.spec.vocab_size else []
-        found, event = device.run(works, lambda: self._marked(compute(runner, moved.hidden)), moved.ready)
+        found, event = device.run(works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
         logits = self._moved(_Flow(found, (event,)), False).hidden
         return logits.clone() if self._head_on_gpu else logits  # as above
 

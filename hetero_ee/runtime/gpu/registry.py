@@ -201,7 +201,7 @@ IMPLEMENTATIONS = (
     *_cpu("rms_norm_heads", "norm:rms_norm_heads"),
     *_cpu("rope", "rope:Rope"),
     *_cpu("activate", "activate:activate"),
-    *_cpu("kv_write", "kv_write:KvWrite", "hetero_ee.runtime.kv.cache:KvCache"),
+    *_cpu("kv_write", "kv_write:KvWrite", "hetero_ee.runtime.kv.cpu:CpuKvCache"),
     *_cpu("attention", "attention:Attention"),
     *_cpu("argmax", "argmax:argmax", "torch:argmax"),
 )

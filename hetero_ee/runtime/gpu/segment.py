@@ -119,7 +119,7 @@ class GpuSegment:
     def _attend(self, block: Block, b: SegmentBuffers) -> None:
         spec, ops = self.spec, self._ops
         assert block.layer is not None
-        layer = self.cache.place(block.layer)
+        layer = self.cache.index(block.layer)
         self._multiply(b.normed, block, "qkv", b.qkv)
         if spec.qk_norm:
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
@@ -139,6 +139,11 @@ class GpuSegment:
 
     def _normed(self, block: Block, b: SegmentBuffers, delta: Tensor | None) -> None:
         """b.normed: the norm of b.x, to which delta, the block before's output, is added first."""
+        if not block.has_norm:
+            if delta is not None:
+                self._ops.add(b.x, delta)
+            b.normed.copy_(b.x)
+            return
         scale, eps = self._weights.vector(block, "norm"), self.spec.norm_eps
         if self.spec.norm == "layer":
             self._ops.layer_norm(b.x, scale, self._weights.vector(block, "norm_bias"), eps, b.normed, delta=delta)

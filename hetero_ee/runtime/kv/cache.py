@@ -1,156 +1,182 @@
-"""Keys and values by layer, sequence and absolute position: fp32, fp16 or int8 with a scale a position and head.
+"""KvCache: what executors ask of keys and values, wherever they lie; and what caches of one device have in common.
 
-Every layer has a length of its own for each sequence, so that rows may wait in front of a layer: they have passed the
-layers before it and none behind. Rolling back is exact: what is forgotten is written again before it is read.
+Every layer has a length of its own for each sequence, so that tokens may wait after any layer: they have passed the
+layers up to there and none after it. Rolling back is exact: what is forgotten is written again before it is read.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from hetero_ee.errors import HeteroError
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.layered import LayeredCache
-
-PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
-KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
-SMALLEST = 1e-30  # a head below it everywhere is stored as zero, as the kernels do
 
 
-@dataclass(slots=True)
-class _Sequence:
-    """Room of one sequence. parts: keys, values (n_layers, n_kv_heads, capacity, head_dim), then for int8 their scales
-    (n_layers, n_kv_heads, capacity). lengths: tokens that each layer holds; view: what a user of the storage has made
-    of it, see KvCache.view."""
+class KvCache(ABC):
+    """Sequences are opened, extended, truncated and closed by number. max_tokens: positions a sequence may have."""
 
-    parts: tuple[Tensor, ...]
-    lengths: list[int]
-    view: Any = None
-
-
-class KvCache(LayeredCache[_Sequence]):
-    """Keys and values in the CPU's memory, which grows with the sequences. kind: "fp32", "fp16" or "int8".
-
-    max_tokens, layers: see LayeredCache.
-    """
-
-    def __init__(
-        self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
-        max_tokens: int,
-        layers: Sequence[int] | None = None,
-        kind: str = "fp32",
-    ) -> None:
-        super().__init__(n_layers, max_tokens, layers)
-        if kind not in KINDS:
-            raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
-        self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
-
-    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (m, n_kv_heads, head_dim) of admitted rows."""
-        place = self._held.place(layer)
-        for row, sequence, position in batch.places():
-            parts = self._sequences[sequence].parts
-            for index, x in enumerate((keys[row], values[row])):
-                if self.kind == "int8":
-                    codes, scale = _int8(x)
-                    parts[index][place, :, position] = codes
-                    parts[2 + index][place, :, position] = scale
-                else:
-                    parts[index][place, :, position] = x.to(parts[index].dtype)
-
-    def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1; valid until the next
-        admit."""
-        place, parts = self._held.place(layer), self._sequences[sequence].parts
-        keys, values = (part[place, :, first:end].float() for part in parts[:2])
-        if self.kind == "int8":
-            keys, values = (
-                codes * scale[place, :, first:end, None] for codes, scale in zip((keys, values), parts[2:], strict=True)
-            )
-        return keys, values
-
-    def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Positions first..end-1 as they are stored, to read and to write, valid until the next admit: keys and values
-        (n_kv_heads, end - first, head_dim), and for int8 their scales (n_kv_heads, end - first)."""
-        place = self._held.place(layer)
-        return tuple(part[place, :, first:end] for part in self._sequences[sequence].parts)
-
-    def view(self, sequence: int, make: Callable[..., Any]) -> Any:
-        """make(*parts) of the sequence's whole storage: keys, values, and for int8 their scales.
-
-        Made once and kept until the sequence grows or closes.
-        """
-        held = self._sequences[sequence]
-        if held.view is None:
-            held.view = make(*held.parts)
-        return held.view
+    max_tokens: int
 
     @property
-    def n_bytes(self) -> int:
-        return sum(part.nbytes for held in self._sequences.values() for part in held.parts)
+    @abstractmethod
+    def held_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers it holds, in the model, ascending."""
 
+    @property
+    @abstractmethod
+    def sequences(self) -> tuple[int, ...]:
+        """Numbers of the open ones."""
+
+    @property
+    @abstractmethod
+    def n_bytes(self) -> int: ...
+
+    @abstractmethod
+    def open(self, sequence: int) -> None:
+        """Starts an empty sequence. Raises ValueError where it is open."""
+
+    @abstractmethod
+    def close(self, sequence: int) -> None:
+        """Frees the sequence's memory; closing an unknown one does nothing."""
+
+    @abstractmethod
+    def lengths(self, sequence: int) -> list[int]:
+        """Tokens of the sequence that have passed each of the held layers."""
+
+    @abstractmethod
+    def length_at(self, sequence: int, layer: int) -> int:
+        """Tokens of the sequence that have passed this layer. Raises KeyError for one not held."""
+
+    @abstractmethod
+    def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
+        """Leaves these layers, None for all, at most `length` tokens of the sequence."""
+
+    @abstractmethod
+    def admit(self, batch: Batch, layers: range | None = None) -> None:
+        """Makes room for the tokens in these layers, None for all, once a pass.
+
+        Raises ValueError, and admits none, unless each follows the last token that the layers hold of its sequence and
+        has passed the layer before them; likewise what is raised where there is no room.
+        """
+
+    @abstractmethod
     def check(self) -> None:
-        """Raises HeteroError where the lengths or the storage of a sequence contradict each other."""
-        owners = Counter(part.data_ptr() for held in self._sequences.values() for part in held.parts)
-        for number, held in self._sequences.items():
-            if not self._is_whole(held) or any(part.nbytes and owners[part.data_ptr()] > 1 for part in held.parts):
-                raise HeteroError(
-                    f"the KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens, its storage "
-                    f"is {', '.join(f'{part.dtype} {tuple(part.shape)}' for part in held.parts)}."
-                )
+        """Raises HeteroError where lengths and storage contradict each other."""
 
-    def _is_whole(self, held: _Sequence) -> bool:
-        """Whether parts are those of one room, and no layer holds more than the one before, or than there is room."""
-        capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
-        found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
-        expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
-        bounded = [self.max_tokens, capacity, *held.lengths, 0]
-        return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
+    def open_new(self) -> int:
+        """Starts an empty sequence under the lowest free number, which it returns."""
+        taken = set(self.sequences)
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        self.open(number)
+        return number
 
-    def _empty(self) -> _Sequence:
-        return _Sequence(self._room(0), [0] * self.n_layers)
+    def length(self, sequence: int) -> int:
+        """Tokens of the sequence that have passed every layer."""
+        return min(self.lengths(sequence), default=0)
 
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets every position from `length` on, in each layer. Raises ValueError where no layer holds so many."""
+        longest = max(self.lengths(sequence), default=length)
+        if not 0 <= length <= longest:
+            raise ValueError(f"sequence {sequence} holds {longest} tokens, it can't be cut to {length}.")
+        self.cut(sequence, length)
+
+
+class OpenSequence(Protocol):
+    """lengths: tokens that each layer holds."""
+
+    lengths: list[int]
+
+
+S = TypeVar("S", bound=OpenSequence)
+
+
+class LayeredCache(KvCache, Generic[S]):
+    """Keeps some of a model's layers side by side under 0, 1, 2, ...
+
+    layers: their numbers in the model, the first n_layers where None. Raises ValueError where they don't ascend or
+    aren't n_layers.
+    """
+
+    def __init__(self, n_layers: int, max_tokens: int, layers: Sequence[int] | None = None) -> None:
+        self.n_layers, self.max_tokens = n_layers, max_tokens
+        self._layers = tuple(range(n_layers) if layers is None else layers)
+        if len(self._layers) != n_layers:
+            raise ValueError(f"a cache of {n_layers} layers can't hold {len(self._layers)}.")
+        if list(self._layers) != sorted(set(self._layers)):
+            raise ValueError(f"layers {self._layers} must ascend.")
+        self._indices = {layer: index for index, layer in enumerate(self._layers)}
+        self._sequences: dict[int, S] = {}
+
+    @abstractmethod
+    def _empty(self) -> S:
+        """A sequence without tokens."""
+
+    @abstractmethod
     def _make_room(self, lengths: Mapping[int, int]) -> None:
-        """MemoryError where there is none."""
-        for sequence, length in lengths.items():
-            self._grow(sequence, length)
+        """For so many tokens of these sequences, or for none of them where that raises an error."""
 
-    def _grow(self, sequence: int, length: int) -> None:
-        """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""
-        held = self._sequences[sequence]
-        capacity = held.parts[0].shape[2]
-        if length <= capacity:
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        return self._layers
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self._sequences)
+
+    def index(self, layer: int) -> int:
+        """Where the layer's keys and values lie among those of the storage. Raises KeyError for one not held."""
+        return self._indices[layer]
+
+    def open(self, sequence: int) -> None:
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} is open already.")
+        self._sequences[sequence] = self._empty()
+
+    def close(self, sequence: int) -> None:
+        self._sequences.pop(sequence, None)
+
+    def lengths(self, sequence: int) -> list[int]:
+        return self._sequences[sequence].lengths
+
+    def length_at(self, sequence: int, layer: int) -> int:
+        return self._sequences[sequence].lengths[self._indices[layer]]
+
+    def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
+        held, part = self._sequences[sequence], self._slice(layers)
+        held.lengths[part] = [min(length, each) for each in held.lengths[part]]
+
+    def admit(self, batch: Batch, layers: range | None = None) -> None:
+        part = self._slice(layers)
+        if part.start == part.stop:
             return
-        parts = self._room(min(self.max_tokens, max(2 * capacity, -(-length // PAGE_TOKENS) * PAGE_TOKENS)))
-        for new, old in zip(parts, held.parts, strict=True):
-            new[:, :, :capacity] = old
-        self._sequences[sequence] = _Sequence(parts, held.lengths)
+        lengths = self._lengths_with(batch, part)
+        self._make_room(lengths)
+        for number, length in lengths.items():
+            self._sequences[number].lengths[part] = [length] * (part.stop - part.start)
 
-    def _room(self, capacity: int) -> tuple[Tensor, ...]:
-        # NumPy asks the system for huge pages, torch does not: decoding the demo model behind 1,024 tokens 850 tokens/s
-        # on one thread, 700 without (Zen 5, 2026-11-21).
-        return tuple(torch.from_numpy(np.zeros(shape, dtype)) for shape, dtype in self._shapes(capacity))
+    def _slice(self, layers: range | None) -> slice:
+        """Of the held layers those in a range of the model's, None for all. Raises ValueError for one with gaps."""
+        if layers is None:
+            return slice(0, self.n_layers)
+        if layers.step != 1:
+            raise ValueError(f"{layers} are not layers that follow each other.")
+        found = [index for layer, index in self._indices.items() if layer in layers]
+        return slice(found[0], found[-1] + 1) if found else slice(0, 0)
 
-    def _shapes(self, capacity: int) -> list[tuple[tuple[int, ...], type]]:
-        """Shape and type of each part of a sequence's storage."""
-        line = (self.n_layers, self.n_kv_heads, capacity)
-        codes, scales = ((*line, self.head_dim), KINDS[self.kind]), (line, np.float32)
-        return [codes, codes, scales, scales] if self.kind == "int8" else [codes, codes]
-
-
-def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(n_kv_heads, head_dim) -> codes, to nearest, ties to even, and scales max |x| / 127, (n_kv_heads,)."""
-    peak = x.abs().amax(-1)
-    small = peak < SMALLEST
-    top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number
-    inverse = torch.where(small, 0.0, top / torch.where(small, 1.0, peak))
-    codes = torch.round(x * inverse[:, None]).to(torch.int8)
-    return codes, torch.where(small, 0.0, peak / top)
+    def _lengths_with(self, batch: Batch, part: slice) -> dict[int, int]:
+        """How many tokens these layers hold of each of the batch's sequences with the batch. Raises like admit."""
+        before: dict[int, int] = {}
+        for sequence in self._sequences.keys() & set(batch.sequences):
+            mine = self._sequences[sequence].lengths[part]
+            before[sequence] = mine[0]
+            if mine.count(mine[0]) != len(mine):
+                raise ValueError(
+                    f"sequence {sequence} holds {min(mine)} tokens in one layer and {max(mine)} in another."
+                )
+        after = batch.lengths_after(before, self.max_tokens)
+        for sequence, length in after.items():
+            if part.start and (n_passed := self._sequences[sequence].lengths[part.start - 1]) < length:
+                raise ValueError(
+                    f"{n_passed} tokens of sequence {sequence} have passed the layer before, not {length}."
+                )
+        return after

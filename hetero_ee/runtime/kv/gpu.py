@@ -6,28 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
-from hetero_ee.runtime.kv.layered import LayeredCache
+from hetero_ee.runtime.kv.cache import LayeredCache
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
-from hetero_ee_kernels.reference.attention import read
-from hetero_ee_kernels.reference.kv_write import kv_write
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """slot: its line in the table; lengths: tokens each layer holds; pages: numbers of its pages, in order."""
-
-    slot: int
-    lengths: list[int]
-    pages: list[int] = field(default_factory=list)
+    slot: int  # its line in the table
+    lengths: list[int]  # tokens that each layer holds
+    pages: list[int] = field(default_factory=list)  # their numbers, in order
 
 
 class GpuKvCache(LayeredCache[_Sequence]):
-    """The interface of KvCache; what the kernels read is `pages` (hetero_ee_kernels.pages).
+    """What the kernels read is `pages` (hetero_ee_kernels.pages).
 
     shape: (n_layers, n_kv_heads, head_dim); max_tokens, layers: see LayeredCache; pool_tokens: of all sequences
     together, max_tokens where None; n_slots: sequences that may be open at once, UsageError for one more; kind:
@@ -54,26 +49,14 @@ class GpuKvCache(LayeredCache[_Sequence]):
         self.pages = new_pages(shape, kind, n_pages, (n_slots, _n_pages(max_tokens)), device)
 
     def cut(self, sequence: int, length: int, layers: range | None = None) -> None:
-        """See LayeredCache.cut; frees pages nothing lies in."""
+        """See KvCache.cut; frees pages nothing lies in."""
         super().cut(sequence, length, layers)
         held = self._sequences[sequence]
         del held.pages[_n_pages(max(held.lengths, default=0)) :]
 
     def slots(self, batch: Batch) -> list[int]:
-        """The table's line of each row."""
+        """The table's line of each token."""
         return [self._sequences[sequence].slot for sequence in batch.sequences]
-
-    def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1."""
-        keys, values = read(self.pages, self._sequences[sequence].slot, self._held.place(layer), first, end)
-        return keys, values
-
-    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (m, n_kv_heads, head_dim) of admitted rows, already turned to their positions."""
-        device, width = self.pages.codes.device, keys[0].numel()
-        both = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(device)
-        slots, positions = (torch.tensor(numbers, device=device) for numbers in (self.slots(batch), batch.positions))
-        kv_write(both, self.pages, slots, positions, self._held.place(layer), 0, width)
 
     @property
     def n_bytes(self) -> int:
@@ -82,7 +65,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         return sum(part.nbytes for part in parts if part is not None)
 
     def check(self) -> None:
-        """Raises HeteroError where lengths, pages and slots of a sequence contradict each other. Reads the table."""
+        """See KvCache.check. Reads the table."""
         table = self.pages.table.tolist()
         owners = Counter(page for held in self._sequences.values() for page in held.pages)
         users = Counter(held.slot for held in self._sequences.values())

@@ -1,6 +1,7 @@
 """Draft heads on disk: config.json and model.safetensors with EAGLE-1's names, checked before anything is used."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,57 @@ from hetero_ee.errors import CheckpointError, ModelError, shown
 from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
+from hetero_ee.models.blocks import TensorRole
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights
+from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, layer_blocks
+from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.safetensors_file import StoredTensor, read_header
+from hetero_ee.weights.weight import DenseWeight
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 DRAFT_TOKEN_IDS = "draft_token_ids"  # ours, in config.json: the tokens a head with a trimmed vocabulary drafts
-EMBEDDING = "embed_tokens.weight"
+ACCEPTANCE = "acceptance"  # ours too: scripts/measure_draft_head.py prints it
 PICKLES = ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
+OWN_EMBEDDING = "embed_tokens.weight"
 _LAYER = "layers.0."
+_PARTS = {  # rows of a matrix or vector of the layer's blocks, one after the other
+    "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+    "output": ["self_attn.o_proj"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+    "norm": ["post_attention_layernorm"],
+}
 _IGNORED = (_LAYER + "self_attn.rotary_emb.inv_freq",)  # what the layer's shape implies
 _EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
 
 
-def read_draft_head(folder: Path, model: ModelSpec) -> DraftHeadWeights:
+@dataclass(frozen=True, slots=True)
+class DraftHeadFacts:
+    """What a head's config.json says, before its weights are read.
+
+    acceptance: for each position of a draft sequence the measured chance that its draft is right where all before it
+    are; empty where nobody measured it.
+    """
+
+    spec: ModelSpec  # of the head's layer
+    n_draft_tokens: int  # of the vocabulary that it drafts
+    acceptance: tuple[float, ...]
+
+
+def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
+    """Of the head in `folder`. Raises ModelError for one of another model, or whose config.json makes no sense."""
+    config = read_config_file(folder)
+    spec = read_spec(config)
+    check_head_shape(spec, model, folder)
+    found = config.get(ACCEPTANCE, [])
+    if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
+        raise ModelError(f"{folder}: {ACCEPTANCE} is {shown(found)}; expected a list of chances from 0 to 1.")
+    n_tokens = len(draft_token_ids(config, model, folder) or range(model.vocab_size))
+    return DraftHeadFacts(spec, n_tokens, tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS]))
+
+
+def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
     """The head in `folder`, which has to belong to a model of this shape and vocabulary.
 
     Raises ModelError for a configuration that doesn't fit, CheckpointError for files that are missing, damaged, pickles
@@ -42,23 +80,17 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHeadWeights:
     shapes = _shapes(spec, header)
     _check_names(header, shapes, file)
     tensors = _tensors(file, shapes)
-
-    def stacked(*names: str) -> Tensor:
-        return torch.cat([tensors[_LAYER + name] for name in names])
-
-    return DraftHeadWeights(
-        spec=spec,
-        fc=tensors["fc.weight"],
-        qkv=stacked(*(f"self_attn.{part}_proj.weight" for part in "qkv")),
-        output=stacked("self_attn.o_proj.weight"),
-        gate_up=stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        down=stacked("mlp.down_proj.weight"),
-        norm=stacked("post_attention_layernorm.weight"),
-        fc_bias=tensors.get("fc.bias"),
-        qkv_bias=stacked(*(f"self_attn.{part}_proj.bias" for part in "qkv")) if spec.qkv_bias else None,
-        embedding=tensors.get(EMBEDDING),
-        draft_token_ids=None if token_ids is None else torch.tensor(token_ids),
-    )
+    matrices, vectors = {FC: tensors["fc.weight"]}, {}
+    if OWN_EMBEDDING in tensors:
+        matrices[EMBEDDING] = tensors[OWN_EMBEDDING]
+    if "fc.bias" in tensors:
+        vectors[f"{FC}_bias"] = tensors["fc.bias"]
+    for short, tensor in (item for block in layer_blocks(spec) for item in block.tensors.items()):
+        kind = "bias" if short.endswith("_bias") else "weight"
+        parts = [tensors[f"{_LAYER}{part}.{kind}"] for part in _PARTS[short.removesuffix("_bias")]]
+        (matrices if tensor.role is TensorRole.MATRIX else vectors)[tensor.name] = torch.cat(parts)
+    dense = ModelWeights({name: DenseWeight(values) for name, values in matrices.items()}, vectors)
+    return DraftHead(spec, dense, None if token_ids is None else torch.tensor(token_ids))
 
 
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
@@ -73,7 +105,7 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
             )
     if spec.n_layers != 1:
         raise ModelError(f"{folder}: num_hidden_layers is {spec.n_layers}, a draft head has 1.")
-    plain = spec.norm == "rms" and spec.gated and spec.rope is not None
+    plain = spec.norm == "rms" and spec.norm_affine and spec.gated and spec.rope is not None
     if not plain or spec.qk_norm or spec.ffn_bias or spec.attention_output_bias:
         raise ModelError(f"{folder}: {spec.architecture} with these settings is no layer that a draft head can have.")
 
@@ -117,7 +149,7 @@ def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple
     }
     if spec.qkv_bias:
         layer |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", queries), ("k", keys), ("v", keys))}
-    optional: dict[str, tuple[int, ...]] = {"fc.bias": (size,), EMBEDDING: (spec.vocab_size, size)}
+    optional: dict[str, tuple[int, ...]] = {"fc.bias": (size,), OWN_EMBEDDING: (spec.vocab_size, size)}
     shapes = {"fc.weight": (size, 2 * size)} | {_LAYER + name: shape for name, shape in layer.items()}
     return shapes | {name: shape for name, shape in optional.items() if name in header}
 

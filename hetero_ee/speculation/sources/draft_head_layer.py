@@ -1,48 +1,52 @@
-"""An EAGLE-1 draft head (arXiv 2401.15077): its weights, and what it computes, in plain torch.
+"""A draft head (EAGLE-1, arXiv 2401.15077) as a list of blocks: what it computes, on any executor and device.
 
 From the newest token's embedding e and the final normed state h that led to it, x = fc [e; h] passes one Llama layer
 without input norm: x += attention(x), then x += ffn(norm(x)). What comes out is a guess of the next such state h.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
-from hetero_ee.runtime.torch_ops import TorchOps
-from hetero_ee.weights.weight import DenseWeight
+from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.runtime.work import Overhead, Work, block_works
+from hetero_ee.weights.model_weights import ModelWeights
+
+FC, EMBEDDING, LM_HEAD = "fc", "embedding.tokens", "head.tokens"  # matrices beside those of the layer's blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftHeadWeights:
-    """fp32 matrices (out, in), d the hidden size. qkv, gate_up: parts stacked row after row, as in models/blocks.py.
+class DraftHead:
+    """A head as its file has it: fp32 matrices under the names of layer_blocks(spec), FC (d, 2d) with a bias or none,
+    and EMBEDDING (vocab, d) where it is not the model's."""
 
-    spec: the layer's shape; it has one layer. fc: (d, 2d). embedding: (vocab, d), None for the model's own.
-    draft_token_ids: the tokens (k,) it drafts, ascending int64, None for all.
-    """
+    spec: ModelSpec  # of its one layer
+    weights: ModelWeights
+    draft_token_ids: Tensor | None = None  # (k,) ascending int64, the tokens it drafts; None for all
 
-    spec: ModelSpec
-    fc: Tensor
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm: Tensor
-    fc_bias: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    embedding: Tensor | None = None
-    draft_token_ids: Tensor | None = None
+
+def layer_blocks(spec: ModelSpec) -> list[Block]:
+    """The attention, whose input is not normed, and the FFN."""
+    attention, ffn = (block for block in decoder_blocks(spec) if block.layer is not None)
+    tensors = {short: tensor for short, tensor in attention.tensors.items() if short != "norm"}
+    return [replace(attention, tensors=tensors, has_norm=False), ffn]
 
 
 class DraftHeadLayer(Protocol):
-    """Computes a head. A row's bits depend on that row and its sequence alone."""
+    """Computes a head. A token's bits depend on that token and its sequence alone."""
 
     @property
-    def cache(self) -> KvCache:
+    def cache(self) -> CpuKvCache:
         """Keys and values of its one layer."""
         ...
 
@@ -59,46 +63,91 @@ class DraftHeadLayer(Protocol):
         ...
 
 
-class TorchDraftHeadLayer:
-    """The reference, fp32, for models on the reference executor. head: rows of the model's for the draft vocabulary."""
+class ExecutorDraftHead:
+    """A DraftHeadLayer. executor: of the head's spec and weights; LM_HEAD: rows of the model's for a vocabulary."""
 
-    def __init__(self, weights: DraftHeadWeights, max_tokens: int, head: Tensor | None = None) -> None:
-        spec = weights.spec
-        self.cache = KvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens)
-        self._weights, self._spec, self._ops = weights, spec, TorchOps()
-        self._head = None if head is None else DenseWeight(head)
+    def __init__(self, executor: HostExecutor) -> None:
+        self.cache, self._executor, self._blocks = executor.cache, executor, layer_blocks(executor.spec)
 
     @torch.inference_mode()
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See DraftHeadLayer.guess."""
         self.cache.admit(batch)
-        x = self._linear(torch.cat([embedded, states], -1), self._weights.fc, self._weights.fc_bias)
-        x = x + self._linear(self._attended(x, batch).flatten(1), self._weights.output)
-        normed = self._ops.norm(x, "rms", self._weights.norm, None, self._spec.norm_eps)
-        active = self._ops.activate(self._linear(normed, self._weights.gate_up), self._spec)
-        return x + self._linear(active, self._weights.down)
+        x = self._executor.linear(torch.cat([embedded, states], 1), FC)
+        return self._executor.forward(x, batch, self._blocks)
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
         """See DraftHeadLayer.embed."""
-        embedding = self._weights.embedding
-        return None if embedding is None else embedding[torch.tensor(token_ids)]
+        embedding = self._executor.weights.matrices.get(EMBEDDING)
+        return None if embedding is None else embedding.rows(torch.tensor(token_ids))
 
-    @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor | None:
         """See DraftHeadLayer.logits."""
-        return None if self._head is None else self._ops.linear(states, self._head)
+        return self._executor.linear(states, LM_HEAD) if LM_HEAD in self._executor.weights.matrices else None
 
-    def _attended(self, x: Tensor, batch: Batch) -> Tensor:
-        spec = self._spec
-        qkv = self._linear(x, self._weights.qkv, self._weights.qkv_bias)
-        queries, keys, values = (
-            part.reshape(len(batch), -1, spec.head_dim)
-            for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
-        )
-        if spec.rope:
-            queries, keys = (self._ops.rope(part, batch.positions, spec.rope) for part in (queries, keys))
-        self.cache.write(0, batch, keys, values)
-        return self._ops.attention(queries, self.cache, 0, batch, spec.sliding_windows[0])
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._ops.linear(x, DenseWeight(weight), bias)
+def draft_head_works(spec: ModelSpec, batch: Batch) -> list[Work]:
+    """What one guess of each token takes: fc and the layer of this spec, in 4 bits, keys and values in fp32."""
+    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=2 * spec.kv_size * FLOAT_BYTES)
+    fc = "int4", spec.hidden_size, 2 * spec.hidden_size
+    return [
+        replace(attention, name="draft_head.attention", products=(fc, *attention.products)),
+        replace(ffn, name="draft_head.ffn"),
+    ]
+
+
+def vocabulary_work(m: int, n_tokens: int, hidden_size: int) -> Work:
+    """What the logits of m guesses take over so many tokens."""
+    return Work("draft_head.vocabulary", m, (("int8", n_tokens, hidden_size),), None, Overhead.PASS)
+
+
+class PlacedDraftHead:
+    """`layer`, whose work the machine's GPU or CPU is charged. spec: its shape. Guesses lie there, logits on the CPU.
+
+    machine: the one that runs the model now; on_gpu: on its GPU, as long as it has one.
+    """
+
+    def __init__(self, layer: DraftHeadLayer, spec: ModelSpec, machine: Callable[[], Machine], *, on_gpu: bool) -> None:
+        self._layer, self._spec, self._machine_now, self._wants_gpu = layer, spec, machine, on_gpu
+        self.cache, self.embed = layer.cache, layer.embed
+
+    @property
+    def _machine(self) -> Machine:
+        return self._machine_now()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._wants_gpu and self._machine.gpu is not None
+
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        """See DraftHeadLayer.guess. On a GPU embeddings are transferred first; verified states are there already."""
+        copier, works = self._machine.copier, draft_head_works(self._spec, batch)
+        inputs = (copier.to_cpu(embedded), copier.to_cpu(states))
+        if not self._on_gpu:
+            return self._machine.cpu.run(works, lambda: self._layer.guess(*inputs, batch))[0]
+        transferred = self._transferred("draft embedding", embedded, GPU, ())
+        return self._gpu.run(works, lambda: copier.to_gpu(self._layer.guess(*inputs, batch)), (transferred,))[0]
+
+    def logits(self, states: Tensor) -> Tensor | None:
+        """See DraftHeadLayer.logits."""
+        found = self._layer.logits(self._machine.copier.to_cpu(states))
+        if found is None:
+            return None
+        m, n_tokens = found.shape
+        works = [vocabulary_work(m, n_tokens, self._spec.hidden_size)]
+        if not self._on_gpu:
+            return self._machine.cpu.run(works, lambda: found)[0]
+        _, computed = self._gpu.run(works, lambda: None)
+        self._machine.cpu.wait(self._transferred("draft logits", found, CPU, (computed,)))
+        return found
+
+    @property
+    def _gpu(self) -> Device:
+        assert self._machine.gpu is not None, "looked at before"
+        return self._machine.gpu
+
+    def _transferred(self, name: str, x: Tensor, to: str, after: Sequence[Event]) -> Event:
+        """The event of x (m, columns) transferred to that device."""
+        assert self._machine.link is not None, "looked at before"
+        n_rows, n_columns = x.shape
+        return self._machine.link.transfer(name, n_rows, n_columns * FLOAT_BYTES, to, lambda: None, after)[1]

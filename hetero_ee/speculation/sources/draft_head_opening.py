@@ -1,6 +1,7 @@
 """From a folder to a source of drafts: which code computes a head, and on which device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +9,20 @@ import torch
 from torch import Tensor
 
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer, DraftHeadWeights, TorchDraftHeadLayer
-from hetero_ee.speculation.sources.draft_head_placement import PlacedDraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_layer import (
+    EMBEDDING,
+    LM_HEAD,
+    DraftHead,
+    DraftHeadLayer,
+    ExecutorDraftHead,
+    PlacedDraftHead,
+)
+from hetero_ee.weights.model_weights import ModelWeights, expanded
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 if TYPE_CHECKING:
@@ -33,26 +43,46 @@ def open_draft_head(
     pool: threads for the CPU kernels, the caller's to close; None computes in plain torch. machine: told what drafting
     takes, on its CPU or, with on_gpu, its GPU. warn: see DraftHeadSource. Raises ModelError, CheckpointError.
     """
-    weights = read_draft_head(folder, executor.spec)
-    layer = _layer(weights, executor, pool)
+    head = read_draft_head(folder, executor.spec)
+    lm_head = _lm_head_rows(executor, head.draft_token_ids)
+    layer: DraftHeadLayer = draft_head_layer(head, executor.cache.max_tokens, pool, lm_head)
     if machine is not None:
-        layer = PlacedDraftHeadLayer(layer, weights.spec, machine, on_gpu=on_gpu)
-    return DraftHeadSource(layer, executor, weights.draft_token_ids, warn, on_gpu=on_gpu)
+        layer = PlacedDraftHead(layer, head.spec, machine, on_gpu=on_gpu)
+    return DraftHeadSource(layer, executor, head.draft_token_ids, warn, on_gpu=on_gpu)
 
 
-def _layer(weights: DraftHeadWeights, executor: Executor, pool: "ThreadPool | None") -> DraftHeadLayer:
-    head, max_tokens = _head_rows(executor, weights.draft_token_ids), executor.cache.max_tokens
+def draft_head_layer(
+    head: DraftHead,
+    max_tokens: int,
+    pool: "ThreadPool | None" = None,
+    lm_head: Weight | None = None,
+    quantizer: str = DEFAULT_QUANTIZER,
+) -> ExecutorDraftHead:
+    """pool: see open_draft_head. lm_head: rows of the model's for the draft vocabulary.
+
+    quantizer: of the matrices on the CPU kernels; LM head and embedding are int8 there, as the model's.
+    """
+    spec = replace(head.spec, final_norm=False, tied_head=False)
+    matrices = head.weights.matrices | ({} if lm_head is None else {LM_HEAD: lm_head})
+    weights = ModelWeights(matrices, head.weights.vectors)
     if pool is None:
-        return TorchDraftHeadLayer(weights, max_tokens, None if head is None else head.dequantize())
-    from hetero_ee.speculation.sources.draft_head_cpu import (
-        CpuDraftHeadLayer,  # the kernels look where to be cached when imported
-    )
+        return ExecutorDraftHead(ReferenceExecutor(spec, expanded(weights), max_tokens))
+    from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
 
-    return CpuDraftHeadLayer(weights, max_tokens, pool, head)
+    return ExecutorDraftHead(CpuExecutor(spec, _quantized(weights, quantizer), max_tokens, pool))
+
+
+def _quantized(weights: ModelWeights, quantizer: str) -> ModelWeights:
+    """In tiles what is not yet."""
+    matrices: dict[str, Weight] = {}
+    for name, weight in weights.matrices.items():
+        way = EightBit() if name in (EMBEDDING, LM_HEAD) else quantizer_named(quantizer)
+        matrices[name] = weight if isinstance(weight, TileWeight) else way.quantize(weight.dequantize())
+    return ModelWeights(matrices, weights.vectors, quantizer)
 
 
 @torch.inference_mode()
-def _head_rows(executor: Executor, token_ids: Tensor | None) -> Weight | None:
+def _lm_head_rows(executor: Executor, token_ids: Tensor | None) -> Weight | None:
     """The model's head for these tokens alone, (k, hidden)."""
     if token_ids is None:
         return None

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
-from hetero_ee.runtime.executors.gpu import GpuLayers
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.gpu import GpuExecutor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.operations import gpu_operations
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee.runtime.kv.gpu import GpuKvCache
@@ -26,8 +26,8 @@ def test_the_head(model: Model) -> None:
     spec, weights = model
     blocks = [block for block in decoder_blocks(spec) if block.kind in (BlockKind.FINAL_NORM, BlockKind.HEAD)]
     cache = GpuKvCache((0, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, torch.device(DEVICE), layers=())
-    layers = GpuLayers(spec, weights, blocks, cache, gpu_operations(default_registry(), "cuda"))
-    reference, hidden = Executor(*model, MAX_TOKENS), random(0, N_ROWS, spec.hidden_size, scale=3.0)
+    layers = GpuExecutor(spec, weights, blocks, cache, gpu_operations(default_registry(), "cuda"))
+    reference, hidden = ReferenceExecutor(*model, MAX_TOKENS), random(0, N_ROWS, spec.hidden_size, scale=3.0)
     normed = layers.final_norm(hidden)
     torch.testing.assert_close(normed.cpu(), reference.final_norm(hidden.cpu()))
     logits = layers.lm_head(normed)
@@ -38,4 +38,4 @@ def test_the_head(model: Model) -> None:
         assert_same_bits(alone[0], normed[row])
         assert_same_bits(layers.lm_head(normed[row : row + 1])[0], logits[row])
     ids = torch.tensor([[5, spec.vocab_size - 1, 5, 0]]).expand(N_ROWS, 4)
-    assert_same_bits(layers.sliced(normed, ids), logits.gather(1, ids.to(DEVICE)))
+    assert_same_bits(layers.partial_logits(normed, ids), logits.gather(1, ids.to(DEVICE)))

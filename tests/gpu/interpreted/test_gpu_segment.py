@@ -14,7 +14,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu import segment as gpu_segment
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
@@ -27,6 +27,7 @@ from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.quantizers import quantizer_named
 from tests.families import random_model, save_checkpoint
 from tests.gpu_support import DEVICE, assert_same_bits
+from tests.kv_contents import read_back
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for the CPU's kernels
 FAMILIES = {"llama-tied": "codebook", "qwen2-window": "rtn", "qwen3": "codebook", "opt": "int8", "phi3-partial": "rtn"}
@@ -78,7 +79,7 @@ def blocks_of(spec: ModelSpec, layers: range) -> list[Block]:
 
 
 def embedded(model: Model, batch: Batch) -> torch.Tensor:
-    return Executor(*model, MAX_TOKENS)._embed(Executor(*model, MAX_TOKENS).blocks[0], batch).to(DEVICE)
+    return ReferenceExecutor(*model, MAX_TOKENS).embed(batch).to(DEVICE)
 
 
 def run(part: GpuSegment, model: Model, batch: Batch) -> torch.Tensor:
@@ -95,14 +96,15 @@ def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model: Model) -> None:
-    part, executor = segment(model), Executor(*model, MAX_TOKENS, BatchedTorchOps())
+    part, executor = segment(model), ReferenceExecutor(*model, MAX_TOKENS, BatchedTorchOps())
     for owner in (part, executor):
         owner.cache.open(0)
     for first, tokens in ((0, PROMPT[:11]), (11, PROMPT[11:12])):
         batch = Batch.of_sequence(0, first, tokens)
         assert squared_error(run(part, model, batch), executor.hidden(batch)) <= INT8_ACTIVATIONS
     for layer in range(2):
-        for found, expected in zip(part.cache.read(layer, 0, 0, 12), executor.cache.read(layer, 0, 0, 12), strict=True):
+        both = (read_back(owner.cache, layer, 0, 0, 12) for owner in (part, executor))
+        for found, expected in zip(*both, strict=True):
             assert squared_error(found, expected) <= INT8_ACTIVATIONS
 
 
@@ -128,7 +130,7 @@ def test_with_the_triton_matmul(tmp_path: Path) -> None:
     """Near the executor, and with the same bits at m = 1 and m = 2."""
     small = model_of("llama-tied", tmp_path, **SMALL | {"num_hidden_layers": 1})
     together, alone = (segment(small, range(1), ops=operations("triton")) for _ in range(2))
-    executor = Executor(*small, MAX_TOKENS, BatchedTorchOps())
+    executor = ReferenceExecutor(*small, MAX_TOKENS, BatchedTorchOps())
     for owner in (together, alone, executor):
         owner.cache.open(0)
     batch = Batch.of_sequence(0, 0, PROMPT[:2])

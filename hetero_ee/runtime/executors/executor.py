@@ -1,0 +1,187 @@
+"""Executor: runs a model's blocks, tokens in, logits out. Pre-norm, a residual around each block.
+
+A token's bits depend on that token and its sequence alone, never on its batch.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.config import Progress
+from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.weights.model_weights import ModelWeights
+
+Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden)
+PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
+
+
+class Executor(Protocol):
+    """Runs a whole model. Open sequences in `cache` before their first tokens."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    blocks: list[Block]  # all of the model's
+    cache: KvCache
+    prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
+    progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
+    overlap: Overlap | None = None  # what runs by itself while the host computes
+
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        """The batch through these layers: hidden states (m, hidden) before them -> after them.
+
+        hidden: None begins with the embedding. Admits the batch to the cache of these layers alone; raises ValueError,
+        and computes nothing, unless each token follows the last one there.
+        """
+        ...
+
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
+        """Runs the chunks of a prompt in order: logits (vocab,) of the last one's last token."""
+        ...
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """Hidden states in the CPU's memory, waited for: what is run after this no longer stands in their way.
+
+        Valid until the second call after.
+        """
+        ...
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the head multiplies: (m, hidden) after the last layer, or where a token exits, -> (m, hidden)."""
+        ...
+
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """The head's product: (m, hidden) -> logits (m, vocab)."""
+        ...
+
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
+        """The same by the CPU, wherever the head lies, for what is there anyway."""
+        ...
+
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
+        ...
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: (m, hidden) -> logits (m, vocab)."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the executor keeps running."""
+        ...
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Runs the batch through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
+        return self.run(batch, None, range(self.spec.n_layers))
+
+    def logits(self, batch: Batch, wanted: Sequence[int]) -> Tensor:
+        """Runs the batch through every block; fp32 logits (len(wanted), vocab) of the wanted row indices."""
+        return self.to_logits(self.hidden(batch)[list(wanted)])
+
+
+class BlockExecutor(Protocol):
+    """Computes any blocks of a model on one device. Methods that Executor has too do the same."""
+
+    @property
+    def cache(self) -> KvCache:
+        """Of the layers that are attended here."""
+        ...
+
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
+        ...
+
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        """The same through one block with borrowed weights in place of the executor's own of the same names."""
+        ...
+
+    def attend_uploaded(
+        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
+    ) -> Tensor:
+        """The same through an attention whose keys and values are in the cache of the CPU's executor."""
+        ...
+
+    def final_norm(self, hidden: Tensor) -> Tensor: ...
+
+    def lm_head(self, normed: Tensor) -> Tensor: ...
+
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor: ...
+
+    def to_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class HostExecutor(Executor):
+    """Runs a whole model, or some of its blocks, in the CPU's memory: an Executor and a BlockExecutor.
+
+    cache: of some layers alone where others compute the rest, of all where None.
+    """
+
+    cache: CpuKvCache
+
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None
+    ) -> None:
+        self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
+        self.cache = cache or CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
+
+    @abstractmethod
+    def embed(self, batch: Batch) -> Tensor:
+        """(m, hidden) before the first layer."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See BlockExecutor.forward."""
+
+    @abstractmethod
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        """See BlockExecutor.forward_with."""
+
+    def attend_uploaded(
+        self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
+    ) -> Tensor:
+        """See BlockExecutor.attend_uploaded. The memory is one machine's: the owner computes."""
+        return owner.forward_with(hidden, batch, block, weights)
+
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        """See Executor.run."""
+        if layers:
+            self.cache.admit(batch, layers)
+        start = self.embed(batch) if hidden is None else hidden
+        return self.forward(start, batch, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
+
+    def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
+        """See Executor.prompt."""
+        hidden = None
+        for batch in chunks:
+            hidden = self.hidden(batch)
+            if observe is not None:
+                observe(batch, self.final_norm(hidden))
+        assert hidden is not None, "a prompt has a token"
+        return self.to_logits(hidden[-1:])[0]
+
+    def on_cpu(self, hidden: Tensor) -> Tensor:
+        """See Executor.on_cpu."""
+        return hidden
+
+    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
+        """See Executor.lm_head_on_cpu."""
+        return self.lm_head(normed)
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """See Executor.to_logits."""
+        return self.lm_head(self.final_norm(hidden))
+
+    def close(self) -> None:
+        """See Executor.close. Here nothing runs."""

@@ -1,0 +1,149 @@
+"""Keys and values in the CPU's memory: fp32, fp16 or int8 with a scale a position and head."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import HeteroError
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.kv.cache import LayeredCache
+
+PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
+KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
+SMALLEST = 1e-30  # a head below it everywhere is stored as zero, as the kernels do
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Room of one sequence.
+
+    parts: keys, values (n_layers, n_kv_heads, capacity, head_dim), then for int8 their scales (n_layers, n_kv_heads,
+    capacity).
+    """
+
+    parts: tuple[Tensor, ...]
+    lengths: list[int]  # tokens that each layer holds
+    view: Any = None  # what a user of the storage has made of it, see CpuKvCache.view
+
+
+class CpuKvCache(LayeredCache[_Sequence]):
+    """Keys and values in the CPU's memory, which grows with the sequences. kind: "fp32", "fp16" or "int8".
+
+    max_tokens, layers: see LayeredCache.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_tokens: int,
+        layers: Sequence[int] | None = None,
+        kind: str = "fp32",
+    ) -> None:
+        super().__init__(n_layers, max_tokens, layers)
+        if kind not in KINDS:
+            raise ValueError(f"no cache is called {kind}; there are {', '.join(KINDS)}.")
+        self.n_kv_heads, self.head_dim, self.kind = n_kv_heads, head_dim, kind
+
+    def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        """Keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
+        index = self.index(layer)
+        for row, sequence, position in batch.places():
+            found: tuple[Tensor, ...] = keys[row], values[row]
+            if self.kind == "int8":
+                (key_codes, key_scales), (value_codes, value_scales) = map(_int8, found)
+                found = key_codes, value_codes, key_scales, value_scales
+            for part, x in zip(self._sequences[sequence].parts, found, strict=True):
+                part[index, :, position] = x
+
+    def read(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, fp32 (n_kv_heads, end - first, head_dim), of positions first..end-1; valid until the next
+        admit."""
+        keys, values, *scales = self.stored(layer, sequence, first, end)
+        keys, values = keys.float(), values.float()
+        if scales:
+            keys, values = keys * scales[0][..., None], values * scales[1][..., None]
+        return keys, values
+
+    def stored(self, layer: int, sequence: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """Positions first..end-1 as they are stored, to read and to write, valid until the next admit: keys and values
+        (n_kv_heads, end - first, head_dim), and for int8 their scales (n_kv_heads, end - first)."""
+        index = self.index(layer)
+        return tuple(part[index, :, first:end] for part in self._sequences[sequence].parts)
+
+    def view(self, sequence: int, make: Callable[..., Any]) -> Any:
+        """make(*parts) of the sequence's whole storage: keys, values, and for int8 their scales.
+
+        Made once and kept until the sequence grows or closes.
+        """
+        held = self._sequences[sequence]
+        if held.view is None:
+            held.view = make(*held.parts)
+        return held.view
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.nbytes for held in self._sequences.values() for part in held.parts)
+
+    def check(self) -> None:
+        owners = Counter(part.data_ptr() for held in self._sequences.values() for part in held.parts)
+        for number, held in self._sequences.items():
+            if not self._is_whole(held) or any(part.nbytes and owners[part.data_ptr()] > 1 for part in held.parts):
+                raise HeteroError(
+                    f"the KV cache of sequence {number} is damaged: its layers hold {held.lengths} tokens, its storage "
+                    f"is {', '.join(f'{part.dtype} {tuple(part.shape)}' for part in held.parts)}."
+                )
+
+    def _is_whole(self, held: _Sequence) -> bool:
+        """Whether parts are those of one room, and no layer holds more than the one before, or than there is room."""
+        capacity = max((part.shape[2] for part in held.parts if part.dim() > 2), default=0)
+        found = [(tuple(part.shape), part.numpy().dtype, part.is_contiguous()) for part in held.parts]
+        expected = [(shape, np.dtype(dtype), True) for shape, dtype in self._shapes(capacity)]
+        bounded = [self.max_tokens, capacity, *held.lengths, 0]
+        return found == expected and len(held.lengths) == self.n_layers and bounded == sorted(bounded, reverse=True)
+
+    def _empty(self) -> _Sequence:
+        return _Sequence(self._room(0), [0] * self.n_layers)
+
+    def _make_room(self, lengths: Mapping[int, int]) -> None:
+        """MemoryError where there is none."""
+        for sequence, length in lengths.items():
+            self._grow(sequence, length)
+
+    def _grow(self, sequence: int, length: int) -> None:
+        """In one step, so that a Ctrl-C in here can't leave keys, values and view of different sizes."""
+        held = self._sequences[sequence]
+        capacity = held.parts[0].shape[2]
+        if length <= capacity:
+            return
+        parts = self._room(min(self.max_tokens, max(2 * capacity, -(-length // PAGE_TOKENS) * PAGE_TOKENS)))
+        for new, old in zip(parts, held.parts, strict=True):
+            new[:, :, :capacity] = old
+        self._sequences[sequence] = _Sequence(parts, held.lengths)
+
+    def _room(self, capacity: int) -> tuple[Tensor, ...]:
+        # NumPy asks the system for huge pages, torch does not: decoding the demo model after 1,024 tokens makes 850
+        # tokens/s on one thread, 700 without (Zen 5, 2026-11-21).
+        return tuple(torch.from_numpy(np.zeros(shape, dtype)) for shape, dtype in self._shapes(capacity))
+
+    def _shapes(self, capacity: int) -> list[tuple[tuple[int, ...], type]]:
+        """Shape and type of each part of a sequence's storage."""
+        line = (self.n_layers, self.n_kv_heads, capacity)
+        codes, scales = ((*line, self.head_dim), KINDS[self.kind]), (line, np.float32)
+        return [codes, codes, scales, scales] if self.kind == "int8" else [codes, codes]
+
+
+def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(n_kv_heads, head_dim) -> codes, to nearest, ties to even, and scales max |x| / 127, (n_kv_heads,)."""
+    peak = x.abs().amax(-1)
+    small = peak < SMALLEST
+    top = torch.full_like(peak, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    inverse = torch.where(small, 0.0, top / torch.where(small, 1.0, peak))
+    codes = torch.round(x * inverse[:, None]).to(torch.int8)
+    return codes, torch.where(small, 0.0, peak / top)
