@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, shown
-from hetero_ee.models.hf_quantization import FOUR_BIT_TYPES
+from hetero_ee.models.hf_config import FOUR_BIT_TYPES
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
 from hetero_ee.weights.quantizers import to_fp16_scales

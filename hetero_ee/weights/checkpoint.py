@@ -12,7 +12,7 @@ from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.hub.weight_index import indexed_files
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
-from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
+from hetero_ee.models.hf_names import DECODER_PREFIX, IGNORED_SUFFIXES, Part, checkpoint_parts, head_name
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.bitsandbytes_4bit import (
     FourBitMatrix,
@@ -24,7 +24,6 @@ from hetero_ee.weights.bitsandbytes_4bit import (
 from hetero_ee.weights.safetensors_file import MAX_TENSORS, read_header
 from hetero_ee.weights.weight import TileWeight
 
-DECODER_PREFIX, HEAD_NAME = "model.", "lm_head.weight"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
@@ -40,7 +39,7 @@ class Checkpoint:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
-        self._parts = checkpoint_parts(spec)
+        self._parts, self._head_name = checkpoint_parts(spec), head_name(spec)
         self._headers = {file: read_header(file) for file in self.files}  # all of them before any file is mapped
         self._opened = {file: _open(file) for file in self.files}
         self._file_of, self._name_in_file = self._locate_tensors()
@@ -131,18 +130,19 @@ class Checkpoint:
                 file_of[name] = file
         is_bare = not any(name.startswith(DECODER_PREFIX) for name in file_of)
         full_name = {
-            name: DECODER_PREFIX + name if is_bare and not name.startswith(HEAD_NAME) else name for name in file_of
+            name: DECODER_PREFIX + name if is_bare and not name.startswith(self._head_name) else name
+            for name in file_of
         }
         return {full_name[name]: file for name, file in file_of.items()}, {full: n for n, full in full_name.items()}
 
     def _check_tied_head(self) -> None:
         """A tied model may have saved its head too; with other values than the embedding's, which one counts?"""
-        if not self.spec.tied_head or HEAD_NAME not in self._file_of:
+        if not self.spec.tied_head or self._head_name not in self._file_of:
             return
         [embedding] = self._parts["embedding.tokens"]
-        if not torch.equal(self._read(Part(HEAD_NAME, embedding.shape)), self._read(embedding)):
+        if not torch.equal(self._read(Part(self._head_name, embedding.shape)), self._read(embedding)):
             raise CheckpointError(
-                f"{self.folder}: config.json ties the head to the embedding, but {HEAD_NAME} holds other values; "
+                f"{self.folder}: config.json ties the head to the embedding, but {self._head_name} holds other values; "
                 "set tie_word_embeddings to false in config.json, or remove that tensor."
             )
 
@@ -150,23 +150,21 @@ class Checkpoint:
         expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
         present = set(self._file_of)
         missing = sorted(expected.keys() - present)
-        companions = {companion for name in self._four_bit for companion in companion_names(name)}
-        extra = sorted(
-            name
-            for name in present - expected.keys() - redundant_names(self.spec) - companions
-            if not name.endswith(IGNORED_SUFFIXES)
-        )
+        known = {*expected, *(companion for name in self._four_bit for companion in companion_names(name))}
+        if self.spec.tied_head:
+            known.add(self._head_name)
+        extra = sorted(name for name in present - known if not name.endswith(IGNORED_SUFFIXES))
         _refuse(self.folder, "lacks tensors", missing)
         _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
             if name in self._four_bit:
                 continue
-            found = self._opened[self._file_of[name]].get_slice(self._name_in_file[name])
-            if tuple(found.get_shape()) != shape:
-                wrong.append(f"{name} is {list(found.get_shape())}, expected {list(shape)}")
-            elif found.get_dtype() not in FLOAT_TYPES:
-                wrong.append(f"{name} has type {found.get_dtype()}, expected one of {', '.join(FLOAT_TYPES)}")
+            stored_type, stored_shape = self._header(name)
+            if stored_shape != shape:
+                wrong.append(f"{name} is {list(stored_shape)}, expected {list(shape)}")
+            elif stored_type not in FLOAT_TYPES:
+                wrong.append(f"{name} has type {stored_type}, expected one of {', '.join(FLOAT_TYPES)}")
         _refuse(self.folder, "does not fit its config.json", wrong)
 
 
