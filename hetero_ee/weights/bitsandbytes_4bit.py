@@ -19,8 +19,7 @@ from torch import Tensor
 from hetero_ee.errors import CheckpointError, shown
 from hetero_ee.models.hf_config import FOUR_BIT_TYPES
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
-from hetero_ee.weights.quantizers import to_fp16_scales
+from hetero_ee.weights.quantizers import table_codebook, to_fp16_scales, unpacked
 from hetero_ee.weights.weight import TileWeight
 
 BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights that share an absmax; likewise absmax of nested ones

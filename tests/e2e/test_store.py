@@ -25,7 +25,7 @@ from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.writer import StoreWriter
@@ -97,7 +97,7 @@ def store(model_folder: Path, tmp_path: Path) -> Path:
 def test_opening_gives_no_warning_and_outlives_the_folder(store: Path) -> None:
     weights = open_store(store, read_spec(store))
     before = weights.matrices["layers.0.ffn.down"].dequantize()
-    LocalFileSystem().remove_tree(store)
+    FileSystem().remove_tree(store)
     assert torch.equal(weights.matrices["layers.0.ffn.down"].dequantize(), before)
 
 

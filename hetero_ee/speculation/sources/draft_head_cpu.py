@@ -10,7 +10,7 @@ from torch import Tensor
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadWeights
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
@@ -59,7 +59,7 @@ class CpuDraftHeadLayer:
         self._output, self._down = self._linear(weights.output), self._linear(weights.down)
         self._gate_up = self._linear(weights.gate_up)
         self._norm = weights.norm.numpy()
-        self._embedding = None if weights.embedding is None else EightBit().quantize(weights.embedding)
+        self._embedding = None if weights.embedding is None else quantize(weights.embedding, "int8")
         self._head = None if head is None else _head_of(head)
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
@@ -101,16 +101,12 @@ class CpuDraftHeadLayer:
         return product
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> _Linear:
-        return _tiled(quantizer_named(self._quantizer), weight, bias)
-
-
-def _tiled(quantizer: Any, weight: Tensor, bias: Tensor | None) -> _Linear:
-    return _linear_of(quantizer.quantize(weight), bias)
+        return _linear_of(quantize(weight, self._quantizer), bias)
 
 
 def _head_of(head: Weight) -> _Linear:
     """As the model holds it, in 8 bits where that is dense."""
-    return _linear_of(head if isinstance(head, TileWeight) else EightBit().quantize(head.dequantize()), None)
+    return _linear_of(head if isinstance(head, TileWeight) else quantize(head.dequantize(), "int8"), None)
 
 
 def _linear_of(tiles: TileWeight, bias: Tensor | None) -> _Linear:

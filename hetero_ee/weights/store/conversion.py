@@ -20,8 +20,8 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantizer_named
-from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, LocalFileSystem, store_errors, store_lock
+from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantize
+from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Entry, aligned
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
@@ -63,7 +63,7 @@ def convert(
     """
     if is_store(target):
         return target
-    files = files or LocalFileSystem()
+    files = files or FileSystem()
     source, checkpoint = Source.of(folder), Checkpoint(folder, spec)
 
     def waiting() -> None:
@@ -143,8 +143,7 @@ def _write_tensor(
         return
     weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
     if weight is None:
-        quantizer = quantizer_named(quantization.quantizer_of(tensor.role))
-        weight = quantizer.quantize(checkpoint.tensor(tensor.name), workers=workers)
+        weight = quantize(checkpoint.tensor(tensor.name), quantization.quantizer_of(tensor.role), workers)
     writer.add_tiles(tensor.name, weight)
 
 

@@ -18,7 +18,7 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
 from hetero_ee.weights.store.conversion import WAITING, cached_store, convert, provenance
-from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.manifest import (
     FORMAT_VERSION,
     WEIGHTS_FILE,
@@ -86,7 +86,7 @@ def open_cached(
         return target, opened()
     except DamagedStoreError:
         pass
-    _remove_damaged(target, spec, files or LocalFileSystem(), progress)
+    _remove_damaged(target, spec, files or FileSystem(), progress)
     return target, opened()
 
 
@@ -179,7 +179,7 @@ def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = No
     def refuse() -> None:
         raise StoreError(f"{model.name} is being written by another process; end that first.")
 
-    files = files or LocalFileSystem()
+    files = files or FileSystem()
     with store_lock(target, files, refuse):
         remove_calibration(model.path, files)
         _remove(model.path, files)

@@ -6,7 +6,6 @@ always whole.
 
 import hashlib
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, St
 from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import read_file
 from hetero_ee.weights.store.checksums import is_written
-from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
 from hetero_ee.weights.store.journal import JOURNAL_FILE, Journal, journal_line, read_journal
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
@@ -43,11 +42,8 @@ def partial_folder(target: Path) -> Path:
 
 
 def holds_only_store_files(folder: Path) -> bool:
-    """Whether this is a folder, no link to one, with nothing in it but plain files that a conversion writes."""
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        return False
-    with os.scandir(folder) as found:
-        return all(each.name in STORE_FILES and each.is_file(follow_symlinks=False) for each in found)
+    """Whether this is a folder with nothing in it but what a conversion writes."""
+    return holds_only(folder, STORE_FILES)
 
 
 def lacks_manifest(folder: Path) -> bool:
