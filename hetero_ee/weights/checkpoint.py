@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_four_bit_type
-from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE
+from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.hub.weight_index import indexed_files
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import DECODER_PREFIX, IGNORED_SUFFIXES, Part, checkpoint_parts, head_name
 from hetero_ee.models.spec import ModelSpec
@@ -100,9 +99,9 @@ class Checkpoint:
         matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
         said = read_four_bit_type(self.folder)
         for name, matrix in matrices.items():
-            if matrix.quant_type != said:
+            if matrix.state.quant_type != said:
                 raise CheckpointError(
-                    f"{self.folder}: tensor {name} was quantized to {matrix.quant_type}, config.json says "
+                    f"{self.folder}: tensor {name} was quantized to {matrix.state.quant_type}, config.json says "
                     f"{said or 'nothing of that (quantization_config)'}; get config.json of the same model."
                 )
         if said and not matrices:

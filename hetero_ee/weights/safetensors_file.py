@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import CheckpointError, shown
-from hetero_ee.hub.json_text import parse_json
+from hetero_ee.hub.json_text import parse_json, stand_in
 from hetero_ee.hub.regular_file import reason_of
-from hetero_ee.hub.stand_in import stand_in
 
 LENGTH_BYTES = 8
 START_BYTES = 64  # enough to recognise what a file is instead

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.weights.store.manifest import MAX_MANIFEST_BYTES, Entry, aligned, entry_from
+from hetero_ee.weights.store.manifest import MAX_MANIFEST_BYTES, Entry, aligned
+from hetero_ee_profiles.records import from_json
 
 JOURNAL_FILE = "journal"
 
@@ -57,6 +58,6 @@ def _entry_in(line: bytes) -> Entry | None:
     if not line.endswith(b"\n") or checksum != hashlib.sha256(text).hexdigest().encode():
         return None
     try:
-        return entry_from(json.loads(text))
-    except (ValueError, RecursionError):  # whole, but not of our making
+        return from_json(Entry, text.decode())
+    except ValueError:  # whole, but not of our making
         return None

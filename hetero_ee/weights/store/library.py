@@ -17,7 +17,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
-from hetero_ee.weights.store.conversion import WAITING, cached_store, convert, provenance
+from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, Source, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.manifest import (
     FORMAT_VERSION,
@@ -29,10 +29,8 @@ from hetero_ee.weights.store.manifest import (
     stored_version,
 )
 from hetero_ee.weights.store.reader import check_copies, is_store, open_store
-from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
-STORES_FOLDER = "stores"
 REMOVED_SUFFIX = ".removed"
 MAX_NAMED = 3  # stores named in one error
 
@@ -125,7 +123,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     manifest = read_manifest(store)
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
-    return is_alike and manifest.source == provenance(Source.of(folder), spec, quantization)
+    return is_alike and manifest.source == Source.of(folder).provenance(spec, quantization)
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
