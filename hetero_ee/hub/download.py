@@ -3,12 +3,10 @@
 import hashlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import psutil
@@ -40,7 +38,6 @@ class Download:
         self._repository, self._progress = repository, progress
         self._stage = f"{DOWNLOADING} {repository.model}"
         self._stopped = threading.Event()
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # one entry for each thread
         self._done_bytes: dict[str, int] = {}
         self._announced_bytes = 0
 
@@ -55,20 +52,22 @@ class Download:
         Raises what huggingface_hub raises, and CheckpointError for a file that arrives damaged again and again. After
         an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request then ends with the request.
         """
-        waiting, n_running = deque(files), 0
+        waiting, failures = iter(files), list[BaseException]()
+        threads = [
+            threading.Thread(target=self._work, args=(waiting, failures), daemon=True)
+            for _ in range(min(N_CONNECTIONS, len(files)))
+        ]
         try:
-            for _ in range(min(N_CONNECTIONS, len(files))):
-                threading.Thread(target=self._work, args=(waiting,), daemon=True).start()
-                n_running += 1
-            while n_running:
-                with suppress(Empty):
-                    failure = self._ended.get(timeout=REPORT_S)
-                    n_running -= 1
-                    if failure is not None:
-                        raise failure
+            for thread in threads:
+                thread.start()
+            while not failures and (running := [thread for thread in threads if thread.is_alive()]):
+                running[0].join(REPORT_S)
                 self._report()
+            if failures:
+                raise failures[0]
+            self._report()
         except BaseException:
-            self._stop(n_running)
+            self._stop(threads)
             raise
 
     def fetch_one(self, file: RemoteFile) -> Path:
@@ -95,15 +94,13 @@ class Download:
         absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
         return sum(file.size_bytes for file in absent)
 
-    def _work(self, waiting: deque[RemoteFile]) -> None:
+    def _work(self, waiting: Iterator[RemoteFile], failures: list[BaseException]) -> None:
         """One thread's part: file after file, until none waits."""
-        failure: BaseException | None = None
         try:
-            while not self._stopped.is_set() and (file := _next(waiting)):
+            while not self._stopped.is_set() and (file := next(waiting, None)):
                 retried(partial(self._fetch, file), self._stopped.wait)
         except BaseException as error:
-            failure = error
-        self._ended.put(failure)
+            failures.append(error)
 
     def _fetch(self, file: RemoteFile) -> None:
         if self.is_cached(file):
@@ -157,15 +154,14 @@ class Download:
             done_bytes = sum(self._done_bytes.copy().values())
             self._progress(self._stage, min(done_bytes, self._announced_bytes), self._announced_bytes)
 
-    def _stop(self, n_running: int) -> None:
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
         self._stopped.set()
         _abort_xet()
         deadline_s = time.monotonic() + STOP_S
-        with suppress(Empty):
-            for _ in range(n_running):
-                self._ended.get(timeout=max(0, deadline_s - time.monotonic()))
-            return
-        self._remove_partial_files()
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join(max(0, deadline_s - time.monotonic()))
+        if any(map(threading.Thread.is_alive, threads)):
+            self._remove_partial_files()
 
     def _remove_partial_files(self) -> None:
         """Removes what threads still write into: a process that ends now won't let them do it.
@@ -234,13 +230,6 @@ def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempt
             if not is_transient(error) or wait(number * PAUSE_S):
                 raise
     return attempt()
-
-
-def _next(waiting: deque[RemoteFile]) -> RemoteFile | None:
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
 
 
 def _abort_xet() -> None:

@@ -1,4 +1,4 @@
-"""Weights that mean nothing, in any model's shapes: for timing where the real ones are not at hand."""
+"""Random weights in any model's shapes: for timing where the real ones are not available."""
 
 import torch
 from torch import Tensor

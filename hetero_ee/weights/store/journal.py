@@ -1,4 +1,4 @@
-"""The journal of an unfinished store: what was written so far, a line each, so that a conversion can be gone on with.
+"""The journal of an unfinished store: what was written so far, a line each, from which a conversion is resumed.
 
 A line is the SHA-256 of its text, a blank and the text, JSON. The first line says what is being converted and how; each
 other one is the entry of a tensor. Whatever follows the first line that is torn or altered counts as never written.
@@ -19,10 +19,10 @@ JOURNAL_FILE = "journal"
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """ends: for each entry, the byte of the journal where its line ends, after that of the identity."""
+    """What a journal still tells."""
 
     entries: tuple[Entry, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # where the identity's line ends in the journal, and then each entry's
 
 
 def journal_line(body: Mapping[str, Any] | Entry) -> bytes:

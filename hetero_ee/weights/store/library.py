@@ -46,8 +46,7 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day.
-    has_calibration: whether a calibration lies beside it."""
+    """A store as it is listed; what only its manifest tells is None where that can't be read."""
 
     name: str
     path: Path
@@ -56,8 +55,8 @@ class StoredModel:
     architecture: str | None
     quantizer: str | None
     n_bytes: int
-    last_used_s: float
-    has_calibration: bool
+    last_used_s: float  # since 1970, right to about a day
+    has_calibration: bool  # beside it
 
 
 def open_cached(

@@ -1,4 +1,4 @@
-"""The store's manifest: what lies where in weights.bin. Read with suspicion, written in one way. See docs/FORMAT.md."""
+"""The store's manifest: what lies where in weights.bin, checked to the last number. See docs/FORMAT.md."""
 
 import hashlib
 import json
@@ -32,9 +32,9 @@ CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of bytes in weights.bin. part: "tiles", "scales" or "values"."""
+    """Consecutive bytes of weights.bin."""
 
-    part: str
+    part: str  # "tiles", "scales" or "values"
     offset: int
     n_bytes: int
     sha256: str
@@ -137,7 +137,7 @@ class Manifest:
         for entry in self.entries:
             for region in entry.regions:
                 if region.offset != aligned(end):
-                    raise ValueError(f"the place of tensor {entry.name!r:.80} is impossible")
+                    raise ValueError(f"the offset of tensor {entry.name!r:.80} is impossible")
                 end = region.end
         if self.weights_bytes != end:
             at = shown(end)
@@ -158,7 +158,7 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def aligned(offset: int) -> int:
-    """The first place at or after `offset` where a region may start."""
+    """The first offset from `offset` on where a region may start."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -104,14 +104,14 @@ def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
 
 
 def _check_regions(folder: Path, manifest: Manifest) -> None:
-    places = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
+    entry_of = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
     try:
-        damaged = first_damaged(folder / WEIGHTS_FILE, places)
+        damaged = first_damaged(folder / WEIGHTS_FILE, entry_of)
     except OSError as error:
         raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
     if damaged:
         raise DamagedStoreError(
-            f"{folder}: the {damaged.part} of tensor {places[damaged].name!r:.80} do not match their checksum; "
+            f"{folder}: the {damaged.part} of tensor {entry_of[damaged].name!r:.80} do not match their checksum; "
             "delete that folder and convert again."
         )
 
