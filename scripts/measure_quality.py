@@ -27,7 +27,7 @@ from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantizer_named
+from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantize
 from hetero_ee.weights.weight import Weight
 
 SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
@@ -149,7 +149,7 @@ def quantized(checkpoint: Checkpoint, quantization: Quantization) -> ModelWeight
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
-            matrices[tensor.name] = quantizer_named(quantization.quantizer_of(tensor.role)).quantize(values)
+            matrices[tensor.name] = quantize(values, quantization.quantizer_of(tensor.role))
         else:
             vectors[tensor.name] = values
     return ModelWeights(matrices, vectors)

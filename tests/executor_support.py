@@ -16,7 +16,7 @@ from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized, load_dense
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 from tests.families import random_model, save_checkpoint
 from tests.kv_contents import read_back
 
@@ -35,8 +35,8 @@ def model_of(family: str, weights: str, folder: Path) -> Model:
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
-            quantizer = quantizer_named("int8" if tensor.role.value == "vocabulary" else "codebook")
-            tiled.matrices[tensor.name] = quantizer.quantize(values)
+            quantizer = "int8" if tensor.role.value == "vocabulary" else "codebook"
+            tiled.matrices[tensor.name] = quantize(values, quantizer)
         else:
             tiled.vectors[tensor.name] = values
     return spec, tiled

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.weight import TileWeight
 
@@ -30,7 +30,7 @@ def write_store(folder: Path) -> Path:
     scales = layout.pack_scales((16384 + 16 * n + 1024 * k)[:, :3].half())
     codes, values = ((7 * n + k + k // 3) % 16).to(torch.uint8), ((5 * n + 7 * k) % 255 - 127).to(torch.int8)
     (folder / "config.json").write_bytes(CONFIG)
-    with StoreWriter(folder / "store", LocalFileSystem(), {}) as writer:
+    with StoreWriter(folder / "store", FileSystem(), {}) as writer:
         writer.add_tiles("layers.0.ffn.up", TileWeight(layout.pack_int4(codes), scales, -21, CODEBOOK, 40, 70))
         writer.add_tiles("embedding.tokens", TileWeight(layout.pack_int8(values), scales, -14, None, 48, 96))
         writer.add_values("final_norm.norm", torch.arange(70) / 64)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.hub.resolve import Surroundings, resolve_model
+from hetero_ee.hub.resolve import resolve_model
 
 ID = "some-org/Tiny-0.1B"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,8 +22,8 @@ class Calls:
 
 
 def resolve(model: str | Path = ID, **options: Any) -> Path:
-    """resolve_model, which doesn't wait before it tries again."""
-    return resolve_model(model, **{"surroundings": Surroundings(pause_s=0)} | options)
+    """resolve_model of this model, unless of another."""
+    return resolve_model(model, **options)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 
 PAGE_BYTES = 512  # what a disk writes whole
 Call = tuple[Any, ...]
 
 
-class RecordingDisk(LocalFileSystem):
+class RecordingDisk(FileSystem):
     """The real disk, with a log of all that changes it. `forgets` are names of calls that do nothing, unnoticed."""
 
     def __init__(self, root: Path, forgets: Callable[[str, Path], bool] = lambda name, path: False) -> None:

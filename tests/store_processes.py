@@ -16,7 +16,7 @@ import safetensors.torch  # noqa: F401 - imported before the fork, and not in ea
 import torch
 
 from hetero_ee.weights.store.conversion import WAITING
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from tests.store_support import contents, made_store
 
 RENAMED = "renamed"
@@ -39,11 +39,11 @@ class SlowDisk:
         def call(*arguments: Any) -> Any:
             if name == "write":
                 file, data = arguments
-                LocalFileSystem().write(file, data[: len(data) // 2])
+                FileSystem().write(file, data[: len(data) // 2])
                 self._pause()
-                result = LocalFileSystem().write(file, data[len(data) // 2 :])
+                result = FileSystem().write(file, data[len(data) // 2 :])
             else:
-                result = getattr(LocalFileSystem(), name)(*arguments)
+                result = getattr(FileSystem(), name)(*arguments)
             if name == "rename":
                 with self._log.open("a") as log:
                     log.write(f"{RENAMED} by {os.getpid()}\n")

@@ -8,7 +8,7 @@ from typing import Any
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from tests.families import random_model, save_checkpoint
 
 FAST = Quantization(matrices="rtn")
@@ -47,7 +47,7 @@ class FaultyDisk:
             self.calls.append(name)
             now = len(self.calls)
             fails = now >= self.fail_at if self.lasting else now == self.fail_at
-            real = getattr(LocalFileSystem(), name)
+            real = getattr(FileSystem(), name)
             if not fails:
                 return real(*arguments)
             if name == "write":

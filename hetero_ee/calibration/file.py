@@ -29,7 +29,7 @@ from hetero_ee.speculation.exits.features import feature_names
 from hetero_ee.speculation.exits.predictors import Predictor, predictor_from_arrays
 from hetero_ee.speculation.exits.schedule import ExitSchedule
 from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
-from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, make_folders, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem, make_folders, store_errors
 from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_NAME = "hetero_ee calibration"
@@ -99,7 +99,7 @@ class CalibrationRecord:
 
 def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
     """Writes `folder` whole or not at all, in the place of what was there. Raises StoreError, DiskFullError."""
-    files = files or LocalFileSystem()
+    files = files or FileSystem()
     data = safetensors_bytes(_tensors_of(calibration))
     record = _record_of(calibration, key, hashlib.sha256(data).hexdigest())
     unfinished, replaced = (folder.with_name(folder.name + end) for end in (UNFINISHED_SUFFIX, REPLACED_SUFFIX))

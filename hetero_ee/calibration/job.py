@@ -27,7 +27,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
-from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 MAX_TOKENS = 10**7
 OWN_TEXT = "texts of its own"
@@ -76,7 +76,7 @@ def calibrate(
     """
     if executor.spec.n_layers < 2:
         raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
-    start_s, files, settings = clock(), files or LocalFileSystem(), settings or CalibrationSettings()
+    start_s, files, settings = clock(), files or FileSystem(), settings or CalibrationSettings()
     with _one_at_a_time(place.folder, files, progress):
         key = place.key
         text = _Text.of(executor, tokenizer, ending, request)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.config.toml_file import CONFIG_VARIABLE, TomlFile, expanded
+from hetero_ee.config.toml_file import CONFIG_VARIABLE, expanded, read_configuration_file
 from hetero_ee.errors import UsageError, shown
 
 ENVIRONMENT_PREFIX = "HETERO_EE_"
@@ -21,19 +21,15 @@ WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. name: its key in the file; kind: str, int, bool or Path.
+    """One setting."""
 
-    default_text: what a default of None, or 0, amounts to. lowest and highest bound an int, choices a str.
-    """
-
-    name: str
-    kind: type
+    name: str  # its key in the file
+    kind: type  # str, int, bool or Path
     default: str | int | bool | None
     meaning: str
-    default_text: str = ""
-    lowest: int = 0
-    highest: int = 0
-    choices: tuple[str, ...] = ()
+    default_text: str = ""  # what a default of None, or 0, amounts to
+    highest: int = 0  # of an int, which begins at 0
+    choices: tuple[str, ...] = ()  # of a str; none allows any
 
     @property
     def variable(self) -> str:
@@ -52,7 +48,7 @@ class Setting:
     def expected(self) -> str:
         """What its values are, for a message."""
         if self.kind is int:
-            return f"a whole number from {self.lowest} to {self.highest}"
+            return f"a whole number from 0 to {self.highest}"
         if self.kind is bool:
             return "true or false"
         if self.choices:
@@ -78,7 +74,7 @@ class Setting:
 
     def _allows(self, value: Any) -> bool:
         if self.kind is int:
-            return self.lowest <= int(value) <= self.highest
+            return 0 <= int(value) <= self.highest
         if self.kind is str:
             return value in self.choices if self.choices else value != "" and "\0" not in value
         return True
@@ -111,19 +107,19 @@ SETTING_OF = {setting.name: setting for setting in SETTINGS}
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A setting's value, of its kind or None, and where it comes from: FLAG, FILE, DEFAULT or a variable's name."""
+    """A setting as the first source that has it says."""
 
     setting: Setting
-    value: Any
-    source: str
+    value: Any  # of its kind, or None
+    source: str  # FLAG, FILE, DEFAULT or a variable's name
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The sources below the flags. file: where the file lies or would lie; in_file: its keys and values."""
+    """The sources below the flags."""
 
-    file: Path
-    in_file: Mapping[str, Any] = field(default_factory=dict)
+    file: Path  # where the file lies, or would lie
+    in_file: Mapping[str, Any] = field(default_factory=dict)  # its keys and values
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,5 +164,5 @@ class Settings:
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process, read at call time; environment: os.environ where None. Raises UsageError."""
     environment = os.environ if environment is None else environment
-    file = TomlFile.chosen(environment)
-    return Settings(file.path, file.read(), environment)
+    file, keys = read_configuration_file(environment)
+    return Settings(file, keys, environment)

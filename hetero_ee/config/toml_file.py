@@ -3,7 +3,6 @@
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +15,33 @@ CONFIG_VARIABLE = "HETERO_EE_CONFIG"
 MAX_FILE_BYTES = 2**16
 
 
-@dataclass(frozen=True, slots=True)
-class TomlFile:
-    """A configuration file that may not be there; one that was asked for by name must be."""
+def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+    """The file HETERO_EE_CONFIG names, else config.toml in the platform's configuration folder; and its keys.
 
-    path: Path
-    is_required: bool
-
-    @classmethod
-    def chosen(cls, environment: Mapping[str, str]) -> "TomlFile":
-        """The file HETERO_EE_CONFIG names, else config.toml in the platform's configuration folder."""
-        named = environment.get(CONFIG_VARIABLE)
-        if named:
-            return cls(expanded(named, CONFIG_VARIABLE), is_required=True)
-        return cls(platformdirs.user_config_path(APPLICATION) / "config.toml", is_required=False)
-
-    def read(self) -> dict[str, Any]:
-        """Its keys; none where there is no file and none was asked for. Raises UsageError."""
-        try:
-            data = self._data()
-        except (OSError, ValueError) as error:  # ValueError: a null character in the path
-            raise UsageError(f"{self._described} can't be read ({_reason(error)}).") from error
-        if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"{self._described} has more than {MAX_FILE_BYTES // 2**10} KiB.")
-        try:
-            return tomllib.loads(data.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{self._described} is not UTF-8 text at byte {error.start}.") from error
-        except RecursionError as error:
-            raise UsageError(f"{self._described} is nested too deeply.") from error
-        except ValueError as error:  # tomllib's own, and Python's for integers of more than 4300 digits
-            raise UsageError(f"{self._described} is not TOML: {error}.") from error
-
-    def _data(self) -> bytes:
-        """The beginning of the file, at most a byte more than is allowed."""
-        try:
-            mode = self.path.stat().st_mode
-        except FileNotFoundError:
-            if self.is_required:
-                raise
-            return b""
-        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null is a way to have no file; a pipe might block
-            raise IsADirectoryError("it is no file")
-        with self.path.open("rb") as source:
-            return source.read(MAX_FILE_BYTES + 1)
-
-    @property
-    def _described(self) -> str:
-        return f"{CONFIG_VARIABLE} names {self.path}, which" if self.is_required else f"the configuration {self.path}"
+    A file that was asked for by name must be there; without the other there are no keys. Raises UsageError.
+    """
+    if named := environment.get(CONFIG_VARIABLE):
+        path = expanded(named, CONFIG_VARIABLE)
+        described = f"{CONFIG_VARIABLE} names {path}, which"
+    else:
+        path = platformdirs.user_config_path(APPLICATION) / "config.toml"
+        described = f"the configuration {path}"
+    try:
+        data = _beginning(path)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        if isinstance(error, FileNotFoundError) and not named:
+            return path, {}
+        raise UsageError(f"{described} can't be read ({getattr(error, 'strerror', None) or error}).") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"{described} has more than {MAX_FILE_BYTES // 2**10} KiB.")
+    try:
+        return path, tomllib.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{described} is not UTF-8 text at byte {error.start}.") from error
+    except RecursionError as error:
+        raise UsageError(f"{described} is nested too deeply.") from error
+    except ValueError as error:  # tomllib's own, and Python's for integers of more than 4300 digits
+        raise UsageError(f"{described} is not TOML: {error}.") from error
 
 
 def expanded(text: str, source: str) -> Path:
@@ -74,5 +52,10 @@ def expanded(text: str, source: str) -> Path:
         raise UsageError(f"{source} is {shown(text)}, and there is no such home folder.") from error
 
 
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _beginning(path: Path) -> bytes:
+    """The content of the file, at most a byte more than is allowed."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null is a way to have no file; a pipe might block
+        raise IsADirectoryError("it is no file")
+    with path.open("rb") as source:
+        return source.read(MAX_FILE_BYTES + 1)

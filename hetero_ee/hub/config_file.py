@@ -1,4 +1,4 @@
-"""config.json of a model's folder, read with suspicion."""
+"""config.json of a model's folder, read as what a stranger wrote."""
 
 from collections.abc import Mapping
 from pathlib import Path

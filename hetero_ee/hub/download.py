@@ -3,12 +3,11 @@
 import hashlib
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import psutil
 
@@ -27,16 +26,18 @@ N_ATTEMPTS = 3
 STOP_S = 1.0  # longest wait for running requests after Ctrl-C
 REPORT_S = 0.1
 HASHED_BYTES = 2**20  # read at once
+PAUSE_S = 1.0  # before what failed is tried again, and longer each time
+
+T = TypeVar("T")
 
 
 class Download:
     """The files of one repository, as far as they are not in the cache yet."""
 
-    def __init__(self, repository: Repository, progress: Progress | None, pause_s: float) -> None:
-        self._repository, self._progress, self._pause_s = repository, progress, pause_s
+    def __init__(self, repository: Repository, progress: Progress | None) -> None:
+        self._repository, self._progress = repository, progress
         self._stage = f"{DOWNLOADING} {repository.model}"
         self._stopped = threading.Event()
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # one entry for each thread
         self._done_bytes: dict[str, int] = {}
         self._announced_bytes = 0
 
@@ -46,31 +47,33 @@ class Download:
         self._announced_bytes = self.missing_bytes(files)
 
     def fetch(self, files: Sequence[RemoteFile]) -> None:
-        """Returns when all are there.
+        """Returns when all of them have arrived.
 
         Raises what huggingface_hub raises, and CheckpointError for a file that arrives damaged again and again. After
         an error or Ctrl-C it ends within STOP_S; a thread that hangs in a request then ends with the request.
         """
-        waiting, n_running = deque(files), 0
+        waiting, failures = iter(files), list[BaseException]()
+        threads = [
+            threading.Thread(target=self._work, args=(waiting, failures), daemon=True)
+            for _ in range(min(N_CONNECTIONS, len(files)))
+        ]
         try:
-            for _ in range(min(N_CONNECTIONS, len(files))):
-                threading.Thread(target=self._work, args=(waiting,), daemon=True).start()
-                n_running += 1
-            while n_running:
-                with suppress(Empty):
-                    failure = self._ended.get(timeout=REPORT_S)
-                    n_running -= 1
-                    if failure is not None:
-                        raise failure
+            for thread in threads:
+                thread.start()
+            while not failures and (running := [thread for thread in threads if thread.is_alive()]):
+                running[0].join(REPORT_S)
                 self._report()
+            if failures:
+                raise failures[0]
+            self._report()
         except BaseException:
-            self._stop(n_running)
+            self._stop(threads)
             raise
 
     def fetch_one(self, file: RemoteFile) -> Path:
         """The same for one file; where it lies."""
         self.fetch([file])
-        path = self._pointer(file)
+        path = self._cached(file)
         if path is None:
             raise CheckpointError(f"{self._repository.model}: {file.name} has left the cache already; try again.")
         return path
@@ -82,7 +85,7 @@ class Download:
 
     def is_cached(self, file: RemoteFile) -> bool:
         """Whether the file lies in the cache, as long as it should be."""
-        path = self._pointer(file)
+        path = self._cached(file)
         return path is not None and path.stat().st_size == file.size_bytes
 
     def missing_bytes(self, files: Sequence[RemoteFile]) -> int:
@@ -91,28 +94,18 @@ class Download:
         absent = [file for file in files if not self.is_cached(file) and not (blobs / (file.digest or ".")).is_file()]
         return sum(file.size_bytes for file in absent)
 
-    def _work(self, waiting: deque[RemoteFile]) -> None:
+    def _work(self, waiting: Iterator[RemoteFile], failures: list[BaseException]) -> None:
+        """One thread's part: file after file, until none waits."""
         try:
-            while (file := _next(waiting)) and not self._stopped.is_set():
-                self._fetch_again_and_again(file)
+            while not self._stopped.is_set() and (file := next(waiting, None)):
+                retried(partial(self._fetch, file), self._stopped.wait)
         except BaseException as error:
-            self._ended.put(error)
-        else:
-            self._ended.put(None)
-
-    def _fetch_again_and_again(self, file: RemoteFile) -> None:
-        for attempt in range(1, N_ATTEMPTS + 1):
-            try:
-                return self._fetch(file)
-            except Exception as error:
-                may_help = isinstance(error, CheckpointError) or is_transient(error)
-                if not may_help or attempt == N_ATTEMPTS or self._stopped.wait(attempt * self._pause_s):
-                    raise
+            failures.append(error)
 
     def _fetch(self, file: RemoteFile) -> None:
         if self.is_cached(file):
             return
-        is_damaged = self._pointer(file) is not None  # there, but not as long as it should be
+        is_damaged = self._cached(file) is not None  # there, but not as long as it should be
         self._check(self._ask_for(file.name, self._repository.commit, again=is_damaged), file)
 
     def _ask_for(self, name: str, revision: str, again: bool = False) -> Path:
@@ -161,15 +154,14 @@ class Download:
             done_bytes = sum(self._done_bytes.copy().values())
             self._progress(self._stage, min(done_bytes, self._announced_bytes), self._announced_bytes)
 
-    def _stop(self, n_running: int) -> None:
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
         self._stopped.set()
         _abort_xet()
         deadline_s = time.monotonic() + STOP_S
-        with suppress(Empty):
-            for _ in range(n_running):
-                self._ended.get(timeout=max(0, deadline_s - time.monotonic()))
-            return
-        self._remove_partial_files()
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join(max(0, deadline_s - time.monotonic()))
+        if any(map(threading.Thread.is_alive, threads)):
+            self._remove_partial_files()
 
     def _remove_partial_files(self) -> None:
         """Removes what threads still write into: a process that ends now won't let them do it.
@@ -183,12 +175,8 @@ class Download:
                 if is_random and file.parent == self._blobs().resolve():
                     file.unlink(missing_ok=True)
 
-    def _pointer(self, file: RemoteFile) -> Path | None:
-        """Where this commit's file lies in the cache."""
-        from huggingface_hub import try_to_load_from_cache
-
-        path = try_to_load_from_cache(self._repository.model, file.name, revision=self._repository.commit)
-        return Path(path) if isinstance(path, str) else None
+    def _cached(self, file: RemoteFile) -> Path | None:
+        return cached_file(self._repository.model, file.name, self._repository.commit)
 
     def _blobs(self) -> Path:
         """The folder of the cache that holds the files' contents, each named by its digest."""
@@ -225,11 +213,23 @@ class _StoppedError(Exception):
     """Ends a thread's download; nobody sees it."""
 
 
-def _next(waiting: deque[RemoteFile]) -> RemoteFile | None:
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
+def cached_file(model: str, name: str, revision: str) -> Path | None:
+    """Where the revision's file lies in the cache; None where it does not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(model, name, revision=revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def retried(attempt: Callable[[], T], wait: Callable[[float], object], n_attempts: int = N_ATTEMPTS) -> T:
+    """What `attempt` returns, tried again after failures that may pass. `wait`: for some seconds; True gives up."""
+    for number in range(1, n_attempts):
+        try:
+            return attempt()
+        except Exception as error:
+            if not is_transient(error) or wait(number * PAUSE_S):
+                raise
+    return attempt()
 
 
 def _abort_xet() -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from hetero_ee.config import demo_model_folder
 from hetero_ee.errors import ModelError, UsageError, shown
+from hetero_ee.hub.model_files import NO_DEVICE
 
 CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
 MAX_REVISION_LENGTH = 200
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-_REVISION_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
+# Stricter than huggingface_hub, since both become paths below the cache.
+_NAME = NO_DEVICE + r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_NAME}/)?{_NAME}")
+_REVISION_PART = NO_DEVICE + r"[A-Za-z0-9_](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?"
+_REVISION = re.compile(rf"(?!.*\.\.){_REVISION_PART}(?:/{_REVISION_PART})*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(10))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +27,13 @@ class ModelId:
     revision: str = "main"
 
     def __post_init__(self) -> None:
-        if not _is_id(self.name):
+        if not _ID.fullmatch(self.name):
             raise UsageError(
                 f"there is no folder {shown(self.name)}, and it is no Hugging Face id either; "
                 "give a folder, or an id such as Qwen/Qwen3-4B."
             )
         if not _is_revision(self.revision):
             raise UsageError(f"revision is {shown(self.revision)}; expected a branch, a tag or a commit.")
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
-        return is_commit(self.revision)
 
 
 def is_commit(text: object) -> bool:
@@ -91,18 +89,5 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "~", "/")) or model.count("/") > 1 or (os.sep != "/" and os.sep in model)
 
 
-def _is_id(text: str) -> bool:
-    names = text.split("/")
-    return len(names) <= 2 and "--" not in text and all(map(_is_name, names)) and not text.endswith(".git")
-
-
-def _is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and ".." not in name and name.split(".")[0].upper() not in _DEVICES
-
-
 def _is_revision(text: object) -> bool:
-    """As strict as for names: it becomes a path below the cache."""
-    if not isinstance(text, str) or len(text) > MAX_REVISION_LENGTH or ".." in text:
-        return False
-    parts = text.split("/")
-    return all(_REVISION_PART.fullmatch(part) and part.split(".")[0].upper() not in _DEVICES for part in parts)
+    return isinstance(text, str) and len(text) <= MAX_REVISION_LENGTH and _REVISION.fullmatch(text) is not None

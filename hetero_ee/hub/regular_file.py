@@ -1,4 +1,4 @@
-"""A file of a model's folder: a regular one, from no other place, and judged before it is opened."""
+"""A file of a model's folder: a regular one, from no other folder, and checked before it is opened."""
 
 import os
 import stat
@@ -30,7 +30,7 @@ def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) ->
     except (OSError, ValueError) as reason:  # ValueError: a name no file can have
         raise error(f"{folder} can't be searched for {shown(name)} ({reason_of(reason)}).") from reason
     if stat.S_ISLNK(mode):
-        mode = _mode_behind(file, folder, error)
+        mode = _mode_of_target(file, folder, error)
     if not stat.S_ISREG(mode):
         raise error(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, expected a regular file.")
     return file
@@ -64,7 +64,7 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _mode_behind(link: Path, folder: Path, error: type[HeteroError]) -> int:
+def _mode_of_target(link: Path, folder: Path, error: type[HeteroError]) -> int:
     try:
         target = link.resolve(strict=True)
         if any(target.is_relative_to(root) for root in _roots(folder)):

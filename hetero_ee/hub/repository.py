@@ -1,11 +1,13 @@
-"""Which files of a Hugging Face repository make up the model, and which repositories hold none we can read."""
+"""What the Hub lists of a repository: which of its files make up the model, and whether it holds one we can read."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from hetero_ee.errors import CheckpointError, ModelError, shown
-from hetero_ee.hub.config_file import MAX_CONFIG_BYTES
+from hetero_ee.hub.config_file import ADAPTER_FILE, MAX_CONFIG_BYTES
 from hetero_ee.hub.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -13,17 +15,29 @@ from hetero_ee.hub.model_files import (
     SINGLE_FILE,
     SMALL_FILES,
     TOKENIZER_FILES,
+    indexed_files,
 )
-from hetero_ee.hub.weight_index import indexed_files
+from hetero_ee.hub.model_id import ModelId, is_commit
+
+ANSWER_S = 10.0  # the Hub's time to answer a question; what a file takes is huggingface_hub's own affair
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file as its repository lists it. digest: SHA-256 of a large file, git's SHA-1 of a small one, "" unknown."""
+    """A file as its repository lists it."""
 
     name: str
     size_bytes: int
-    digest: str = ""
+    digest: str = ""  # SHA-256 of a large file, git's SHA-1 of a small one; "" where unknown
+
+    @classmethod
+    def listed(cls, file: Any) -> Self:
+        """From huggingface_hub's RepoSibling. Raises TypeError for what no Hub answers."""
+        if not isinstance(file.size, int):
+            raise TypeError(f"size {shown(file.size)}")
+        digest = file.lfs.sha256 if file.lfs else file.blob_id
+        return cls(file.rfilename, file.size, digest if _DIGEST.fullmatch(digest or "") else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,16 @@ class Repository:
     model: str
     commit: str
     files: Mapping[str, RemoteFile]
+
+    @classmethod
+    def of(cls, model: ModelId) -> Self:
+        """Asks the Hub once. Raises what huggingface_hub raises, and TypeError for what no Hub answers."""
+        from huggingface_hub import HfApi
+
+        info = HfApi().model_info(model.name, revision=model.revision, files_metadata=True, timeout=ANSWER_S)
+        if not is_commit(info.sha):
+            raise TypeError(f"commit {shown(info.sha)}")
+        return cls(model.name, str(info.sha), {f.rfilename: RemoteFile.listed(f) for f in info.siblings or ()})
 
     @property
     def has_index(self) -> bool:
@@ -55,9 +79,7 @@ class Repository:
 
     def weight_files(self, index: Path | None) -> list[RemoteFile]:
         """The safetensors files; `index` is where INDEX_FILE lies by now. Raises CheckpointError."""
-        if SINGLE_FILE in self.files:
-            return [self.files[SINGLE_FILE]]
-        names = indexed_files(index) if index else []
+        names = indexed_files(index) if index else [SINGLE_FILE]
         for name in names:
             if name not in self.files:
                 raise CheckpointError(f"{self.model}: {INDEX_FILE} names {shown(name)}, which is not there.")
@@ -76,15 +98,12 @@ class Repository:
 def _instead_of_weights(names: Collection[str]) -> str:
     """What a repository without readable weights has instead, and what to do about it."""
     endings = {Path(name).suffix for name in names if "/" not in name}
-    if "adapter_config.json" in names:
+    if ADAPTER_FILE in names:
         return "an adapter and no model; merge it into its base model and give the result."
     if ".safetensors" in endings:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; give a copy in the format transformers saves."
     if ".gguf" in endings:
         return "GGUF files alone, which are quantized already; give the original model."
     if endings & {".bin", ".pt", ".pth"}:
-        return (
-            "its weights as pickles alone, which can run code when opened and are never read; "
-            "give a copy in safetensors."
-        )
+        return "its weights as pickles alone, which can run code and are never read; give a copy in safetensors."
     return "no weights in safetensors; give the id of a model."

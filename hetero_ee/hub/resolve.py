@@ -1,36 +1,21 @@
 """From what the user calls a model to a folder on disk: a folder, or a Hugging Face id, downloaded at first use."""
 
 import logging
-import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import CheckpointError, DiskFullError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.hub.download import N_ATTEMPTS, Download
-from hetero_ee.hub.errors import hub_error, hub_host, is_transient
-from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES
+from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, retried
+from hetero_ee.hub.errors import hub_error, hub_host
+from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES, indexed_files
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
-from hetero_ee.hub.repository import RemoteFile, Repository
-from hetero_ee.hub.weight_index import indexed_files
-
-_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-ANSWER_S = 10.0  # the Hub's time to answer a question; what a file takes is huggingface_hub's own affair
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What resolving asks of the machine."""
-
-    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
-    pause_s: float = 1.0  # before what failed is tried again, and longer each time
+from hetero_ee.hub.repository import Repository
 
 
 def resolve_model(
@@ -39,47 +24,22 @@ def resolve_model(
     revision: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
-    surroundings: Surroundings | None = None,
+    configuration_only: bool = False,
 ) -> Path:
     """The folder of `model`: a folder's path, a Hugging Face id such as org/name, or None for the demo model.
 
     An id is downloaded into the cache of huggingface_hub where it isn't there yet: the configuration, the tokenizer and
     the safetensors, nothing else. revision: the branch, tag or commit of an id, its main branch by default. offline:
     only the cache is used. progress: called with (stage, bytes done, bytes in all), and with 0 in all for a remark.
+    configuration_only: of an id only the configuration is downloaded, enough to plan for the model; a model that can't
+    be used is refused alike, and a cache that holds a whole model keeps naming that one.
     Raises UsageError, ModelError, CheckpointError or DiskFullError.
     """
-    return _resolved(model, revision, offline, progress, surroundings, configuration_only=False)
-
-
-def resolve_configuration(
-    model: str | Path | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: Progress | None = None,
-    surroundings: Surroundings | None = None,
-) -> Path:
-    """As resolve_model, but of an id only the configuration is downloaded: enough to plan for the model.
-
-    A model that can't be used is refused alike, and a cache that holds a whole model keeps naming that one.
-    """
-    return _resolved(model, revision, offline, progress, surroundings, configuration_only=True)
-
-
-def _resolved(
-    model: str | Path | None,
-    revision: str | None,
-    offline: bool,
-    progress: Progress | None,
-    surroundings: Surroundings | None,
-    *,
-    configuration_only: bool,
-) -> Path:
     folder = local_folder(model)
     if folder is None:
         model_id = ModelId(str(model)) if revision is None else ModelId(str(model), revision)
         with _silenced():
-            return _Hub(model_id, progress, surroundings, configuration_only).folder(offline)
+            return _Hub(model_id, progress, configuration_only).folder(offline)
     if revision is not None:
         raise UsageError(f"revision is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
     return folder
@@ -88,22 +48,23 @@ def _resolved(
 class _Hub:
     """One model on the Hub and in the cache."""
 
-    def __init__(
-        self, model: ModelId, progress: Progress | None, surroundings: Surroundings | None, configuration_only: bool
-    ) -> None:
+    def __init__(self, model: ModelId, progress: Progress | None, configuration_only: bool) -> None:
         self._model, self._progress, self._configuration_only = model, progress, configuration_only
-        self._surroundings = surroundings or Surroundings()
 
     def folder(self, offline: bool) -> Path:
-        from huggingface_hub import is_offline_mode
+        from huggingface_hub import constants, is_offline_mode
 
+        name, revision = self._model.name, self._model.revision
         cached = self._cached_configuration() if self._configuration_only else self._cached_folder()
-        if offline or is_offline_mode():
-            return cached or self._refuse_offline()
-        if cached and self._model.is_pinned:
+        if cached and (offline or is_offline_mode() or is_commit(revision)):  # a commit never changes
             return cached
+        if offline or is_offline_mode():
+            raise ModelError(
+                f"{name} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this is "
+                "offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
+            )
         try:
-            repository = self._repository(n_attempts=1 if cached else N_ATTEMPTS)
+            repository = retried(lambda: Repository.of(self._model), time.sleep, 1 if cached else N_ATTEMPTS)
         except Exception as error:
             return self._without_answer(error, cached)
         try:
@@ -131,18 +92,7 @@ class _Hub:
         return config.parent if config and is_complete else None
 
     def _cached_file(self, name: str) -> Path | None:
-        from huggingface_hub import try_to_load_from_cache
-
-        path = try_to_load_from_cache(self._model.name, name, revision=self._model.revision)
-        return Path(path) if isinstance(path, str) else None
-
-    def _refuse_offline(self) -> Path:
-        from huggingface_hub import constants
-
-        raise ModelError(
-            f"{self._model.name} ({self._model.revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of "
-            "it, and this is offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
-        )
+        return cached_file(self._model.name, name, self._model.revision)
 
     def _without_answer(self, error: Exception, cached: Path | None) -> Path:
         """A model that was downloaded before is used where the Hub has no answer, or not for this login."""
@@ -154,69 +104,38 @@ class _Hub:
             self._progress(f"{hub_host()} can't be asked; using {self._model.name} as it is in the cache", 0, 0)
         return cached
 
-    def _repository(self, n_attempts: int) -> Repository:
-        """What the Hub lists."""
-        from huggingface_hub import HfApi
-
-        for attempt in range(1, n_attempts + 1):
-            try:
-                info = HfApi().model_info(
-                    self._model.name, revision=self._model.revision, files_metadata=True, timeout=ANSWER_S
-                )
-                break
-            except Exception as error:
-                if attempt == n_attempts or not is_transient(error):
-                    raise
-                time.sleep(attempt * self._surroundings.pause_s)
-        if not is_commit(info.sha):
-            raise TypeError(f"commit {shown(info.sha)}")  # no answer of a Hub
-        files = {file.rfilename: _remote_file(file) for file in info.siblings or ()}
-        return Repository(self._model.name, str(info.sha), files)
-
     def _fetched(self, repository: Repository) -> Path:
         """Downloads what is missing, the configuration first and the weights last: where they are, all is."""
         small_files = repository.small_files()
-        download = Download(repository, self._progress, self._surroundings.pause_s)
+        download = Download(repository, self._progress)
         folder = download.fetch_one(repository.files[CONFIG_FILE]).parent
         try:
             read_spec(folder)
         except ModelError as error:
             raise ModelError(f"{self._model.name} can't be used: {error}") from error
-        if self._configuration_only:
-            if self._cached_folder() is None:  # where a whole model has this name already, offline runs go on with it
-                self._name_revision(download, folder)
-            return folder
-        index = download.fetch_one(repository.files[INDEX_FILE]) if repository.has_index else None
-        weight_files = repository.weight_files(index)
-        self._require_space(download.missing_bytes([*small_files, *weight_files]))
-        download.announce([*small_files, *weight_files])
-        download.fetch(small_files)
-        download.fetch(weight_files)
-        self._name_revision(download, folder)
-        return folder
-
-    def _name_revision(self, download: Download, folder: Path) -> None:
-        """Lets the cache find this folder by the revision's name."""
-        if self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:
+        if not self._configuration_only:
+            index = download.fetch_one(repository.files[INDEX_FILE]) if repository.has_index else None
+            weight_files = repository.weight_files(index)
+            self._require_space(download.missing_bytes([*small_files, *weight_files]))
+            download.announce([*small_files, *weight_files])
+            download.fetch(small_files)
+            download.fetch(weight_files)
+        # Where a whole model has this name already, a configuration alone does not take it from offline runs.
+        keeps_name = self._configuration_only and self._cached_folder() is not None
+        if not keeps_name and self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:
             download.name_revision(self._model.revision)
+        return folder
 
     def _require_space(self, needed_bytes: int) -> None:
         from huggingface_hub import constants
 
         cache = Path(constants.HF_HUB_CACHE)
-        free_bytes = self._surroundings.free_bytes(cache)
+        free_bytes = shutil.disk_usage(cache).free
         if free_bytes < needed_bytes:
             raise DiskFullError(
                 f"{cache} has {free_bytes / 2**20:.0f} MiB free, {self._model.name} needs "
                 f"{needed_bytes / 2**20:.0f} MiB more; free some space or set HF_HOME to a folder on another disk."
             )
-
-
-def _remote_file(listed: Any) -> RemoteFile:
-    if not isinstance(listed.size, int):
-        raise TypeError(f"size {shown(listed.size)}")  # no answer of a Hub
-    digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
-    return RemoteFile(listed.rfilename, listed.size, digest if _DIGEST.fullmatch(digest or "") else "")
 
 
 @contextmanager

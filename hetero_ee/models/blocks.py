@@ -1,9 +1,10 @@
-"""The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all walk.
+"""The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all go through.
 
 Matrices are (out, in). Projections that read the same input are one matrix with their rows one after the other:
 qkv is query, key, value; gate_up is gate, up.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -38,23 +39,17 @@ class TensorSpec:
 
     @property
     def n_elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A unit that can be placed on a device. `tensors` maps the block's own short names to tensors.
-
-    layer: index of the decoder layer, None outside of them. A tied head names the embedding's tensor.
-    """
+    """A unit that can be placed on a device."""
 
     name: str
     kind: BlockKind
-    layer: int | None
-    tensors: dict[str, TensorSpec]
+    layer: int | None  # index of the decoder layer, None outside of them
+    tensors: dict[str, TensorSpec]  # by the block's own short names; a tied head names the embedding's
     has_norm: bool = True  # without one, an attention or FFN takes its input as it is
 
     @property

@@ -12,51 +12,49 @@ MAX_NUMBER = 1e12  # the largest published number is a rope_theta of 1e8
 class Fields:
     """The fields of one object; `where` begins every error. Raises ModelError."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
+    def __init__(self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
+        self._values, self._where, self._defaults = values, where, defaults or {}
+
+    def with_defaults(self, **defaults: Any) -> "Fields":
+        """The same fields, of a class with these defaults; they come before those that a reader names."""
+        return Fields(self._values, self._where, defaults)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value; a missing field and a null are both the default."""
         value = self._values.get(name)
-        return default if value is None else value
+        return self._defaults.get(name, default) if value is None else value
 
-    def has(self, name: str) -> bool:
-        return name in self._values
+    def is_null(self, name: str) -> bool:
+        return name in self._values and self._values[name] is None
 
     def integer(self, name: str, default: int | None = None, smallest: int = 1, largest: int = MAX_SIZE) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self._where}: field {name} is missing.")
+        value = self._required(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
-            raise ModelError(
-                f"{self._where}: {name} is {shown(value)}, expected a whole number from {smallest} to {largest}."
-            )
+            raise self.fail(f"{name} is {shown(value)}, expected a whole number from {smallest} to {largest}.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelError(f"{self._where}: field {name} is missing.")
+        value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
+            raise self.fail(f"{name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected true or false.")
+            raise self.fail(f"{name} is {shown(value)}, expected true or false.")
         return value
 
     def text(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if not isinstance(value, str):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected a string.")
+            raise self.fail(f"{name} is {shown(value)}, expected a string.")
         return value
 
     def section(self, name: str) -> "Fields":
         value = self.get(name, {})
         if not isinstance(value, Mapping):
-            raise ModelError(f"{self._where}: {name} is {shown(value)}, expected an object.")
+            raise self.fail(f"{name} is {shown(value)}, expected an object.")
         return Fields(value, f"{self._where}: {name}")
 
     def refuse_others(self, known: set[str]) -> None:
@@ -67,3 +65,9 @@ class Fields:
 
     def fail(self, sentence: str) -> ModelError:
         return ModelError(f"{self._where}: {sentence}")
+
+    def _required(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        if value is None:
+            raise self.fail(f"field {name} is missing.")
+        return value

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for planning and timing where their weights are not at hand."""
+"""Shapes of well-known models, for planning and timing where their weights are not available."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ class RopeScaling:
 
     kind: "default" (none), "linear" (every frequency / factor), "llama3" (only the slow ones) or "longrope" (each
     frequency / its short factor, arXiv 2402.13753; the long ones begin beyond the original context, which is not
-    supported). magnitude: what cosine and sine are multiplied by.
+    supported).
     """
 
     kind: str = "default"
@@ -22,15 +22,15 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
     original_context_tokens: int = 8192
     short_factors: tuple[float, ...] = ()
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # of cosine and sine
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """theta: base of the geometric series; n_features: leading features of a head that turn (even)."""
+    """Which features of a head turn, and how fast."""
 
-    theta: float
-    n_features: int
+    theta: float  # base of the geometric series
+    n_features: int  # leading features of a head that turn (even)
     scaling: RopeScaling = RopeScaling()
 
     def inverse_frequencies(self) -> list[float]:

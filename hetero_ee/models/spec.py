@@ -7,17 +7,9 @@ from hetero_ee.models.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A pre-norm decoder-only transformer, family by family reduced to the same few switches.
+    """A pre-norm decoder-only transformer, family by family reduced to the same few switches."""
 
-    family: row of the weight-name table ("llama", "phi3", "opt"); architecture: the Hugging Face class name.
-    norm: "rms" or "layer". activation: "silu", "gelu", "gelu_tanh", "relu" or "fatrelu" (0 below a threshold).
-    gated: FFN is down(act(gate(x)) * up(x)), else down(act(up(x))).
-    sliding_windows: for each layer the positions a token sees, itself included; None is all of them.
-    learned_position_offset: rows skipped in a learned position table; None where positions are rotary.
-    """
-
-    architecture: str
-    family: str
+    architecture: str  # the Hugging Face class name, which names the family
     n_layers: int
     hidden_size: int
     n_heads: int
@@ -26,20 +18,20 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
     max_context_tokens: int
-    norm: str
+    norm: str  # "rms" or "layer"
     norm_eps: float
     norm_affine: bool
     final_norm: bool
-    activation: str
-    activation_threshold: float
-    gated: bool
+    activation: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
+    activation_threshold: float  # below it, "fatrelu" is 0
+    gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
     qkv_bias: bool
     attention_output_bias: bool
     ffn_bias: bool
     qk_norm: bool
     rope: RopeSpec | None
-    learned_position_offset: int | None
-    sliding_windows: tuple[int | None, ...]
+    learned_position_offset: int | None  # rows skipped in a learned position table; None where positions are rotary
+    sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
 

@@ -6,7 +6,6 @@ or `fp4` (JSON as bytes). Double quantization has absmax in bytes: absmax = nest
 its block + nested_offset.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -17,17 +16,15 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, shown
-from hetero_ee.models.hf_quantization import FOUR_BIT_TYPES
+from hetero_ee.models.hf_config import FOUR_BIT_TYPES
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
-from hetero_ee.weights.quantizers import to_fp16_scales
+from hetero_ee.weights.quantizers import table_codebook, to_fp16_scales, unpacked
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.records import from_json
 
 BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights that share an absmax; likewise absmax of nested ones
 STATE_SUFFIXES = {f".quant_state.bitsandbytes__{kind}": kind for kind in FOUR_BIT_TYPES}
 PLAIN_SUFFIXES, NESTED_SUFFIXES = (".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
-STATE_FIELDS = ("quant_type", "blocksize", "dtype", "shape")
-NESTED_FIELDS = ("nested_blocksize", "nested_dtype", "nested_offset")
 STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # types that packed bytes may be saved as
 COMPUTE_TYPES = ("float32", "float16", "bfloat16")
 MAX_STATE_BYTES = 4096  # real ones have 80 to 200
@@ -49,11 +46,22 @@ class RawTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Nested:
-    """How absmax itself was quantized."""
+class QuantState:
+    """What bitsandbytes saved of a matrix beside its tensors."""
 
-    block_size: int
-    offset: float
+    quant_type: str
+    blocksize: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NestedQuantState(QuantState):
+    """And how absmax itself was quantized."""
+
+    nested_blocksize: int
+    nested_dtype: str
+    nested_offset: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +69,8 @@ class FourBitMatrix:
     """One matrix, its headers and its state checked; values are checked when read. Raises CheckpointError."""
 
     name: str
-    quant_type: str
     shape: tuple[int, int]
-    block_size: int
-    nested: Nested | None
+    state: QuantState
     tensors: RawTensors
 
     @property
@@ -73,15 +79,15 @@ class FourBitMatrix:
 
     @property
     def n_blocks(self) -> int:
-        return -(-self.n_elements // self.block_size)
+        return -(-self.n_elements // self.state.blocksize)
 
     def dequantize(self) -> Tensor:
         """fp32 (N, K): the bits that bitsandbytes computes in fp32."""
         table, absmax = self.table(), self.absmax()
         values = torch.empty(self.n_elements)
         for first, codes in self._code_chunks():
-            scales = absmax[first // self.block_size : (first + CHUNK_ELEMENTS) // self.block_size]
-            scales = scales.repeat_interleave(self.block_size)[: len(codes)]
+            scales = absmax[first // self.state.blocksize : (first + CHUNK_ELEMENTS) // self.state.blocksize]
+            scales = scales.repeat_interleave(self.state.blocksize)[: len(codes)]
             torch.mul(table[codes.int()], scales, out=values[first : first + len(codes)])
         return values.view(self.shape)
 
@@ -92,11 +98,11 @@ class FourBitMatrix:
     def absmax(self) -> Tensor:
         """fp32, one for each block."""
         found = self.tensors.read(self.name + ".absmax")
-        if self.nested is not None:
+        if isinstance(self.state, NestedQuantState):
             outer = self.tensors.read(self.name + ".nested_absmax")
             self._refuse_non_finite(outer, ".nested_absmax")
-            outer = outer.repeat_interleave(self.nested.block_size)[: self.n_blocks]
-            found = self._map(".nested_quant_map")[found.int()] * outer + self.nested.offset
+            outer = outer.repeat_interleave(self.state.nested_blocksize)[: self.n_blocks]
+            found = self._map(".nested_quant_map")[found.int()] * outer + self.state.nested_offset
         self._refuse_non_finite(found, ".absmax")
         return found
 
@@ -147,12 +153,12 @@ def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, ...]) -> F
     for missing in sorted(needed - tensors.names):
         raise tensors.failure(missing, "is missing")
     try:
-        state = _read_state(tensors, name + states[0])
-        block_size, nested = _checked_state(state, STATE_SUFFIXES[states[0]], shape, is_nested)
-    except (ValueError, RecursionError) as error:
+        state = _read_state(tensors, name + states[0], NestedQuantState if is_nested else QuantState)
+        _check_state(state, STATE_SUFFIXES[states[0]], shape)
+    except ValueError as error:
         raise tensors.failure(name + states[0], f"can't be used ({error})") from error
     rows, columns = shape
-    matrix = FourBitMatrix(name, STATE_SUFFIXES[states[0]], (rows, columns), block_size, nested, tensors)
+    matrix = FourBitMatrix(name, (rows, columns), state, tensors)
     _check_headers(matrix)
     return matrix
 
@@ -177,50 +183,38 @@ def stacked_tiles(matrices: Sequence[FourBitMatrix]) -> TileWeight | None:
     rows_of_codes, rows_of_scales = (torch.split(rows[:n_rows], row_counts) for rows in (codes, scales))
     for matrix, its_codes, its_scales in zip(matrices, rows_of_codes, rows_of_scales, strict=True):
         matrix.write_codes(its_codes, codebook.codes)
-        groups = matrix.absmax().repeat_interleave(matrix.block_size // layout.TILE_COLUMNS)
+        groups = matrix.absmax().repeat_interleave(matrix.state.blocksize // layout.TILE_COLUMNS)
         its_scales.copy_(groups[: its_scales.numel()].view_as(its_scales))
     fp16_scales, exponent = to_fp16_scales(scales * codebook.unit, 0)
     tiles = layout.pack_int4(codes)
     return TileWeight(tiles, layout.pack_scales(fp16_scales), exponent, codebook.entries, n_rows, n_columns)
 
 
-def _read_state(tensors: RawTensors, name: str) -> dict[str, Any]:
+def _read_state(tensors: RawTensors, name: str, kind: type[QuantState]) -> QuantState:
     """The JSON object in the bytes of a tensor. Raises ValueError."""
-    kind, shape = tensors.header(name)
-    if kind != "U8" or math.prod(shape) > MAX_STATE_BYTES:
-        raise ValueError(f"it has type {kind} and shape {shown(list(shape))}, expected at most {MAX_STATE_BYTES} bytes")
-    state = json.loads(bytes(tensors.read(name).flatten().tolist()))
-    if not isinstance(state, dict):
-        raise ValueError(f"it holds {shown(state)}, expected an object")
-    return state
+    stored_type, shape = tensors.header(name)
+    if stored_type != "U8" or math.prod(shape) > MAX_STATE_BYTES:
+        found = f"type {stored_type} and shape {shown(list(shape))}"
+        raise ValueError(f"it has {found}, expected at most {MAX_STATE_BYTES} bytes")
+    return from_json(kind, bytes(tensors.read(name).flatten().tolist()).decode())
 
 
-def _checked_state(
-    state: dict[str, Any], quant_type: str, shape: tuple[int, ...], is_nested: bool
-) -> tuple[int, Nested | None]:
-    """Block size and how absmax is quantized. Raises ValueError."""
-    fields = (*STATE_FIELDS, *NESTED_FIELDS) if is_nested else STATE_FIELDS
-    for field in sorted(state.keys() ^ set(fields)):
-        raise ValueError(f"field {shown(field)} is {'unknown' if field in state else 'missing'}")
-    _require(state, "quant_type", quant_type)
-    _require(state, "shape", list(shape))
-    _require(state, "dtype", *COMPUTE_TYPES)
-    _require(state, "blocksize", *BLOCK_SIZES)
-    if not is_nested:
-        return state["blocksize"], None
-    _require(state, "nested_blocksize", *BLOCK_SIZES)
-    _require(state, "nested_dtype", "float32")
-    offset = state["nested_offset"]
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) <= MAX_OFFSET:
-        raise ValueError(f"nested_offset is {shown(offset)}, expected a number up to {MAX_OFFSET:g}")
-    return state["blocksize"], Nested(state["nested_blocksize"], float(offset))
-
-
-def _require(state: dict[str, Any], field: str, *allowed: Any) -> None:
-    """Raises ValueError unless the field has one of these values: 64.0 and true are no whole numbers."""
-    value = state[field]
-    if not any(json.dumps(value) == json.dumps(choice) for choice in allowed):
-        raise ValueError(f"{field} is {shown(value)}, expected {' or '.join(map(str, allowed))}")
+def _check_state(state: QuantState, quant_type: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError for a field that contradicts the others, or that no bitsandbytes writes."""
+    choices: dict[str, tuple[Any, ...]] = {
+        "quant_type": (quant_type,),
+        "shape": (shape,),
+        "dtype": COMPUTE_TYPES,
+        "blocksize": BLOCK_SIZES,
+    }
+    if isinstance(state, NestedQuantState):
+        choices |= {"nested_blocksize": BLOCK_SIZES, "nested_dtype": ("float32",)}
+        if abs(state.nested_offset) > MAX_OFFSET:
+            raise ValueError(f"nested_offset is {state.nested_offset:g}, expected a number up to {MAX_OFFSET:g}")
+    for field, allowed in choices.items():
+        value = getattr(state, field)
+        if value not in allowed:
+            raise ValueError(f"{field} is {shown(value)}, expected {' or '.join(map(str, allowed))}")
 
 
 def _check_headers(matrix: FourBitMatrix) -> None:
@@ -231,11 +225,11 @@ def _check_headers(matrix: FourBitMatrix) -> None:
         raise tensors.failure(
             matrix.name, f"has type {kind} and shape {shown(list(shape))}, expected {n_bytes} bytes of packed codes"
         )
-    nested = matrix.nested
-    expected = {".quant_map": ("F32", 16), ".absmax": ("F32" if nested is None else "U8", matrix.n_blocks)}
-    if nested is not None:
+    state, expected = matrix.state, {".quant_map": ("F32", 16), ".absmax": ("F32", matrix.n_blocks)}
+    if isinstance(state, NestedQuantState):
+        expected[".absmax"] = ("U8", matrix.n_blocks)
         expected[".nested_quant_map"] = ("F32", 256)
-        expected[".nested_absmax"] = ("F32", -(-matrix.n_blocks // nested.block_size))
+        expected[".nested_absmax"] = ("F32", -(-matrix.n_blocks // state.nested_blocksize))
     for suffix, (its_kind, length) in expected.items():
         kind, shape = tensors.header(matrix.name + suffix)
         if kind != its_kind or shape != (length,):

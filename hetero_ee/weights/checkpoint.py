@@ -1,5 +1,6 @@
 """Reads Hugging Face checkpoints in safetensors, one tensor at a time. No pickle is ever opened."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,10 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_four_bit_type
-from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE
+from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
-from hetero_ee.hub.weight_index import indexed_files
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
-from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, redundant_names
+from hetero_ee.models.hf_names import DECODER_PREFIX, IGNORED_SUFFIXES, Part, checkpoint_parts, head_name
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.bitsandbytes_4bit import (
     FourBitMatrix,
@@ -21,14 +21,22 @@ from hetero_ee.weights.bitsandbytes_4bit import (
     four_bit_matrix,
     stacked_tiles,
 )
-from hetero_ee.weights.safetensors_file import MAX_TENSORS, read_header
+from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_header
 from hetero_ee.weights.weight import TileWeight
 
-DECODER_PREFIX, HEAD_NAME = "model.", "lm_head.weight"
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
 CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """Where a tensor lies: its file, its name there, and what the file's header says of it."""
+
+    file: Path
+    name: str
+    stored: StoredTensor
 
 
 class Checkpoint:
@@ -40,10 +48,9 @@ class Checkpoint:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
-        self._parts = checkpoint_parts(spec)
-        self._headers = {file: read_header(file) for file in self.files}  # all of them before any file is mapped
+        self._parts, self._head_name = checkpoint_parts(spec), head_name(spec)
+        self._located = self._locate_tensors()  # reads all headers before any file is mapped
         self._opened = {file: _open(file) for file in self.files}
-        self._file_of, self._name_in_file = self._locate_tensors()
         self._four_bit = self._four_bit_matrices()
         self._check_shapes()
         self._check_tied_head()
@@ -75,35 +82,35 @@ class Checkpoint:
         if part.hf_name in self._four_bit:
             return self._four_bit[part.hf_name].dequantize()
         tensor = self._raw(part.hf_name).float()
-        _refuse_non_finite(tensor, part.hf_name, self._file_of[part.hf_name])
+        _refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
         return tensor
 
     def _raw(self, name: str) -> Tensor:
         """The tensor as it lies in its file."""
-        file = self._file_of[name]
+        located = self._located[name]
         try:
-            tensor: Tensor = self._opened[file].get_tensor(self._name_in_file[name])
+            tensor: Tensor = self._opened[located.file].get_tensor(located.name)
         except Exception as error:  # safetensors raises its own errors, OSError and torch's for a damaged file
             raise CheckpointError(
-                f"{file}: tensor {name} can't be read ({_printable(error)}); get the file again."
+                f"{located.file}: tensor {name} can't be read ({_printable(error)}); get the file again."
             ) from error
         return tensor
 
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        stored = self._headers[self._file_of[name]][self._name_in_file[name]]
+        stored = self._located[name].stored
         return stored.dtype, stored.shape
 
     def _four_bit_matrices(self) -> dict[str, FourBitMatrix]:
         """hf name -> matrix, of those that bitsandbytes saved in 4 bits; config.json must say the same of them."""
-        raw = RawTensors(self.folder, self._file_of.keys(), self._header, self._raw)
+        raw = RawTensors(self.folder, self._located.keys(), self._header, self._raw)
         parts = [part for parts in self._parts.values() for part in parts]
         found = {part.hf_name: four_bit_matrix(raw, part.hf_name, part.shape) for part in parts}
         matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
         said = read_four_bit_type(self.folder)
         for name, matrix in matrices.items():
-            if matrix.quant_type != said:
+            if matrix.state.quant_type != said:
                 raise CheckpointError(
-                    f"{self.folder}: tensor {name} was quantized to {matrix.quant_type}, config.json says "
+                    f"{self.folder}: tensor {name} was quantized to {matrix.state.quant_type}, config.json says "
                     f"{said or 'nothing of that (quantization_config)'}; get config.json of the same model."
                 )
         if said and not matrices:
@@ -113,60 +120,57 @@ class Checkpoint:
             )
         return matrices
 
-    def _locate_tensors(self) -> tuple[dict[str, Path], dict[str, str]]:
-        """hf name -> file, and -> the name used there. Checkpoints of the bare decoder leave out the "model." in front.
+    def _locate_tensors(self) -> dict[str, _Located]:
+        """By full name: checkpoints of the bare decoder leave out the "model." in front.
 
         A name in two files is refused: which one counts would be a guess.
         """
-        file_of: dict[str, Path] = {}
-        if (n_tensors := sum(map(len, self._headers.values()))) > MAX_TENSORS:
+        headers = {file: read_header(file) for file in self.files}
+        if (n_tensors := sum(map(len, headers.values()))) > MAX_TENSORS:
             raise CheckpointError(f"{self.folder} holds {n_tensors} tensors, expected at most {MAX_TENSORS}.")
-        for file, header in self._headers.items():
-            for name in header:
-                if name in file_of:
+        located: dict[str, _Located] = {}
+        for file, header in headers.items():
+            for name, stored in header.items():
+                if name in located:
                     raise CheckpointError(
-                        f"{self.folder}: tensor {_printable(name)} is in both {_printable(file_of[name].name)} and "
-                        f"{_printable(file.name)}; remove one."
+                        f"{self.folder}: tensor {_printable(name)} is in both {_printable(located[name].file.name)} "
+                        f"and {_printable(file.name)}; remove one."
                     )
-                file_of[name] = file
-        is_bare = not any(name.startswith(DECODER_PREFIX) for name in file_of)
-        full_name = {
-            name: DECODER_PREFIX + name if is_bare and not name.startswith(HEAD_NAME) else name for name in file_of
-        }
-        return {full_name[name]: file for name, file in file_of.items()}, {full: n for n, full in full_name.items()}
+                located[name] = _Located(file, name, stored)
+        if any(name.startswith(DECODER_PREFIX) for name in located):
+            return located
+        return {n if n.startswith(self._head_name) else DECODER_PREFIX + n: found for n, found in located.items()}
 
     def _check_tied_head(self) -> None:
         """A tied model may have saved its head too; with other values than the embedding's, which one counts?"""
-        if not self.spec.tied_head or HEAD_NAME not in self._file_of:
+        if not self.spec.tied_head or self._head_name not in self._located:
             return
         [embedding] = self._parts["embedding.tokens"]
-        if not torch.equal(self._read(Part(HEAD_NAME, embedding.shape)), self._read(embedding)):
+        if not torch.equal(self._read(Part(self._head_name, embedding.shape)), self._read(embedding)):
             raise CheckpointError(
-                f"{self.folder}: config.json ties the head to the embedding, but {HEAD_NAME} holds other values; "
+                f"{self.folder}: config.json ties the head to the embedding, but {self._head_name} holds other values; "
                 "set tie_word_embeddings to false in config.json, or remove that tensor."
             )
 
     def _check_shapes(self) -> None:
         expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
-        present = set(self._file_of)
+        present = set(self._located)
         missing = sorted(expected.keys() - present)
-        companions = {companion for name in self._four_bit for companion in companion_names(name)}
-        extra = sorted(
-            name
-            for name in present - expected.keys() - redundant_names(self.spec) - companions
-            if not name.endswith(IGNORED_SUFFIXES)
-        )
+        known = {*expected, *(companion for name in self._four_bit for companion in companion_names(name))}
+        if self.spec.tied_head:
+            known.add(self._head_name)
+        extra = sorted(name for name in present - known if not name.endswith(IGNORED_SUFFIXES))
         _refuse(self.folder, "lacks tensors", missing)
         _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
             if name in self._four_bit:
                 continue
-            found = self._opened[self._file_of[name]].get_slice(self._name_in_file[name])
-            if tuple(found.get_shape()) != shape:
-                wrong.append(f"{name} is {list(found.get_shape())}, expected {list(shape)}")
-            elif found.get_dtype() not in FLOAT_TYPES:
-                wrong.append(f"{name} has type {found.get_dtype()}, expected one of {', '.join(FLOAT_TYPES)}")
+            stored_type, stored_shape = self._header(name)
+            if stored_shape != shape:
+                wrong.append(f"{name} is {list(stored_shape)}, expected {list(shape)}")
+            elif stored_type not in FLOAT_TYPES:
+                wrong.append(f"{name} has type {stored_type}, expected one of {', '.join(FLOAT_TYPES)}")
         _refuse(self.folder, "does not fit its config.json", wrong)
 
 

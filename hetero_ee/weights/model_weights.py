@@ -16,14 +16,11 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """matrices: everything that multiplies or is looked up by token; vectors: norms, biases, position tables, fp32.
+    """Every tensor of a model, by its name in the engine."""
 
-    quantizer: what made the matrices.
-    """
-
-    matrices: dict[str, Weight]
-    vectors: dict[str, Tensor]
-    quantizer: str = UNQUANTIZED
+    matrices: dict[str, Weight]  # all that multiplies or is looked up by token
+    vectors: dict[str, Tensor]  # norms, biases, position tables, fp32
+    quantizer: str = UNQUANTIZED  # what made the matrices
 
     @property
     def n_bytes(self) -> int:

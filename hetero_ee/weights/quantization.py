@@ -11,14 +11,12 @@ from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantizers of the matrices and of the embedding and head. Figures: docs/quality.md.
-
-    own: "nf4" or "fp4" where the checkpoint has its matrices in these 4 bits and they are kept; the matrices that it
-    has as floats, or whose codes tiles can't hold, are quantized all the same.
-    """
+    """Quantizers of the matrices and of the embedding and head. Measured in docs/quality.md."""
 
     matrices: str = DEFAULT_QUANTIZER
     vocabulary: str = "int8"
+    # "nf4" or "fp4" where the checkpoint has its matrices in these 4 bits and they are kept; the matrices that it has
+    # as floats, or whose codes tiles can't hold, are quantized all the same.
     own: str | None = None
 
     @classmethod

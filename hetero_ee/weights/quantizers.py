@@ -1,21 +1,20 @@
-"""Quantizers: from a float matrix to tiles. One interface, five choices, all deterministic.
+"""Quantizers: from a float matrix to tiles. One function, five choices, all deterministic.
 
-Error minimised: sum over w of h (w - s q)^2, s the group's scale, q a codebook entry, h the column's importance (1, or
-the second moment of the activation that meets it). For fixed q the best s is sum(h w q) / sum(h q q) (least squares).
+Error minimised: sum over w of (w - s q)^2, s the group's scale, q a codebook entry; padding counts nothing. For fixed q
+the best s is sum(w q) / sum(q q) (least squares).
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, MIN_EXPONENT, TileWeight
 
 CHUNK_ELEMENTS = 2**16  # rows are quantized in chunks of about this many weights, which stay in the cache
@@ -25,107 +24,118 @@ SEARCH_SPAN = 0.16  # the farthest trial scale, relative to the plain one
 CODEBOOK_SAMPLE_GROUPS = 2**12  # groups a codebook is fitted on: four times as many changed the error by 0.1 %
 CODEBOOK_ROUNDS = 12
 QUANTIZER_VERSION = 1  # raised whenever the same weights would give other bytes: cached stores are then made again
-INT4_QUANTIZERS = ("codebook", "search", "rtn", "nf4")
 DEFAULT_QUANTIZER = "codebook"  # least KL divergence of those of its size: docs/quality.md
+LARGEST_ENTRIES = range(64, 128)  # what a table's value of largest magnitude may become
 
 
-T = TypeVar("T")
+# Runs one function over many arguments, in order: the built-in map, or the map of a pool of threads.
+Workers = Callable[..., Iterable[Any]]
 
 
-class Workers(Protocol):
-    """Runs one function over many arguments, in order: the built-in map, or the map of a pool of threads."""
+def quantize(weight: Tensor, quantizer: str, workers: Workers = map) -> TileWeight:
+    """weight: float (N, K). quantizer: a key of QUANTIZERS. The same bytes for any workers.
 
-    def __call__(self, function: Callable[[int], T], first_rows: Iterable[int], /) -> Iterable[T]: ...
-
-
-class Quantizer(Protocol):
-    """name: as in --quantizer and in a store's manifest."""
-
-    @property
-    def name(self) -> str: ...
-
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        """weight: float (N, K). importance: second moments (K,), or None for all alike. Same result for any workers."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RoundToNearest:
-    """The weight of largest magnitude becomes -8; the others round. No search: fast, and the yardstick."""
-
-    name: str = "rtn"
-
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        return _quantize_int4(weight, None, LINEAR_CODEBOOK, 0, workers)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleSearch:
-    """Linear codebook; each group tries scales around the plain one and keeps the least squared error."""
-
-    name: str = "search"
-
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        return _quantize_int4(weight, importance, LINEAR_CODEBOOK, SEARCH_STEPS, workers)
-
-
-@dataclass(frozen=True, slots=True)
-class FittedCodebook:
-    """A codebook fitted to each tensor (Lloyd's algorithm with scales), then the scale search with it."""
-
-    name: str = "codebook"
-
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        codebook = _fit_codebook(weight, importance)
-        return _quantize_int4(weight, importance, codebook, SEARCH_STEPS, workers)
-
-
-@dataclass(frozen=True, slots=True)
-class NormalFloat:
-    """NF4 (arXiv 2305.14314) as bitsandbytes quantizes it, in blocks of 32: its codes and scales, its table in int8.
-
-    No search, no importance. Raises UsageError where bitsandbytes is not installed.
+    Raises KeyError, and UsageError for nf4 where bitsandbytes is not installed.
     """
-
-    name: str = "nf4"
-
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        quantize_4bit = _bitsandbytes_quantize_4bit()
-        n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
-
-        def quantized(first: int) -> tuple[Tensor, Tensor, Tensor]:
-            groups = _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
-            packed, state = quantize_4bit(groups, blocksize=layout.TILE_COLUMNS, quant_type="nf4")
-            codes = unpacked(packed.flatten()).view(len(groups), -1)
-            return layout.pack_int4(codes), state.absmax.view(groups.shape[:2]), state.code
-
-        tiles, absmax, tables = zip(*workers(quantized, range(0, len(weight), n_rows)), strict=True)
-        codebook = table_codebook(tables[0])
-        assert codebook is not None, "NF4's values lie apart, in ascending order"
-        scales, exponent = to_fp16_scales(torch.cat(absmax) * codebook.unit, magnitude)
-        return TileWeight(torch.cat(tiles), layout.pack_scales(scales), exponent, codebook.entries, *weight.shape)
+    return QUANTIZERS[quantizer](weight, workers)
 
 
-@dataclass(frozen=True, slots=True)
-class EightBit:
+def _round_to_nearest(weight: Tensor, workers: Workers) -> TileWeight:
+    """The weight of largest magnitude becomes -8; the others round. No search: fast, and the yardstick."""
+    return _quantize_int4(weight, LINEAR_CODEBOOK, 0, workers)
+
+
+def _search_scale(weight: Tensor, workers: Workers) -> TileWeight:
+    """Linear codebook; each group tries scales around the plain one and keeps the least squared error."""
+    return _quantize_int4(weight, LINEAR_CODEBOOK, SEARCH_STEPS, workers)
+
+
+def _with_fitted_codebook(weight: Tensor, workers: Workers) -> TileWeight:
+    """A codebook fitted to each tensor (Lloyd's algorithm with scales), then the scale search with it."""
+    return _quantize_int4(weight, _fit_codebook(weight), SEARCH_STEPS, workers)
+
+
+def _normal_float(weight: Tensor, workers: Workers) -> TileWeight:
+    """NF4 (arXiv 2305.14314) as bitsandbytes quantizes it, in blocks of 32: its codes and scales, its table in int8."""
+    quantize_4bit = _bitsandbytes_quantize_4bit()
+    n_rows, magnitude = _chunk_rows(weight), _magnitude(weight)
+
+    def quantized(first: int) -> tuple[Tensor, Tensor, Tensor]:
+        groups = _padded_groups(weight[first : first + n_rows]) * 2.0**-magnitude
+        packed, state = quantize_4bit(groups, blocksize=layout.TILE_COLUMNS, quant_type="nf4")
+        codes = unpacked(packed.flatten()).view(len(groups), -1)
+        return layout.pack_int4(codes), state.absmax.view(groups.shape[:2]), state.code
+
+    tiles, absmax, tables = zip(*workers(quantized, range(0, len(weight), n_rows)), strict=True)
+    codebook = table_codebook(tables[0])
+    assert codebook is not None, "NF4's values lie apart, in ascending order"
+    scales, exponent = to_fp16_scales(torch.cat(absmax) * codebook.unit, magnitude)
+    return TileWeight(torch.cat(tiles), layout.pack_scales(scales), exponent, codebook.entries, *weight.shape)
+
+
+def _eight_bit(weight: Tensor, workers: Workers) -> TileWeight:
     """int8 tiles, symmetric, for embedding and head."""
 
-    name: str = "int8"
+    def scales_of(groups: Tensor) -> Tensor:
+        return groups.abs().amax(-1) / 127
 
-    def quantize(self, weight: Tensor, importance: Tensor | None = None, workers: Workers = map) -> TileWeight:
-        def scales_of(groups: Tensor) -> Tensor:
-            return groups.abs().amax(-1) / 127
+    def pack(targets: Tensor) -> Tensor:
+        return layout.pack_int8(targets.round().clamp(-127, 127).to(torch.int8).flatten(1))
 
-        def pack(targets: Tensor) -> Tensor:
-            return layout.pack_int8(targets.round().clamp(-127, 127).to(torch.int8).flatten(1))
-
-        return _quantize(weight, scales_of, pack, None, workers)
+    return _quantize(weight, scales_of, pack, None, workers)
 
 
-def quantizer_named(name: str) -> Quantizer:
-    """The quantizer called `name`. Raises KeyError."""
-    quantizers = (RoundToNearest(), ScaleSearch(), FittedCodebook(), NormalFloat(), EightBit())
-    return {quantizer.name: quantizer for quantizer in quantizers}[name]
+INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
+    "codebook": _with_fitted_codebook,
+    "search": _search_scale,
+    "rtn": _round_to_nearest,
+    "nf4": _normal_float,
+}
+QUANTIZERS = INT4_QUANTIZERS | {"int8": _eight_bit}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableCodebook:
+    """table[c] is about unit x entries[codes[c]]. entries: 16 int8 values, ascending. codes: uint8 (16,)."""
+
+    entries: tuple[int, ...]
+    codes: Tensor
+    unit: float
+
+    @property
+    def zero_code(self) -> int:
+        """The code nearest to zero, for padding."""
+        return min(range(16), key=lambda code: abs(self.entries[code]))
+
+
+def table_codebook(table: Tensor) -> TableCodebook | None:
+    """table: 16 values, not all of them 0. None where two that differ would round to one.
+
+    The largest magnitude becomes the whole number that leaves the least squared error: 112 for NF4 and 120 for FP4,
+    with two thirds and a third of the error that 127 would leave. Values that are there twice (FP4 has a negative zero)
+    share a code; entries that no code means fill the codebook up.
+    """
+    values = table.double()
+    largest = float(values.abs().max())
+
+    def error(entry: int) -> float:
+        scaled = values * (entry / largest)
+        return float((scaled.round() - scaled).square().sum()) / entry**2
+
+    best = min(LARGEST_ENTRIES, key=error)
+    rounded = [int(value) for value in (values * (best / largest)).round().tolist()]
+    used = set(rounded)
+    if len(used) < len(set(values.tolist())):
+        return None
+    spare = [value for value in range(-128, 128) if value not in used]
+    entries = sorted(used | set(spare[: 16 - len(used)]))
+    codes = torch.tensor([entries.index(value) for value in rounded], dtype=torch.uint8)
+    return TableCodebook(tuple(entries), codes, largest / best)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """Bytes, uint8 (b,) -> codes, uint8 (2b,): the first of two lies in the high four bits."""
+    return torch.stack([packed >> 4, packed & 15], dim=-1).flatten()
 
 
 def to_fp16_scales(scales: Tensor, magnitude: int) -> tuple[Tensor, int]:
@@ -161,14 +171,12 @@ class _Codebook:
         return (targets * 2).floor_().clamp_(-256, 255).add_(256).int().flatten()
 
 
-def _quantize_int4(
-    weight: Tensor, importance: Tensor | None, entries: tuple[int, ...], n_steps: int, workers: Workers
-) -> TileWeight:
+def _quantize_int4(weight: Tensor, entries: tuple[int, ...], n_steps: int, workers: Workers) -> TileWeight:
     codebook = _Codebook(torch.tensor(entries, dtype=torch.float32))
-    column_weights = _padded_importance(importance, weight.shape[1])
+    mask = _column_mask(weight.shape[1])
 
     def scales_of(groups: Tensor) -> Tensor:
-        return _search_scales(groups, column_weights, codebook, n_steps) if n_steps else _plain_scales(groups, codebook)
+        return _search_scales(groups, mask, codebook, n_steps) if n_steps else _plain_scales(groups, codebook)
 
     def pack(targets: Tensor) -> Tensor:
         return layout.pack_int4(codebook.codes(targets).flatten(1))
@@ -245,19 +253,21 @@ def _plain_scales(groups: Tensor, codebook: _Codebook) -> Tensor:
     return largest / codebook.lowest
 
 
-def _search_scales(groups: Tensor, column_weights: Tensor, codebook: _Codebook, n_steps: int) -> Tensor:
-    """(n, g, 32) -> (n, g): the least-squares scale of the best trial. The largest weight is tried at both ends."""
+def _search_scales(groups: Tensor, mask: Tensor, codebook: _Codebook, n_steps: int) -> Tensor:
+    """(n, g, 32) -> (n, g): the least-squares scale of the best trial. The largest weight is tried at both ends.
+
+    mask: of the columns that are no padding, where groups are 0.
+    """
     plain = _plain_scales(groups, codebook)
     mirrored = plain * (codebook.lowest / codebook.highest)
-    weighted = groups * column_weights
     best_gain = torch.zeros_like(plain)
     best_scale = plain
     for step in range(-n_steps, n_steps + 1):
         for anchor in (plain, mirrored):
             trial = anchor * (1 + SEARCH_SPAN * step / n_steps)
             chosen = codebook.nearest(groups * _safe_inverse(trial)[:, :, None])
-            product = (weighted * chosen).sum(-1)
-            norm = (chosen * chosen).mul_(column_weights).sum(-1).clamp_min_(1e-30)
+            product = (groups * chosen).sum(-1)
+            norm = (chosen * chosen).mul_(mask).sum(-1).clamp_min_(1e-30)
             gain = product * product / norm  # the squared error this trial removes
             better = gain > best_gain
             best_gain = torch.where(better, gain, best_gain)
@@ -265,26 +275,26 @@ def _search_scales(groups: Tensor, column_weights: Tensor, codebook: _Codebook, 
     return best_scale
 
 
-def _fit_codebook(weight: Tensor, importance: Tensor | None) -> tuple[int, ...]:
+def _fit_codebook(weight: Tensor) -> tuple[int, ...]:
     """16 int8 values that, with a free scale per group, fit a sample of this tensor's groups best."""
-    groups, column_weights = _sample_groups(weight, importance)
+    groups, mask = _sample_groups(weight)
     entries = torch.special.ndtri((torch.arange(16) + 0.5) / 16)  # quantiles of a Gaussian
     for _ in range(CODEBOOK_ROUNDS):
         entries = entries * (127 / entries.abs().max())
         codebook = _Codebook(entries)
-        scales = _search_scales(groups, column_weights, codebook, n_steps=2)[:, :, None]
+        scales = _search_scales(groups, mask, codebook, n_steps=2)[:, :, None]
         codes = codebook.codes(groups * _safe_inverse(scales)).long().flatten()
-        numerator = torch.zeros(16).scatter_add_(0, codes, (column_weights * groups * scales).flatten())
-        squares = (column_weights * scales * scales).expand_as(groups).flatten()
+        numerator = torch.zeros(16).scatter_add_(0, codes, (groups * scales).flatten())
+        squares = (mask * scales * scales).expand_as(groups).flatten()
         denominator = torch.zeros(16).scatter_add_(0, codes, squares)
         entries = torch.where(denominator > 0, numerator / denominator.clamp_min(1e-30), entries).sort().values
     return _rounded_codebook(entries)
 
 
-def _sample_groups(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Evenly spread groups, fp32 (n, 1, 32), and the importance of their columns (n, 1, 32)."""
-    column_weights = _padded_importance(importance, weight.shape[1])[0]
-    n_groups = len(column_weights)
+def _sample_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Evenly spread groups, fp32 (n, 1, 32), and the mask of their columns (n, 1, 32)."""
+    mask = _column_mask(weight.shape[1])[0]
+    n_groups = len(mask)
     stride = max(1, len(weight) * n_groups // CODEBOOK_SAMPLE_GROUPS)
     while math.gcd(stride, n_groups) > 1:  # else only some of the columns would ever be looked at
         stride += 1
@@ -293,7 +303,7 @@ def _sample_groups(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, T
     columns = group_in_row[:, None] * layout.TILE_COLUMNS + torch.arange(layout.TILE_COLUMNS)
     inside = columns < weight.shape[1]
     groups = weight[rows[:, None], columns.clamp_max(weight.shape[1] - 1)].float() * inside
-    return (groups * 2.0 ** -_magnitude(groups))[:, None], column_weights[group_in_row, None]
+    return (groups * 2.0 ** -_magnitude(groups))[:, None], mask[group_in_row, None]
 
 
 def _rounded_codebook(entries: Tensor) -> tuple[int, ...]:
@@ -322,9 +332,8 @@ def _padded_groups(weight: Tensor) -> Tensor:
     return padded.view(n_rows, -1, layout.TILE_COLUMNS)
 
 
-def _padded_importance(importance: Tensor | None, n_columns: int) -> Tensor:
-    """(K,) -> fp32 (1, K padded / 32, 32); padding counts nothing. None counts every column alike."""
-    given = torch.ones(n_columns) if importance is None else importance.float()
-    padded = torch.zeros(layout.padded_shape(1, n_columns)[1])
-    padded[:n_columns] = given
-    return padded.view(1, -1, layout.TILE_COLUMNS)
+def _column_mask(n_columns: int) -> Tensor:
+    """fp32 (1, K padded / 32, 32): 1 for the columns of the matrix, 0 for padding."""
+    mask = torch.zeros(layout.padded_shape(1, n_columns)[1])
+    mask[:n_columns] = 1
+    return mask.view(1, -1, layout.TILE_COLUMNS)

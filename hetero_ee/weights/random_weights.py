@@ -1,4 +1,4 @@
-"""Weights that mean nothing, in any model's shapes: for timing where the real ones are not at hand."""
+"""Random weights in any model's shapes: for timing where the real ones are not available."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
 from hetero_ee.weights.weight import TileWeight
 
 RANDOM = "random"  # what stands for the quantizer
@@ -35,17 +35,13 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> ModelWeights:
 def _random_tiles(tensor: TensorSpec, block: Tensor) -> TileWeight:
     is_int4 = tensor.role is TensorRole.MATRIX
     n_rows, n_columns = tensor.shape
-    padded_rows, padded_columns = padded_shape(n_rows, n_columns)
-    grid = padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS
-    tile_bytes = INT4_TILE_BYTES if is_int4 else INT8_TILE_BYTES
-    n_bytes = grid[0] * grid[1] * tile_bytes
-    tiles = torch.empty(n_bytes, dtype=torch.uint8)
-    for first in range(0, n_bytes, BLOCK_BYTES):
-        piece = tiles[first : first + BLOCK_BYTES]
+    grid = tile_grid(n_rows, n_columns)
+    tiles = torch.empty(*grid, TILE_BYTES["int4" if is_int4 else "int8"], dtype=torch.uint8)
+    for piece in torch.split(tiles.view(-1), BLOCK_BYTES):
         piece.copy_(block[: len(piece)])
     scale = 1 / (ROOT_MEAN_SQUARE * n_columns**0.5)
     return TileWeight(
-        tiles=(tiles if is_int4 else tiles.view(torch.int8)).view(*grid, tile_bytes),
+        tiles=tiles if is_int4 else tiles.view(torch.int8),
         scales=torch.full((*grid, TILE_ROWS), scale * 2**14, dtype=torch.float16),
         exponent=-14,
         codebook=CODEBOOK if is_int4 else None,

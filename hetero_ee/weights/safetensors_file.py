@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import CheckpointError, shown
-from hetero_ee.hub.json_text import parse_json
+from hetero_ee.hub.json_text import parse_json, stand_in
 from hetero_ee.hub.regular_file import reason_of
-from hetero_ee.hub.stand_in import stand_in
 
 LENGTH_BYTES = 8
 START_BYTES = 64  # enough to recognise what a file is instead
@@ -54,12 +53,12 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """dtype: safetensors' name of the type. end: the first byte behind it, counted from the first tensor's first."""
+    """One tensor as the header describes it."""
 
-    dtype: str
+    dtype: str  # safetensors' name of the type
     shape: tuple[int, ...]
-    start: int
-    end: int
+    start: int  # counted from the first byte of the first tensor
+    end: int  # the first byte after it
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -111,7 +110,7 @@ def header_tensors(header: bytes, n_data_bytes: int) -> dict[str, StoredTensor]:
     if len(values) > MAX_TENSORS:
         raise ValueError(f"it holds more than {MAX_TENSORS} tensors")
     tensors = {name: _tensor(name, described) for name, described in values.items()}
-    _check_places(tensors, n_data_bytes)
+    _check_offsets(tensors, n_data_bytes)
     return tensors
 
 
@@ -162,7 +161,7 @@ def _tensor(name: str, values: Any) -> StoredTensor:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"tensor {shown(name)} lies at {shown(offsets)}, expected a first and an end byte")
     n_bits = BITS[dtype]
-    for size in shape:  # whatever comes later: a 0 behind must not hide an overflow
+    for size in shape:  # one by one: a 0 that follows must not hide an overflow
         n_bits *= size
         if n_bits > MAX_INTEGER:
             raise ValueError(f"tensor {shown(name)} has shape {shown(shape)}, more than memory can hold")
@@ -176,11 +175,11 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and set(map(type, values)) <= {int} and max(values, default=0) <= MAX_INTEGER
 
 
-def _check_places(tensors: Mapping[str, StoredTensor], n_data_bytes: int) -> None:
+def _check_offsets(tensors: Mapping[str, StoredTensor], n_data_bytes: int) -> None:
     end = 0
     for start, tensor_end, name in sorted((tensor.start, tensor.end, name) for name, tensor in tensors.items()):
         if start != end:
-            between = "overlaps the one before" if start < end else f"begins behind a hole at {end}"
+            between = "overlaps the one before" if start < end else f"begins after a hole at {end}"
             raise ValueError(f"tensor {shown(name)} at {start} {between}")
         end = tensor_end
     if end != n_data_bytes:

@@ -13,11 +13,18 @@ TILE_ROWS = 16  # one AVX-512 register holds 16 rows x 4 columns, the operand of
 TILE_COLUMNS = 32  # one scale per row and 32 columns
 INT4_TILE_BYTES = 256
 INT8_TILE_BYTES = 512
+TILE_BYTES = {"int4": INT4_TILE_BYTES, "int8": INT8_TILE_BYTES}
 
 
 def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
     """The shape whose tiles are whole."""
-    return -(-n_rows // TILE_ROWS) * TILE_ROWS, -(-n_columns // TILE_COLUMNS) * TILE_COLUMNS
+    n_down, n_across = tile_grid(n_rows, n_columns)
+    return n_down * TILE_ROWS, n_across * TILE_COLUMNS
+
+
+def tile_grid(n_rows: int, n_columns: int) -> tuple[int, int]:
+    """How many tiles a matrix takes, down and across."""
+    return -(-n_rows // TILE_ROWS), -(-n_columns // TILE_COLUMNS)
 
 
 def pack_int4(codes: Tensor) -> Tensor:

@@ -101,8 +101,3 @@ class TileWeight:
         factors = layout.unpack_scales(scales).float() * 2.0**self.exponent
         n_rows, n_groups = factors.shape
         return (entries.view(n_rows, n_groups, layout.TILE_COLUMNS) * factors[:, :, None]).view(n_rows, -1)
-
-
-def matmul_reference(activations: Tensor, weight: Weight) -> Tensor:
-    """y[m, N] = x[m, K] W^T in float64: what every matmul kernel is measured against."""
-    return activations.double() @ weight.dequantize().double().T

@@ -131,7 +131,7 @@ def overhead_us_per_layer() -> float:
     from hetero_ee.runtime.batch import Batch
     from hetero_ee.runtime.executors.cpu import CpuExecutor
     from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-    from hetero_ee.weights.quantizers import RoundToNearest
+    from hetero_ee.weights.quantizers import quantize
 
     n_layers = 64
     spec = read_spec(
@@ -148,7 +148,7 @@ def overhead_us_per_layer() -> float:
     for tensor in all_tensors(decoder_blocks(spec)):
         values = torch.randn(tensor.shape) * 0.1
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = RoundToNearest().quantize(values)
+            weights.matrices[tensor.name] = quantize(values, "rtn")
         else:
             weights.vectors[tensor.name] = values
     executor = CpuExecutor(spec, weights, 64, 1)

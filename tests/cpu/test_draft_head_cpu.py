@@ -11,7 +11,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
-from hetero_ee.weights.quantizers import EightBit
+from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
@@ -74,7 +74,7 @@ def test_the_draft_vocabularys_logits_are_the_heads(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize("ids", [[2, 5, 17], [0, 15, 16, VOCAB - 1], list(range(VOCAB)), [9]])
 def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, ids: list[int]) -> None:
-    head = EightBit().quantize(BareTarget().head)
+    head = quantize(BareTarget().head, "int8")
     gathered = head.gathered(torch.tensor(ids))
     assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
     whole = draft_head_layer(head_weights(), MAX_TOKENS, pool, head).logits(STATES)

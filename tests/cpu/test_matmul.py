@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
@@ -32,7 +32,7 @@ class Case:
     @classmethod
     def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0) -> "Case":
         torch.manual_seed(seed)
-        weight = quantizer_named(kind).quantize(torch.randn(shape) * 0.02)
+        weight = quantize(torch.randn(shape) * 0.02, kind)
         return cls(weight, np.random.default_rng(seed).standard_normal((m, shape[1]), np.float32))
 
     def matrix(self) -> TileMatrix:

@@ -41,6 +41,7 @@ def hub(hub_server: Hub, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(constants, name, value)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("hetero_ee.hub.download.PAUSE_S", 0)
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # between huggingface_hub's retries
     huggingface_hub.close_session()  # made again, without a proxy

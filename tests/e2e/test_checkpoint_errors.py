@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.hub.weight_index import MAX_INDEX_BYTES
+from hetero_ee.hub.model_files import MAX_INDEX_BYTES
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
 from tests.families import edit_config, random_model, save_checkpoint

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hetero_ee.weights.store import library
-from hetero_ee.weights.store.filesystem import LocalFileSystem, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 from hetero_ee_cli.commands import models
 from tests.command_line import PROMPT, Cli, stores
 from tests.store_support import contents, interrupted, one_layer_model
@@ -83,14 +83,14 @@ def test_convert_refuses_in_one_line(
 def test_a_disk_that_fills_up_has_an_exit_code_of_its_own(
     cli: Cli, model_folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    real = LocalFileSystem.write
+    real = FileSystem.write
 
-    def write(self: LocalFileSystem, file: Any, data: Any) -> None:
+    def write(self: FileSystem, file: Any, data: Any) -> None:
         if file.tell() > 10_000:
             raise OSError(code, os.strerror(code))
         real(self, file, data)
 
-    monkeypatch.setattr(LocalFileSystem, "write", write)
+    monkeypatch.setattr(FileSystem, "write", write)
     ended = cli("convert", model_folder, "--quantizer", "rtn", "-t", 1)
     said = ended.err.removeprefix(CONVERTING)
     assert ended.code == 28 and re.fullmatch(r"hetero-ee: [^\n]* its disk is full [^\n]*\n", said) and not ended.out
@@ -238,7 +238,7 @@ def test_who_waits_says_so_and_can_be_stopped(
     whole = contents(store)
     shutil.rmtree(store)
     with converting(cache, model_folder) as process:
-        with store_lock(store, LocalFileSystem(), lambda: None):
+        with store_lock(store, FileSystem(), lambda: None):
             assert process.stderr and process.stderr.readline().decode() == WAITING
             if sent:
                 process.send_signal(sent)

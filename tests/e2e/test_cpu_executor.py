@@ -14,7 +14,7 @@ from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 from tests.e2e.test_families import PROMPT, greedy
 from tests.families import FAMILIES, random_model, save_checkpoint
 
@@ -36,7 +36,7 @@ def tiled(spec: ModelSpec, checkpoint: Checkpoint, matrices: str, vocabulary: st
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
             kind = vocabulary if tensor.role.value == "vocabulary" else matrices
-            weights.matrices[tensor.name] = quantizer_named(kind).quantize(values)
+            weights.matrices[tensor.name] = quantize(values, kind)
         else:
             weights.vectors[tensor.name] = values
     return weights

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from hetero_ee import CheckpointError, ModelError, UsageError
-from hetero_ee.hub.resolve import Surroundings, resolve_configuration
 from tests.command_line import Cli
 from tests.hub_model import ID, SINGLE, Calls, files_of, resolve
 from tests.hub_server import Fault, Hub
@@ -15,8 +14,8 @@ CONFIG = "config.json"
 
 
 def configured(model: str | Path = ID, **options: Any) -> Path:
-    """resolve_configuration, which doesn't wait before it tries again."""
-    return resolve_configuration(model, **{"surroundings": Surroundings(pause_s=0)} | options)
+    """Where the model's configuration lies."""
+    return resolve(model, configuration_only=True, **options)
 
 
 def changed(files: dict[str, bytes]) -> dict[str, bytes]:

@@ -12,8 +12,7 @@ from typing import IO, Any
 import pytest
 
 from hetero_ee import CheckpointError, DiskFullError, HeteroError, ModelError
-from hetero_ee.hub import resolve as hub_module
-from hetero_ee.hub.resolve import Surroundings
+from hetero_ee.hub import repository as hub_module
 from tests.hub_model import ID, SINGLE, Calls, files_of, in_shards, resolve
 from tests.hub_server import DEAD_ADDRESS, Fault, Hub
 
@@ -225,15 +224,25 @@ def test_a_token_with_impossible_characters(hub: Hub, tiny: Path, monkeypatch: p
     assert hub.log == []
 
 
-def test_a_disk_too_small_is_told_before_the_weights_come(hub: Hub, tiny: Path) -> None:
+def test_a_disk_too_small_is_told_before_the_weights_come(
+    hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tiny)
+
+    def leave_free(n_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=n_bytes))
+
     hub.publish(ID, tiny)
-    error = refusal(surroundings=Surroundings(free_bytes=lambda folder: 1000))
+    leave_free(1000)
+    error = refusal()
     assert isinstance(error, DiskFullError) and "has 0 MiB free" in str(error) and "HF_HOME" in str(error)
     assert hub.fetched() == {"config.json"}
     needed_bytes = sum(file.stat().st_size for file in tiny.iterdir() if file.name != "config.json")
+    leave_free(needed_bytes - 1)
     with pytest.raises(DiskFullError):
-        resolve(surroundings=Surroundings(free_bytes=lambda folder: needed_bytes - 1))
-    resolve(surroundings=Surroundings(free_bytes=lambda folder: needed_bytes))
+        resolve()
+    leave_free(needed_bytes)
+    resolve()
 
 
 def test_a_disk_that_fills_up_on_the_way(

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_ee.errors import StoreError
 from hetero_ee.weights.store.calibration_files import calibration_folder, has_calibration
-from hetero_ee.weights.store.filesystem import LocalFileSystem, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 from hetero_ee.weights.store.library import make_store, remove_stored, stored_models
 from tests.store_support import FaultyDisk, contents, one_layer_model
 
@@ -81,7 +81,7 @@ def test_a_model_that_is_being_calibrated_is_not_removed(model_folder: Path, tmp
     (model,) = stored_models(tmp_path)
     before = contents(tmp_path)
     with (
-        store_lock(calibration_folder(store), LocalFileSystem(), lambda: None),
+        store_lock(calibration_folder(store), FileSystem(), lambda: None),
         pytest.raises(StoreError, match="is being calibrated by another process"),
     ):
         remove_stored(model, tmp_path)
@@ -117,12 +117,12 @@ def test_a_calibration_that_is_half_removed_counts_as_none(
     store = calibrated(model_folder, tmp_path)
     (model,) = stored_models(tmp_path)
 
-    def remove_tree(self: LocalFileSystem, folder: Path) -> None:
+    def remove_tree(self: FileSystem, folder: Path) -> None:
         (folder / "calibration.safetensors").unlink()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalFileSystem, "remove_tree", remove_tree)
+        patch.setattr(FileSystem, "remove_tree", remove_tree)
         with pytest.raises(StoreError, match="can't be written"):
             remove_stored(model, tmp_path)
     assert store.is_dir() and not has_calibration(store)

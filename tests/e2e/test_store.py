@@ -25,7 +25,7 @@ from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.writer import StoreWriter
@@ -97,7 +97,7 @@ def store(model_folder: Path, tmp_path: Path) -> Path:
 def test_opening_gives_no_warning_and_outlives_the_folder(store: Path) -> None:
     weights = open_store(store, read_spec(store))
     before = weights.matrices["layers.0.ffn.down"].dequantize()
-    LocalFileSystem().remove_tree(store)
+    FileSystem().remove_tree(store)
     assert torch.equal(weights.matrices["layers.0.ffn.down"].dequantize(), before)
 
 
@@ -113,7 +113,7 @@ def test_missing_and_mistaken_tensors_are_refused(store: Path, tmp_path: Path, n
     spec, whole = read_spec(store), read_manifest(store).entries
     place = next(i for i, entry in enumerate(whole) if entry.name == name)
     entry = whole[place]
-    as_numbers = Entry(name, "fp32", (4,) * len(entry.shape), 0, 0, 0, None, "", "")
+    as_numbers = Entry(name, "fp32", (4,) * len(entry.shape), 0, 0, 0, None, UNKNOWN, "")
     wrong: list[Entry | None] = [None, replace(entry, name="layers.9.ffn.down"), as_numbers]
     if entry.layout != "fp32":
         wrong += [replace(entry, shape=(entry.shape[0] - 1, entry.shape[1])), replace(entry, shape=(16, 32))]
@@ -125,7 +125,7 @@ def test_missing_and_mistaken_tensors_are_refused(store: Path, tmp_path: Path, n
 
 
 def test_a_surplus_tensor_is_refused(store: Path, tmp_path: Path) -> None:
-    surplus = Entry("more\x1b[2J", "fp32", (5,), 0, 0, 0, None, "", "")
+    surplus = Entry("more\x1b[2J", "fp32", (5,), 0, 0, 0, None, UNKNOWN, "")
     folder = hollow_store(tmp_path / "dummy", (*read_manifest(store).entries, surplus))
     with pytest.raises(StoreError, match=r"holds 'more\\x1b\[2J', which LlamaForCausalLM does not have"):
         open_store(folder, read_spec(store))
@@ -188,6 +188,9 @@ def test_the_cache_tells_models_and_quantizers_apart(model_folder: Path, tmp_pat
     assert cached_store(copy, FAST, tmp_path / "cache") != first
 
 
+UNKNOWN = "0" * 64  # a checksum that is still to come
+
+
 @cache
 def zeros_sha256(n_bytes: int) -> str:
     return sha256(bytes(n_bytes)).hexdigest()
@@ -199,7 +202,8 @@ def planned_entries(spec: ModelSpec) -> list[Entry]:
     for tensor in all_tensors(decoder_blocks(spec)):
         layout = {"matrix": "int4", "vocabulary": "int8"}.get(tensor.role.value, "fp32")
         codebook = LINEAR_CODEBOOK if layout == "int4" else None
-        entries.append(Entry(tensor.name, layout, tensor.shape, 0, 0, 0, codebook, "", ""))
+        scales_sha256 = "" if layout == "fp32" else UNKNOWN
+        entries.append(Entry(tensor.name, layout, tensor.shape, 0, 0, 0, codebook, UNKNOWN, scales_sha256))
     return entries
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hetero_ee.errors import CheckpointError, HeteroError, StoreError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.weights.quantizers import RoundToNearest
+from hetero_ee.weights.quantizers import QUANTIZERS
 from hetero_ee.weights.store.manifest import read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.verification import Finding, verify
@@ -197,14 +197,14 @@ def test_scales_that_are_no_numbers_are_refused(
 ) -> None:
     """At conversion; and by verify in a store whose checksums say that it was written so."""
     model = one_layer_model(tmp_path / "model")
-    real = RoundToNearest.quantize
+    real = QUANTIZERS["rtn"]
 
-    def broken(*arguments: object, **options: object) -> TileWeight:
-        weight = real(*arguments, **options)  # type: ignore[arg-type]
+    def broken(*arguments: Any) -> TileWeight:
+        weight = real(*arguments)
         weight.scales[-1, -1, -1] = value
         return weight
 
-    monkeypatch.setattr(RoundToNearest, "quantize", broken)
+    monkeypatch.setitem(QUANTIZERS, "rtn", broken)
     with pytest.raises(CheckpointError, match=r"layers\.0\.attention\.qkv has scales that are not finite"):
         made_store(model, tmp_path / "store")
     assert not (tmp_path / "store.partial").exists()

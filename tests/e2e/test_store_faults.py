@@ -14,7 +14,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert, planned_bytes
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.reader import is_store, open_store
 from hetero_ee.weights.store.verification import verify
 from tests.store_support import FaultyDisk, contents, interrupted, made_store, one_layer_model
@@ -60,7 +60,7 @@ def fail_everywhere(model_folder: Path, folder: Path, whole: dict[str, bytes], r
         if is_store(target):  # then it is whole: its name was given before the fault, and could not be taken back
             assert disk.lasting or disk.calls[fail_at - 1] == "rename"
             assert contents(target) == whole
-            LocalFileSystem().remove_tree(target)
+            FileSystem().remove_tree(target)
         if disk.lasting or disk.calls[fail_at - 1] == "acquire_lock":  # without the lock it is not ours to remove
             shutil.rmtree(folder / "store.partial", ignore_errors=True)
         assert contents(folder) == before, f"call {fail_at}, {disk.calls[fail_at - 1]}"
@@ -112,13 +112,13 @@ def test_an_interrupt_anywhere_is_gone_on_from(
         assert {path.name for path in tmp_path.iterdir()} == {"store", "store.lock"}
         if len(disk.calls) < fail_at:
             break
-        LocalFileSystem().remove_tree(target)
+        FileSystem().remove_tree(target)
     assert fail_at > 30
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device without room")
 def test_a_disk_that_fills_up_in_a_write_is_a_full_disk(model_folder: Path, tmp_path: Path) -> None:
-    class FullDisk(LocalFileSystem):
+    class FullDisk(FileSystem):
         def create_file(self, file: Path) -> Any:
             return Path("/dev/full").open("wb", buffering=0) if file.name == "weights.bin" else Path.open(file, "xb")
 
@@ -135,7 +135,7 @@ def test_a_disk_that_fills_up_in_a_write_is_a_full_disk(model_folder: Path, tmp_
 def test_a_full_disk_and_a_quota_have_an_error_of_their_own(
     model_folder: Path, tmp_path: Path, name: str, code: int
 ) -> None:
-    class FullDisk(LocalFileSystem):
+    class FullDisk(FileSystem):
         pass
 
     def full(*_: Any) -> None:
@@ -187,7 +187,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
     spec, quantization = read_spec(model_folder), Quantization(matrices=matrices)
     target = tmp_path / "stores" / "store"
 
-    class SmallDisk(LocalFileSystem):
+    class SmallDisk(FileSystem):
         def free_bytes(self, folder: Path) -> int:
             return free
 
@@ -207,7 +207,7 @@ def test_too_little_space_is_refused_before_anything_is_written(
 def test_what_a_conversion_has_already_is_not_asked_for_again(
     model_folder: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
-    class SmallDisk(LocalFileSystem):
+    class SmallDisk(FileSystem):
         def free_bytes(self, folder: Path) -> int:
             allocated = (tmp_path / "store.partial" / "weights.bin").stat().st_blocks * 512
             return int(1.05 * sum(map(len, whole.values()))) + 2**20 - allocated
@@ -303,7 +303,7 @@ def test_a_store_is_not_made_twice(model_folder: Path, tmp_path: Path) -> None:
 def test_an_empty_folder_that_appears_meanwhile_stays(model_folder: Path, tmp_path: Path) -> None:
     """A rename would put the store in its place."""
 
-    class Slow(LocalFileSystem):
+    class Slow(FileSystem):
         def remove_file(self, file: Path) -> None:
             super().remove_file(file)
             (tmp_path / "store").mkdir()
@@ -318,7 +318,7 @@ def test_a_store_that_appears_meanwhile_stays(model_folder: Path, tmp_path: Path
     other = made_store(model_folder, tmp_path / "other")
     before, target = contents(other), tmp_path / "both"
 
-    class Slow(LocalFileSystem):
+    class Slow(FileSystem):
         def rename(self, source: Path, target: Path) -> None:
             other.rename(target)
             source.rename(target)

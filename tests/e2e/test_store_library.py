@@ -16,7 +16,7 @@ from hetero_ee.errors import DamagedStoreError, ModelError, StoreError, UsageErr
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
-from hetero_ee.weights.store.filesystem import LocalFileSystem, allocated_bytes, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_lock
 from hetero_ee.weights.store.library import (
     StoreState,
     make_store,
@@ -149,7 +149,7 @@ def only_of_ours(listed: dict[str, Any]) -> Path:
 def test_a_store_that_is_being_written_is_not_removed(cache: Path) -> None:
     (model,) = stored_models(cache)
     before = contents(cache)
-    with store_lock(model.path, LocalFileSystem(), lambda: None), pytest.raises(StoreError, match="another process"):
+    with store_lock(model.path, FileSystem(), lambda: None), pytest.raises(StoreError, match="another process"):
         remove_stored(model, cache)
     assert contents(cache) == before
 
@@ -184,7 +184,7 @@ def test_a_damaged_store_that_another_process_has_mended_stays(model_folder: Pat
     n_removed: list[Path] = []
     barrier = threading.Barrier(2)
 
-    class Watched(LocalFileSystem):
+    class Watched(FileSystem):
         def rename(self, source: Path, target: Path) -> None:
             if source == store:
                 n_removed.append(source)
@@ -240,7 +240,7 @@ def test_a_store_that_looked_damaged_and_can_not_be_read_now_stays(
     os.truncate(store / "weights.bin", 9)
     before = contents(cache)
 
-    class Busy(LocalFileSystem):
+    class Busy(FileSystem):
         def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Any:
             refuse_to_open(monkeypatch, "manifest.json", errno.EMFILE)
             return super().acquire_lock(file, waiting)

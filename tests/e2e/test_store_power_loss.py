@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from tests.power_loss import Disk, RecordingDisk
 from tests.store_support import contents, interrupted, made_store, one_layer_model
 
@@ -65,7 +65,7 @@ def crash_everywhere(
                 made_store(model_folder, left / STORE)
                 assert contents(left / STORE) == whole, f"after call {number}, {call and call[:2]}: not the same bytes"
                 assert {path.name for path in (left / "stores").iterdir()} <= {"store", "store.lock"}
-            LocalFileSystem().remove_tree(left)
+            FileSystem().remove_tree(left)
             n_crashes += 1
     return n_crashes
 

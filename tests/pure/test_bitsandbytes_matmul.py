@@ -13,7 +13,7 @@ import torch
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.gpu.bitsandbytes_matmul import BLOCK, bitsandbytes_matrix, matmul
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
 
 
@@ -24,7 +24,7 @@ def functional() -> Any:
 
 
 def weight_of(shape: tuple[int, int], quantizer: str = "codebook") -> TileWeight:
-    weight = quantizer_named(quantizer).quantize(torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])))
+    weight = quantize(torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])), quantizer)
     assert isinstance(weight, TileWeight)
     return weight
 

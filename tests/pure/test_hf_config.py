@@ -53,7 +53,6 @@ def test_a_llama_is_read_field_by_field() -> None:
     }
     assert read_spec(config) == ModelSpec(
         architecture="LlamaForCausalLM",
-        family="llama",
         n_layers=30,
         hidden_size=64,
         n_heads=32,

@@ -180,7 +180,7 @@ def test_a_field_missing_or_wrong_is_refused(store: Path, field: str) -> None:
 @pytest.mark.parametrize("place", [MATRIX, VOCABULARY, VECTOR])
 @pytest.mark.parametrize("field", ENTRY)
 def test_a_field_of_an_entry_missing_or_wrong_is_refused(store: Path, field: str, place: int) -> None:
-    refuse_each(store, [without(field, place)], word=f"field '{field}' is missing")
+    refuse_each(store, [without(field, place)], word=f"{field} is missing")
     right = json.loads((store / "manifest.json").read_text())["entries"][place][field]
     refuse_each(store, [changed(field, value, place) for value in ENTRY[field] if value != right])
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.bitsandbytes_codes import table_codebook, unpacked
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize, table_codebook, unpacked
 from tests.bitsandbytes_files import FP4, NF4, TABLES
 from tests.pure.test_quantizers import NF4_CODEBOOK, gaussian, nmse
 
 QUIET = """
 import torch
-from hetero_ee.weights.quantizers import quantizer_named
-quantizer_named("nf4").quantize(torch.ones(1, 32))
+from hetero_ee.weights.quantizers import quantize
+quantize(torch.ones(1, 32), "nf4")
 """
 
 
@@ -32,7 +31,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int]) -> N
     n_rows, n_columns = layout.padded_shape(*shape)
     padded = torch.nn.functional.pad(weight, (0, n_columns - shape[1], 0, n_rows - shape[0]))
     packed, state = quantize_4bit(padded, blocksize=32, quant_type="nf4")
-    quantized = quantizer_named("nf4").quantize(weight)
+    quantized = quantize(weight, "nf4")
     assert quantized.codebook == NF4_CODEBOOK
     assert torch.equal(layout.unpack_int4(quantized.tiles).flatten(), unpacked(packed.flatten()))
     scales = layout.unpack_scales(quantized.scales).double() * 2.0**quantized.exponent
@@ -43,7 +42,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int]) -> N
 def test_without_bitsandbytes_one_sentence_tells_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(UsageError, match="pip install bitsandbytes, or choose quantizer codebook"):
-        quantizer_named("nf4").quantize(gaussian(1, 32))
+        quantize(gaussian(1, 32), "nf4")
 
 
 def test_bitsandbytes_is_imported_in_silence() -> None:

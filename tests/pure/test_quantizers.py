@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.quantizers import CHUNK_ELEMENTS, _rounded_codebook, quantizer_named
+from hetero_ee.weights.quantizers import CHUNK_ELEMENTS, _rounded_codebook, quantize
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, MAX_EXPONENT, MIN_EXPONENT, TileWeight
 
 INT4 = ("rtn", "search", "nf4", "codebook")
@@ -32,9 +32,9 @@ def outlier_heavy(n_rows: int, n_columns: int) -> Tensor:
     return torch.where(chance < 1 / 300, weight * 20, weight)
 
 
-def nmse(weight: Tensor, quantized: TileWeight, importance: Tensor | None = None) -> float:
-    """Squared error relative to the weight's own square, columns counted by importance."""
-    h = torch.ones(weight.shape[1]) if importance is None else importance
+def nmse(weight: Tensor, quantized: TileWeight, columns: Tensor | None = None) -> float:
+    """Squared error relative to the weight's own square, each column counted by its factor."""
+    h = torch.ones(weight.shape[1]) if columns is None else columns
     error = (quantized.dequantize().double() - weight.double()).square() * h
     return float(error.sum() / (weight.double().square() * h).sum())
 
@@ -75,7 +75,7 @@ def check_valid(weight: Tensor, quantized: TileWeight) -> None:
 @pytest.mark.parametrize("make", [gaussian, outlier_heavy])
 def test_search_beats_rounding_and_a_fitted_codebook_beats_search(make: Any) -> None:
     weight = make(128, 512)
-    rtn, search, nf4, codebook, int8 = (nmse(weight, quantizer_named(name).quantize(weight)) for name in ALL)
+    rtn, search, nf4, codebook, int8 = (nmse(weight, quantize(weight, name)) for name in ALL)
     assert int8 < codebook < min(search, nf4) and search < rtn
     assert int8 < (5e-5 if make is gaussian else 2e-4)
     assert max(rtn, nf4) < 0.02
@@ -84,58 +84,45 @@ def test_search_beats_rounding_and_a_fitted_codebook_beats_search(make: Any) -> 
 def test_search_is_never_worse_than_rounding_in_any_group() -> None:
     weight = outlier_heavy(64, 128)
     search, rtn = (
-        (quantizer_named(name).quantize(weight).dequantize() - weight).view(64, 4, 32).norm(dim=-1)
-        for name in ("search", "rtn")
+        (quantize(weight, name).dequantize() - weight).view(64, 4, 32).norm(dim=-1) for name in ("search", "rtn")
     )
     assert bool((search <= rtn + FP16_ROUNDING * weight.view(64, 4, 32).norm(dim=-1)).all())
-
-
-@pytest.mark.parametrize("name", ["search", "codebook"])
-def test_importance_moves_the_error_to_columns_that_matter_less(name: str) -> None:
-    weight = gaussian(64, 256)
-    importance = torch.logspace(-3, 3, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(1))]
-    quantizer = quantizer_named(name)
-    plain, weighted = quantizer.quantize(weight), quantizer.quantize(weight, importance)
-    assert nmse(weight, weighted, importance) < 0.8 * nmse(weight, plain, importance)
-    assert nmse(weight, weighted) > nmse(weight, plain)
-
-
-def test_importance_is_relative() -> None:
-    weight, importance = gaussian(32, 64), torch.rand(64, generator=torch.Generator().manual_seed(2)) + 0.1
-    quantizer = quantizer_named("search")
-    assert stored(quantizer.quantize(weight, importance)) == stored(quantizer.quantize(weight, importance * 2.0**12))
-    assert stored(quantizer.quantize(weight, torch.full((64,), 0.25))) == stored(quantizer.quantize(weight))
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_shape(name: str, shape: tuple[int, int]) -> None:
     weight = gaussian(*shape)
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     assert nmse(weight, quantized) < 0.02
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_padding_changes_nothing(name: str) -> None:
-    """A matrix with zeros of no importance added up to whole tiles is stored in the same bytes."""
-    weight, importance = gaussian(20, 40), torch.ones(40)
-    padded = torch.nn.functional.pad(weight, (0, 24, 0, 12))
-    plain = quantizer_named(name).quantize(weight)
-    whole = quantizer_named(name).quantize(padded, torch.nn.functional.pad(importance, (0, 24)))
-    assert stored(plain) == stored(whole)
+    """Zeros up to whole tiles give the same bytes, unless they have a say in a codebook without a zero."""
+    weight = gaussian(20, 40)
+    plain = quantize(weight, name)
+    assert stored(quantize(torch.nn.functional.pad(weight, (0, 0, 0, 12)), name)) == stored(plain)
+    if name != "codebook":
+        assert stored(quantize(torch.nn.functional.pad(weight, (0, 24, 0, 12)), name)) == stored(plain)
+
+
+def test_a_codebook_spends_no_entry_on_padding() -> None:
+    weight = gaussian(40, 1)
+    assert 0 not in (quantize(weight, "codebook").codebook or ())
+    assert 0 in (quantize(torch.nn.functional.pad(weight, (0, 31)), "codebook").codebook or ())
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_zeros(name: str) -> None:
-    quantizer = quantizer_named(name)
     nothing = torch.zeros(20, 40)
-    quantized = quantizer.quantize(nothing)
+    quantized = quantize(nothing, name)
     check_valid(nothing, quantized)
     assert quantized.exponent == 0 and torch.equal(quantized.dequantize(), nothing)
     weight = gaussian(20, 96)
     weight[3, 32:64] = weight[7] = 0
-    quantized = quantizer.quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     assert torch.equal(quantized.dequantize()[weight == 0], torch.zeros(32 + 96))
 
@@ -144,7 +131,7 @@ def test_zeros(name: str) -> None:
 def test_an_outlier_costs_only_its_own_group(name: str) -> None:
     weight = gaussian(48, 64)
     weight[5, 40] = -200.0  # ten thousand times its neighbours
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     assert quantized.dequantize()[5, 40].item() == pytest.approx(-200, rel=5e-3)
     error = (quantized.dequantize() - weight).square()
@@ -156,7 +143,7 @@ def test_an_outlier_costs_only_its_own_group(name: str) -> None:
 def test_tiny_weights_keep_their_precision(name: str) -> None:
     """1e-7 / 8 is far below fp16's normal numbers; the tensor's exponent lifts it."""
     weight = gaussian(32, 64) * 5e-6
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     assert nmse(weight, quantized) < 0.01
     assert bool((quantized.scales.abs() >= 2.0**-14).all())
@@ -166,7 +153,7 @@ def test_tiny_weights_keep_their_precision(name: str) -> None:
 @pytest.mark.parametrize("power", [-100, -60, -17, 3, 60, 120])
 def test_a_power_of_two_changes_the_exponent_alone(name: str, power: int) -> None:
     weight = gaussian(20, 70)
-    plain, scaled = (quantizer_named(name).quantize(w) for w in (weight, weight * 2.0**power))
+    plain, scaled = (quantize(w, name) for w in (weight, weight * 2.0**power))
     assert stored(scaled)[:2] == stored(plain)[:2] and scaled.codebook == plain.codebook
     assert scaled.exponent == plain.exponent + power
 
@@ -176,7 +163,7 @@ def test_a_power_of_two_changes_the_exponent_alone(name: str, power: int) -> Non
 def test_the_ends_of_the_number_range(name: str, largest: float) -> None:
     weight = gaussian(8, 40)
     weight = (weight / weight.abs().max()).double().mul(largest).float()
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     assert bool(quantized.scales.isfinite().all() and quantized.dequantize().isfinite().all())
     assert MIN_EXPONENT <= quantized.exponent <= MAX_EXPONENT
     if largest > 1e-38:
@@ -187,7 +174,7 @@ def test_the_ends_of_the_number_range(name: str, largest: float) -> None:
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_weights_of_one_sign(name: str, sign: int) -> None:
     weight = sign * (gaussian(32, 64).abs() + 0.001)
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     assert nmse(weight, quantized) < 0.01
 
@@ -197,7 +184,7 @@ def test_few_distinct_weights(name: str) -> None:
     """Constant, binary and ternary tensors leave most of a codebook without weights to fit."""
     signs = torch.randint(-1, 2, (32, 64), generator=torch.Generator().manual_seed(3)).float()
     for weight in (torch.full((32, 64), 0.3), torch.where(signs == 0, 1, signs) * 0.7, signs * 1.5):
-        quantized = quantizer_named(name).quantize(weight)
+        quantized = quantize(weight, name)
         check_valid(weight, quantized)
         assert nmse(weight, quantized) < (0.01 if name == "rtn" else 1e-6)  # rtn's 7 is not -8 turned round
 
@@ -206,25 +193,23 @@ def test_few_distinct_weights(name: str) -> None:
 def test_any_float_type(dtype: torch.dtype) -> None:
     weight = gaussian(20, 40).to(dtype)
     for name in ALL:
-        quantizer = quantizer_named(name)
-        assert stored(quantizer.quantize(weight)) == stored(quantizer.quantize(weight.float()))
+        assert stored(quantize(weight, name)) == stored(quantize(weight.float(), name))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_same_bytes_again_and_for_any_workers(name: str) -> None:
     weight = gaussian(7 * 16 + 5, CHUNK_ELEMENTS // 32)  # four chunks, the last one short
-    quantizer = quantizer_named(name)
-    first = stored(quantizer.quantize(weight))
-    assert stored(quantizer.quantize(weight)) == first
+    first = stored(quantize(weight, name))
+    assert stored(quantize(weight, name)) == first
     with ThreadPoolExecutor(3) as pool:
-        assert stored(quantizer.quantize(weight, workers=pool.map)) == first
+        assert stored(quantize(weight, name, pool.map)) == first
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_weight_is_not_changed(name: str) -> None:
     weight = gaussian(17, 40)
     before = weight.clone()
-    quantizer_named(name).quantize(weight)
+    quantize(weight, name)
     assert torch.equal(weight, before)
 
 
@@ -248,7 +233,7 @@ def test_memory_beside_weight_and_tiles_is_a_chunk(name: str) -> None:
     """An embedding of 2 GB in fp32 must not need 8: no intermediate is larger than a chunk or the result."""
     weight = gaussian(32, CHUNK_ELEMENTS // 4)  # two chunks of 16 rows, each larger than a sample for a codebook
     with LargestResult() as largest:
-        quantized = quantizer_named(name).quantize(weight)
+        quantized = quantize(weight, name)
     assert 0 < largest.n_bytes <= max(weight.nbytes // 2, quantized.n_bytes)
 
 
@@ -257,7 +242,7 @@ def test_a_codebook_is_fitted_on_all_columns() -> None:
     weight = gaussian(4096, 128)
     weight[:, 32:] = weight[:, 32:].sign() * 0.02 * (1 + torch.arange(96) % 3)  # three levels in all groups but that
     elsewhere = (torch.arange(128) >= 32).float()
-    assert nmse(weight, quantizer_named("codebook").quantize(weight), elsewhere) < 2e-4
+    assert nmse(weight, quantize(weight, "codebook"), elsewhere) < 2e-4
 
 
 def test_entries_that_round_to_one_value_are_kept_apart() -> None:
@@ -274,9 +259,9 @@ def test_entries_that_round_to_one_value_are_kept_apart() -> None:
 
 def test_rtn_and_search_use_the_linear_codebook() -> None:
     for name in ("rtn", "search"):
-        assert quantizer_named(name).quantize(gaussian(16, 32)).codebook == LINEAR_CODEBOOK
+        assert quantize(gaussian(16, 32), name).codebook == LINEAR_CODEBOOK
     with pytest.raises(KeyError):
-        quantizer_named("fp3")
+        quantize(gaussian(16, 32), "fp3")
 
 
 @st.composite
@@ -300,8 +285,8 @@ def strange_matrices(draw: st.DrawFn) -> Tensor:
 @given(strange_matrices(), st.sampled_from(ALL))
 @settings(max_examples=60, deadline=None)
 def test_any_matrix_is_stored_validly(weight: Tensor, name: str) -> None:
-    quantized = quantizer_named(name).quantize(weight)
+    quantized = quantize(weight, name)
     check_valid(weight, quantized)
     if name == "search" and bool(weight.any()):
-        rtn = nmse(weight, quantizer_named("rtn").quantize(weight))
+        rtn = nmse(weight, quantize(weight, "rtn"))
         assert nmse(weight, quantized) ** 0.5 <= rtn**0.5 + FP16_ROUNDING

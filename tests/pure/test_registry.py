@@ -117,7 +117,7 @@ sys.modules["triton"] = None
 import torch
 import hetero_ee.runtime.gpu.segment
 from hetero_ee.runtime.gpu.registry import IMPLEMENTATIONS, default_registry
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 
 registry, device = default_registry(), torch.device("cpu")
 chosen = registry.choose("matmul_int4", "cuda")
@@ -128,7 +128,7 @@ for one in IMPLEMENTATIONS:
         one.prepare and one.load_prepare()
 x, ids = torch.randn(3, 70), torch.tensor([39, 0, 7])
 for operation, quantizer in (("matmul_int4", "rtn"), ("matmul_int4", "codebook"), ("matmul_int8", "int8")):
-    weight = quantizer_named(quantizer).quantize(torch.randn(40, 70))
+    weight = quantize(torch.randn(40, 70), quantizer)
     dense = weight.dequantize()
     multiply, cut, embed = (registry.choose(name, "cuda", "torch") for name in (operation, "sliced_head", "embed"))
     matrix = multiply.load_prepare()(weight, device)

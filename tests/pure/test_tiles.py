@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.weight import DenseWeight, TileWeight, matmul_reference
+from hetero_ee.weights.weight import DenseWeight, TileWeight
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BLOCKS = st.integers(1, 4)
@@ -161,16 +161,3 @@ def test_bits_a_weight(shape: tuple[int, int]) -> None:
     n_weights = shape[0] * shape[1]
     assert tile_weight("int4", *shape).n_bytes * 8 == 4.5 * n_weights
     assert tile_weight("int8", *shape).n_bytes * 8 == 8.5 * n_weights
-
-
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_matmul_reference_is_the_float64_sum(kind: str) -> None:
-    weight = tile_weight(kind, 19, 45)
-    activations = torch.randn(3, 45)
-    result = matmul_reference(activations, weight)
-    assert result.dtype == torch.float64 and result.shape == (3, 19)
-    dense = weight.dequantize().tolist()
-    for m, x in enumerate(activations.tolist()):
-        for n in (0, 7, 18):
-            exact = sum(a * w for a, w in zip(x, dense[n], strict=True))
-            assert result[m, n].item() == pytest.approx(exact, rel=1e-12, abs=1e-12)

@@ -36,7 +36,8 @@ def list_models(as_json: Json = False) -> None:
     """List the stores in the cache folder, with what a look at their manifests says."""
     cache = _cache()
     with ending_at_once():
-        from hetero_ee.weights.store.library import STORES_FOLDER, stored_models
+        from hetero_ee.weights.store.conversion import STORES_FOLDER
+        from hetero_ee.weights.store.library import stored_models
     found = stored_models(cache)
     n_bytes = sum(model.n_bytes for model in found)
     if as_json:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hetero_ee.hub.config_file import read_spec
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee_profiles.hardware import HardwareProfile
@@ -118,8 +117,9 @@ def model_spec(
     """
     from hetero_ee.config.settings import read_settings
     from hetero_ee.errors import UsageError
+    from hetero_ee.hub.config_file import read_spec
     from hetero_ee.hub.model_id import model_name
-    from hetero_ee.hub.resolve import resolve_configuration, resolve_model
+    from hetero_ee.hub.resolve import resolve_model
     from hetero_ee.models.known_shapes import known_spec
 
     if random_weights is not None:
@@ -127,8 +127,12 @@ def model_spec(
             raise UsageError("MODEL and --random-weights exclude each other; give one.")
         return known_spec(random_weights), f"{random_weights} (random weights)", None
     settings = read_settings()
-    resolve = resolve_configuration if configuration_only else resolve_model
-    folder = resolve(settings.value("model", model), offline=settings.value("offline", offline), progress=progress)
+    folder = resolve_model(
+        settings.value("model", model),
+        offline=settings.value("offline", offline),
+        progress=progress,
+        configuration_only=configuration_only,
+    )
     return read_spec(folder), model_name(folder), folder
 
 

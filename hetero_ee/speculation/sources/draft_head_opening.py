@@ -22,7 +22,7 @@ from hetero_ee.speculation.sources.draft_head_layer import (
     PlacedDraftHead,
 )
 from hetero_ee.weights.model_weights import ModelWeights, expanded
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_named
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _quantized(weights: ModelWeights, quantizer: str) -> ModelWeights:
     """In tiles what is not yet."""
     matrices: dict[str, Weight] = {}
     for name, weight in weights.matrices.items():
-        way = EightBit() if name in (EMBEDDING, LM_HEAD) else quantizer_named(quantizer)
-        matrices[name] = weight if isinstance(weight, TileWeight) else way.quantize(weight.dequantize())
+        kind = "int8" if name in (EMBEDDING, LM_HEAD) else quantizer
+        matrices[name] = weight if isinstance(weight, TileWeight) else quantize(weight.dequantize(), kind)
     return ModelWeights(matrices, weights.vectors, quantizer)
 
 

@@ -1,11 +1,10 @@
 """What calibrating leaves beside a store, by name, and how that goes with the store: nothing here looks into it."""
 
 import os
-import stat
 from pathlib import Path
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.store.filesystem import FileSystem, store_errors, store_lock
+from hetero_ee.weights.store.filesystem import FileSystem, holds_only, store_errors, store_lock
 
 FOLDER_SUFFIX, UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".calibration", ".new", ".old"
 PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
@@ -49,7 +48,7 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
     with store_lock(folder, files, refuse), store_errors(folder):
         folders, singles = (list(filter(os.path.lexists, found)) for found in (folders, singles))
         for found in folders:
-            if not _holds_only_a_calibration(found):
+            if not holds_only(found, (JSON_FILE, TENSORS_FILE)):
                 raise StoreError(f"{found} holds more than a calibration; remove it by hand.")
         for found in singles:
             files.remove_file(found)
@@ -57,11 +56,3 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
             if (found / JSON_FILE).exists():  # first: without it there is no calibration, however far this gets
                 files.remove_file(found / JSON_FILE)
             files.remove_tree(found)
-
-
-def _holds_only_a_calibration(folder: Path) -> bool:
-    """Whether this is a folder, no link to one, with nothing in it but plain files that calibrating writes."""
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        return False
-    with os.scandir(folder) as found:
-        return all(each.name in (JSON_FILE, TENSORS_FILE) and each.is_file(follow_symlinks=False) for each in found)

@@ -37,7 +37,7 @@ def first_set_byte(file: BinaryIO, start: int, end: int) -> int | None:
 
 
 def is_written(file: BinaryIO, start: int, entry: Entry) -> bool:
-    """Whether the tensor's bytes match its checksums; `start` is where the one before it ends, with padding behind."""
+    """Whether the tensor's bytes match its checksums; from `start`, where the one before it ends, there is padding."""
     for region in entry.regions:
         is_padded = first_set_byte(file, start, region.offset) is None
         if not is_padded or sha256_of(file, region.offset, region.n_bytes) != region.sha256:

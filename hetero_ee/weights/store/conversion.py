@@ -5,45 +5,91 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import DiskFullError
+from hetero_ee.errors import CheckpointError, DiskFullError
 from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.model_files import INDEX_FILE
 from hetero_ee.hub.model_id import model_name
 from hetero_ee.models.blocks import TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.checkpoint import Checkpoint, weight_files
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantizer_named
-from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, LocalFileSystem, store_errors, store_lock
-from hetero_ee.weights.store.manifest import FORMAT_VERSION, Entry, aligned
+from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantize
+from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
+from hetero_ee.weights.store.manifest import FORMAT_VERSION, aligned, region_sizes
 from hetero_ee.weights.store.reader import copied_files, is_store
-from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
 
 SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
 SPACE_RESERVE = 1.05  # free disk asked for, relative to what is known to be needed
+STORES_FOLDER = "stores"
 CONVERTING = "Converting to int4"
 WAITING = "Another process is converting this model; waiting for it"
 
 
-def source_key(folder: Path, quantization: Quantization) -> str:
-    """Identifies what a store would be made from: configuration, file names, sizes and times. No file is read whole."""
-    files = [asdict(file) for file in Source.of(folder).files]
-    identity = [FORMAT_VERSION, QUANTIZER_VERSION, read_config_file(folder), files, asdict(quantization)]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    name: str
+    n_bytes: int
+    mtime_ns: int  # when it was last written, since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a store is made from: a model's folder as it was when a conversion began. No file is read whole."""
+
+    folder: Path
+    files: tuple[SourceFile, ...]  # weights, their index, and the small files that a store gets a copy of
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Raises CheckpointError."""
+        index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
+        files = []
+        for file in (*weight_files(folder), *index, *copied_files(folder)):
+            try:
+                status = file.stat()
+            except OSError as error:
+                raise CheckpointError(f"{file} can't be read ({error}).") from error
+            files.append(SourceFile(file.name, status.st_size, status.st_mtime_ns))
+        return cls(folder, tuple(files))
+
+    def key(self, quantization: Quantization) -> str:
+        """Identifies a store by what it would be made from: configuration, file names, sizes and times."""
+        config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
+        identity = [FORMAT_VERSION, QUANTIZER_VERSION, config, files, asdict(quantization)]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
+        """What a manifest says of where its store comes from."""
+        return {
+            "model": model_name(self.folder),
+            "architecture": spec.architecture,
+            "matrices": quantization.matrices,
+            "files": [asdict(file) for file in self.files],
+        }
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError where a file is not as it was."""
+        now = Source.of(self.folder).files
+        changed = sorted({file.name for file in set(now) ^ set(self.files)})
+        if changed:
+            raise CheckpointError(
+                f"{self.folder / changed[0]} has changed while it was converted; convert again once it is complete."
+            )
 
 
 def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
     """Where the store made from the model in `folder` lies, or would lie."""
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in model_name(folder))[:64]
-    return cache / "stores" / f"{name}-{quantization.name}-{source_key(folder, quantization)}"
+    return cache / STORES_FOLDER / f"{name}-{quantization.name}-{Source.of(folder).key(quantization)}"
 
 
 def convert(
@@ -58,12 +104,12 @@ def convert(
 ) -> Path:
     """Writes the store of the checkpoint in `folder` to `target`, or nothing; the same bytes for any thread count.
 
-    Where another process is at it already, waits for it and takes its result; what a killed one has left is gone on
-    with. Raises CheckpointError, StoreError and, where the disk is too small, DiskFullError.
+    Where another process is at it already, waits for it and takes its result; what a killed one has left is
+    resumed. Raises CheckpointError, StoreError and, where the disk is too small, DiskFullError.
     """
     if is_store(target):
         return target
-    files = files or LocalFileSystem()
+    files = files or FileSystem()
     source, checkpoint = Source.of(folder), Checkpoint(folder, spec)
 
     def waiting() -> None:
@@ -89,7 +135,7 @@ def _write(
     tensors = checkpoint.tensors()
     n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
     identity = {
-        "source_key": source_key(source.folder, quantization),
+        "source_key": source.key(quantization),
         "tensors": [[tensor.name, *tensor.shape] for tensor in tensors],
     }
     with StoreWriter(target, files, identity) as writer:
@@ -97,15 +143,15 @@ def _write(
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
         n_there = len(writer.entries)
-        for place, tensor in enumerate(tensors):
-            if place >= n_there:
+        for index, tensor in enumerate(tensors):
+            if index >= n_there:
                 _write_tensor(writer, checkpoint, tensor, quantization, workers)
             n_done += tensor.n_elements
             if progress:
                 progress(CONVERTING, n_done, n_weights)
         writer.copy_files(source.folder)
         source.check_unchanged()
-        writer.finish(quantization.name, quantization.vocabulary, provenance(source, checkpoint.spec, quantization))
+        writer.finish(quantization.name, quantization.vocabulary, source.provenance(checkpoint.spec, quantization))
 
 
 @contextmanager
@@ -143,8 +189,7 @@ def _write_tensor(
         return
     weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
     if weight is None:
-        quantizer = quantizer_named(quantization.quantizer_of(tensor.role))
-        weight = quantizer.quantize(checkpoint.tensor(tensor.name), workers=workers)
+        weight = quantize(checkpoint.tensor(tensor.name), quantization.quantizer_of(tensor.role), workers)
     writer.add_tiles(tensor.name, weight)
 
 
@@ -154,8 +199,8 @@ def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
     for tensor in tensors:
         quantized = is_quantized(tensor.role)
         layout = ("int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4") if quantized else "fp32"
-        for region in Entry(tensor.name, layout, tensor.shape, 0, 0, 0, None, "", "").regions:
-            end = aligned(end) + region.n_bytes
+        for n_bytes in region_sizes(layout, tensor.shape):
+            end = aligned(end) + n_bytes
     return end
 
 
@@ -170,13 +215,3 @@ def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path,
             f"{target.parent} has {free_bytes / 2**20:.0f} MiB free, the store needs {needed_bytes / 2**20:.0f} MiB; "
             f"free some space or {ELSEWHERE}."
         )
-
-
-def provenance(source: Source, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
-    """What a manifest says of where its store comes from."""
-    return {
-        "model": model_name(source.folder),
-        "architecture": spec.architecture,
-        "matrices": quantization.matrices,
-        "files": [asdict(file) for file in source.files],
-    }

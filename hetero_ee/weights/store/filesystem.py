@@ -4,12 +4,15 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 from hetero_ee.errors import DiskFullError, StoreError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -18,68 +21,22 @@ POLL_S = 0.1  # how often a process that waits for a lock asks again
 ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
 
 
-class Lock(Protocol):
-    """A lock that is held; it ends with its process at the latest."""
+class FileSystem:
+    """What writing a store needs of a disk. Every method raises OSError like the function it stands for.
 
-    def release(self) -> None: ...
-
-
-class FileSystem(Protocol):
-    """What writing a store needs of a disk. Every method raises OSError like the function it stands for."""
+    A subclass may fail or lose what it was given, as disks do.
+    """
 
     def create_folder(self, folder: Path) -> None:
         """One folder, in one that is there; FileExistsError where anything is."""
-        ...
-
-    def create_file(self, file: Path) -> BinaryIO:
-        """A new file open for writing, unbuffered; FileExistsError where anything is, a link included."""
-        ...
-
-    def reopen_file(self, file: Path) -> BinaryIO:
-        """A file open for reading and writing, unbuffered; nothing but a plain file with no other name."""
-        ...
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """All of the data, at the file's position."""
-        ...
-
-    def truncate(self, file: BinaryIO, n_bytes: int) -> None: ...
-
-    def allocate(self, file: BinaryIO, n_bytes: int) -> None:
-        """Makes sure that the file's first n_bytes have room on the disk; does nothing where the disk can't tell."""
-        ...
-
-    def close_durably(self, file: BinaryIO) -> None:
-        """Flushes to the disk itself (fsync), then closes; closes too where that fails."""
-        ...
-
-    def sync_folder(self, folder: Path) -> None:
-        """Makes the folder's entries durable."""
-        ...
-
-    def rename(self, source: Path, target: Path) -> None: ...
-
-    def remove_file(self, file: Path) -> None: ...
-
-    def remove_tree(self, folder: Path) -> None: ...
-
-    def free_bytes(self, folder: Path) -> int: ...
-
-    def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Lock:
-        """Waits until no other process or thread holds the file's lock; calls `waiting` once where it has to."""
-        ...
-
-
-class LocalFileSystem:
-    """The real disk."""
-
-    def create_folder(self, folder: Path) -> None:
         folder.mkdir()
 
     def create_file(self, file: Path) -> BinaryIO:
+        """A new file open for writing, unbuffered; FileExistsError where anything is, a link included."""
         return self._opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def reopen_file(self, file: Path) -> BinaryIO:
+        """A file open for reading and writing, unbuffered; nothing but a plain file with no other name."""
         opened = self._opened(file, os.O_RDWR, "r+b")
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -88,6 +45,7 @@ class LocalFileSystem:
         return opened
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """All of the data, at the file's position."""
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
@@ -96,6 +54,7 @@ class LocalFileSystem:
         file.truncate(n_bytes)
 
     def allocate(self, file: BinaryIO, n_bytes: int) -> None:
+        """Makes sure that the file's first n_bytes have room on the disk; does nothing where the disk can't tell."""
         if not n_bytes or not hasattr(os, "posix_fallocate"):
             return
         try:
@@ -105,6 +64,7 @@ class LocalFileSystem:
                 raise
 
     def close_durably(self, file: BinaryIO) -> None:
+        """Flushes to the disk itself (fsync), then closes; closes too where that fails."""
         try:
             file.flush()
             os.fsync(file.fileno())
@@ -112,6 +72,7 @@ class LocalFileSystem:
             file.close()
 
     def sync_folder(self, folder: Path) -> None:
+        """Makes the folder's entries durable."""
         if os.name == "nt":
             return  # Windows keeps directory entries durable by itself and refuses to open a folder
         descriptor = os.open(folder, os.O_RDONLY)
@@ -135,7 +96,11 @@ class LocalFileSystem:
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
 
-    def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> Lock:
+    def acquire_lock(self, file: Path, waiting: Callable[[], None]) -> "BaseFileLock":
+        """Waits until no other process or thread holds the file's lock; calls `waiting` once where it has to.
+
+        The lock ends with its process at the latest.
+        """
         import filelock
 
         lock = filelock.FileLock(file, fallback_to_soft=False)
@@ -153,6 +118,14 @@ class LocalFileSystem:
         descriptor = os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0), 0o666)
         opened = os.fdopen(descriptor, mode, buffering=0)
         return opened  # type: ignore[return-value]  # a raw file, whose write may stop early
+
+
+def holds_only(folder: Path, names: Collection[str]) -> bool:
+    """Whether this is a folder, no link to one, with nothing in it but plain files of these names."""
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    with os.scandir(folder) as found:
+        return all(each.name in names and each.is_file(follow_symlinks=False) for each in found)
 
 
 def allocated_bytes(status: os.stat_result) -> int:

@@ -1,4 +1,4 @@
-"""The journal of an unfinished store: what was written so far, a line each, so that a conversion can be gone on with.
+"""The journal of an unfinished store: what was written so far, a line each, from which a conversion is resumed.
 
 A line is the SHA-256 of its text, a blank and the text, JSON. The first line says what is being converted and how; each
 other one is the entry of a tensor. Whatever follows the first line that is torn or altered counts as never written.
@@ -11,17 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.weights.store.manifest import MAX_MANIFEST_BYTES, Entry, aligned, entry_from
+from hetero_ee.weights.store.manifest import MAX_MANIFEST_BYTES, Entry, aligned
+from hetero_ee_profiles.records import from_json
 
 JOURNAL_FILE = "journal"
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """ends: for each entry, the byte of the journal where its line ends, after that of the identity."""
+    """What a journal still tells."""
 
     entries: tuple[Entry, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # where the identity's line ends in the journal, and then each entry's
 
 
 def journal_line(body: Mapping[str, Any] | Entry) -> bytes:
@@ -57,6 +58,6 @@ def _entry_in(line: bytes) -> Entry | None:
     if not line.endswith(b"\n") or checksum != hashlib.sha256(text).hexdigest().encode():
         return None
     try:
-        return entry_from(json.loads(text))
-    except (ValueError, RecursionError):  # whole, but not of our making
+        return from_json(Entry, text.decode())
+    except ValueError:  # whole, but not of our making
         return None

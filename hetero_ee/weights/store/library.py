@@ -17,8 +17,8 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
-from hetero_ee.weights.store.conversion import WAITING, cached_store, convert, provenance
-from hetero_ee.weights.store.filesystem import FileSystem, LocalFileSystem, allocated_bytes, store_errors, store_lock
+from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, Source, cached_store, convert
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.manifest import (
     FORMAT_VERSION,
     WEIGHTS_FILE,
@@ -29,10 +29,8 @@ from hetero_ee.weights.store.manifest import (
     stored_version,
 )
 from hetero_ee.weights.store.reader import check_copies, is_store, open_store
-from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
-STORES_FOLDER = "stores"
 REMOVED_SUFFIX = ".removed"
 MAX_NAMED = 3  # stores named in one error
 
@@ -48,8 +46,7 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """model, architecture, quantizer: None where no manifest tells. last_used_s: since 1970, right to about a day.
-    has_calibration: whether a calibration lies beside it."""
+    """A store as it is listed; what only its manifest tells is None where that can't be read."""
 
     name: str
     path: Path
@@ -58,8 +55,8 @@ class StoredModel:
     architecture: str | None
     quantizer: str | None
     n_bytes: int
-    last_used_s: float
-    has_calibration: bool
+    last_used_s: float  # since 1970, right to about a day
+    has_calibration: bool  # beside it
 
 
 def open_cached(
@@ -86,7 +83,7 @@ def open_cached(
         return target, opened()
     except DamagedStoreError:
         pass
-    _remove_damaged(target, spec, files or LocalFileSystem(), progress)
+    _remove_damaged(target, spec, files or FileSystem(), progress)
     return target, opened()
 
 
@@ -125,7 +122,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     manifest = read_manifest(store)
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
-    return is_alike and manifest.source == provenance(Source.of(folder), spec, quantization)
+    return is_alike and manifest.source == Source.of(folder).provenance(spec, quantization)
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
@@ -179,7 +176,7 @@ def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = No
     def refuse() -> None:
         raise StoreError(f"{model.name} is being written by another process; end that first.")
 
-    files = files or LocalFileSystem()
+    files = files or FileSystem()
     with store_lock(target, files, refuse):
         remove_calibration(model.path, files)
         _remove(model.path, files)

@@ -1,6 +1,6 @@
 """The store: one folder with int4 weights, their manifest, and the model's configuration and tokenizer files.
 
-Opened by mmap, its checksums looked at first, but for those of the tiles. How it comes to be: store_writer.py.
+Opened by mmap, its checksums looked at first, but for those of the tiles. How it comes to be: writer.py.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from hetero_ee.weights.store.manifest import (
     Manifest,
     read_manifest,
 )
-from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
 from hetero_ee.weights.weight import TileWeight
 
 
@@ -104,14 +104,14 @@ def copy_problem(file: Path, known: CopiedFile | None) -> str | None:
 
 
 def _check_regions(folder: Path, manifest: Manifest) -> None:
-    places = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
+    entry_of = {region: entry for entry in manifest.entries for region in entry.regions if region.part != "tiles"}
     try:
-        damaged = first_damaged(folder / WEIGHTS_FILE, places)
+        damaged = first_damaged(folder / WEIGHTS_FILE, entry_of)
     except OSError as error:
         raise StoreError(f"{folder / WEIGHTS_FILE} can't be read ({error}); check its disk.") from error
     if damaged:
         raise DamagedStoreError(
-            f"{folder}: the {damaged.part} of tensor {places[damaged].name!r:.80} do not match their checksum; "
+            f"{folder}: the {damaged.part} of tensor {entry_of[damaged].name!r:.80} do not match their checksum; "
             "delete that folder and convert again."
         )
 
@@ -146,16 +146,11 @@ def _mapped(file: Path) -> Tensor:
 
 
 def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
-    n_rows, n_columns = padded_shape(*entry.shape)
-    grid = (n_rows // TILE_ROWS, n_columns // TILE_COLUMNS)
-    tiles = buffer[entry.offset : entry.offset + entry.data_bytes]
-    if entry.layout == "int4":
-        tiles = tiles.view(*grid, INT4_TILE_BYTES)
-    else:
-        tiles = tiles.view(torch.int8).view(*grid, INT8_TILE_BYTES)
+    grid = tile_grid(*entry.shape)
+    tiles = buffer[entry.offset : entry.offset + entry.data_bytes].view(*grid, TILE_BYTES[entry.layout])
     scales = buffer[entry.scales_offset : entry.scales_offset + entry.scales_bytes].view(torch.float16)
     return TileWeight(
-        tiles=tiles,
+        tiles=tiles.view(torch.int8) if entry.layout == "int8" else tiles,
         scales=scales.view(*grid, TILE_ROWS),
         exponent=entry.exponent,
         codebook=entry.codebook,

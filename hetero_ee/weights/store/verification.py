@@ -30,16 +30,16 @@ FP16_EXPONENT = np.uint16(0x7C00)  # all of these bits set: Inf or NaN
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """file: in the store's folder. part: the tensor and its region, where one is meant. offset: of the part or byte."""
+    """What is wrong with a file of a store."""
 
     file: str
-    part: str | None
-    offset: int | None
+    part: str | None  # the tensor and its region, where one is meant
+    offset: int | None  # of the part, or of the byte
     what: str
 
     def __str__(self) -> str:
-        place = "" if self.offset is None else f" at byte {self.offset}"
-        return f"{self.file}{place}: {f'{self.part} ' if self.part else ''}{self.what}"
+        at = "" if self.offset is None else f" at byte {self.offset}"
+        return f"{self.file}{at}: {f'{self.part} ' if self.part else ''}{self.what}"
 
 
 def verify(folder: Path, progress: Progress | None = None) -> tuple[Finding, ...]:
@@ -115,13 +115,13 @@ def _region(file: BinaryIO, end: int, entry: Entry, region: Region) -> Iterator[
         n_infinite += int(((bits & FP16_EXPONENT) == FP16_EXPONENT).sum())
 
     try:
-        place = first_set_byte(file, end, region.offset)
+        set_byte = first_set_byte(file, end, region.offset)
         checksum = sha256_of(file, region.offset, region.n_bytes, count_infinite if region.part == "scales" else None)
     except OSError as error:
         yield Finding(WEIGHTS_FILE, part, region.offset, f"can't be read ({error})")
         return
-    if place is not None:
-        yield Finding(WEIGHTS_FILE, part, place, "has a byte before it that is not 0")
+    if set_byte is not None:
+        yield Finding(WEIGHTS_FILE, part, set_byte, "has a byte before it that is not 0")
     if checksum != region.sha256:
         yield Finding(WEIGHTS_FILE, part, region.offset, "does not match its checksum")
     elif n_infinite:

@@ -1,4 +1,4 @@
-"""Writes a store: in a partial folder beside its name, which a conversion that was stopped is gone on with.
+"""Writes a store: in a partial folder beside its name, from which a conversion that was stopped is resumed.
 
 Every file is made durable, the manifest last, and then the folder gets its name, so that a folder of that name is
 always whole.
@@ -6,7 +6,6 @@ always whole.
 
 import hashlib
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, St
 from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import read_file
 from hetero_ee.weights.store.checksums import is_written
-from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
 from hetero_ee.weights.store.journal import JOURNAL_FILE, Journal, journal_line, read_journal
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
@@ -43,11 +42,8 @@ def partial_folder(target: Path) -> Path:
 
 
 def holds_only_store_files(folder: Path) -> bool:
-    """Whether this is a folder, no link to one, with nothing in it but plain files that a conversion writes."""
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        return False
-    with os.scandir(folder) as found:
-        return all(each.name in STORE_FILES and each.is_file(follow_symlinks=False) for each in found)
+    """Whether this is a folder with nothing in it but what a conversion writes."""
+    return holds_only(folder, STORE_FILES)
 
 
 def lacks_manifest(folder: Path) -> bool:
@@ -72,8 +68,9 @@ class StoreWriter:
         self._copies: list[CopiedFile] = []
         self._offset = 0
         self._finished = self._renamed = False
-        self._weights: BinaryIO | None = None
-        self._journal: BinaryIO | None = None
+        self._weights: BinaryIO  # opened when the with-block is entered, as is the journal
+        self._journal: BinaryIO
+        self._open_files: list[BinaryIO] = []
 
     def __enter__(self) -> Self:
         try:
@@ -96,12 +93,12 @@ class StoreWriter:
     @property
     def allocated_bytes(self) -> int:
         """Room on the disk that the weights have already."""
-        return allocated_bytes(os.fstat(_opened(self._weights).fileno()))
+        return allocated_bytes(os.fstat(self._weights.fileno()))
 
     def allocate(self, n_bytes: int) -> None:
         """Makes sure of the room that the weights will take."""
         with store_errors(self._target):
-            self._files.allocate(_opened(self._weights), n_bytes)
+            self._files.allocate(self._weights, n_bytes)
 
     def add_tiles(self, name: str, weight: TileWeight) -> None:
         """A quantized matrix. Raises CheckpointError for scales that are no numbers."""
@@ -110,8 +107,8 @@ class StoreWriter:
         offset, checksum = self._append(weight.tiles)
         scales_offset, scales_checksum = self._append(weight.scales)
         layout = "int8" if weight.codebook is None else "int4"
-        places = (offset, scales_offset, weight.exponent, weight.codebook)
-        self._add(Entry(name, layout, weight.shape, *places, checksum, scales_checksum))
+        format_fields = (offset, scales_offset, weight.exponent, weight.codebook)
+        self._add(Entry(name, layout, weight.shape, *format_fields, checksum, scales_checksum))
 
     def add_values(self, name: str, values: Tensor) -> None:
         """A tensor kept in fp32."""
@@ -131,9 +128,9 @@ class StoreWriter:
         manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries)
         with store_errors(self._target):
             self._cut_weights()
-            self._files.close_durably(_opened(self._weights))
+            self._files.close_durably(self._weights)
             self._write_file(MANIFEST_FILE, manifest.to_json())
-            _opened(self._journal).close()
+            self._journal.close()
             self._files.remove_file(self._folder / JOURNAL_FILE)
             self._files.sync_folder(self._folder)
             self._give_name()
@@ -150,8 +147,10 @@ class StoreWriter:
             self._files.remove_tree(self._folder)
         self._files.create_folder(self._folder)
         self._journal = self._files.create_file(self._folder / JOURNAL_FILE)
+        self._open_files.append(self._journal)
         self._files.write(self._journal, journal_line(self._identity))
         self._weights = self._files.create_file(self._folder / WEIGHTS_FILE)
+        self._open_files.append(self._weights)
 
     def _resume(self) -> bool:
         """Takes over what is there and right; False where that is nothing."""
@@ -164,27 +163,27 @@ class StoreWriter:
         for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written again
             self._files.remove_file(self._folder / name)
         self._weights = self._files.reopen_file(self._folder / WEIGHTS_FILE)
+        self._open_files.append(self._weights)
         self._journal = self._files.reopen_file(self._folder / JOURNAL_FILE)
+        self._open_files.append(self._journal)
         self._take_over(journal)
         return True
 
     def _take_over(self, journal: Journal) -> None:
         """Reads the tensors again, and cuts both files after the last one that is right."""
-        weights, opened_journal = _opened(self._weights), _opened(self._journal)
         for entry in journal.entries:
-            if not is_written(weights, self._offset, entry):
+            if not is_written(self._weights, self._offset, entry):
                 break
             self.entries.append(entry)
             self._offset = entry.regions[-1].end
         self._cut_weights()
-        self._files.truncate(opened_journal, journal.ends[len(self.entries)])
-        weights.seek(self._offset)
-        opened_journal.seek(journal.ends[len(self.entries)])
+        self._files.truncate(self._journal, journal.ends[len(self.entries)])
+        self._weights.seek(self._offset)
+        self._journal.seek(journal.ends[len(self.entries)])
 
     def _cut_weights(self) -> None:
-        weights = _opened(self._weights)
-        if os.fstat(weights.fileno()).st_size != self._offset:
-            self._files.truncate(weights, self._offset)
+        if os.fstat(self._weights.fileno()).st_size != self._offset:
+            self._files.truncate(self._weights, self._offset)
 
     def _give_name(self) -> None:
         if os.path.lexists(self._target):
@@ -213,10 +212,9 @@ class StoreWriter:
                 self._files.remove_tree(self._folder)
 
     def _close(self) -> None:
-        for file in (self._weights, self._journal):
+        for file in self._open_files:
             with suppress(OSError):
-                if file is not None:
-                    file.close()
+                file.close()
 
     def _write_file(self, name: str, data: bytes) -> None:
         with store_errors(self._target):
@@ -232,20 +230,14 @@ class StoreWriter:
         offset = aligned(self._offset)
         with store_errors(self._target):
             for piece in (bytes(offset - self._offset), data):
-                self._files.write(_opened(self._weights), piece)
+                self._files.write(self._weights, piece)
         self._offset = offset + data.nbytes
         return offset, hashlib.sha256(data).hexdigest()
 
     def _add(self, entry: Entry) -> None:
         with store_errors(self._target):
-            self._files.write(_opened(self._journal), journal_line(entry))
+            self._files.write(self._journal, journal_line(entry))
         self.entries.append(entry)
-
-
-def _opened(file: BinaryIO | None) -> BinaryIO:
-    if file is None:
-        raise RuntimeError("used outside of its with-block")
-    return file
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -24,7 +24,7 @@ from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-from hetero_ee.weights.quantizers import quantizer_named
+from hetero_ee.weights.quantizers import quantize
 from tests.families import random_model, save_checkpoint
 from tests.gpu_support import DEVICE, assert_same_bits
 from tests.kv_contents import read_back
@@ -45,7 +45,7 @@ def model_of(family: str, folder: Path, **changes: int) -> Model:
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = quantizer_named(FAMILIES[family]).quantize(values)
+            weights.matrices[tensor.name] = quantize(values, FAMILIES[family])
         else:
             weights.vectors[tensor.name] = values
     return spec, weights

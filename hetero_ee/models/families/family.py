@@ -1,0 +1,48 @@
+"""What a family of models has to say of itself, and what its readers share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hetero_ee.errors import shown
+from hetero_ee.models.fields import Fields
+from hetero_ee.models.spec import ModelSpec
+
+MAX_LAYERS = 1000
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "fatrelu": "fatrelu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: how its config.json is read, and where its checkpoints keep each tensor."""
+
+    model_type: str  # names the architecture where config.json has no `architectures`
+    read_spec: Callable[[Fields, str], ModelSpec]  # of config.json and the architecture's name
+    # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
+    tensor_names: Mapping[str, tuple[str, ...]]
+
+
+def layer_count(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", largest=MAX_LAYERS)
+
+
+def even_head_dim(fields: Fields, hidden_size: int, n_heads: int) -> int:
+    """The head size where none is named: heads share the hidden size evenly."""
+    if hidden_size % n_heads:
+        raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
+    return hidden_size // n_heads
+
+
+def activation(fields: Fields, field: str, default: str) -> tuple[str, float]:
+    """Our name of the activation that `field` names, and its threshold (0 where it has none)."""
+    name = fields.text(field, default)
+    if name not in ACTIVATIONS:
+        raise fields.fail(f"{field} is {shown(name)}, which is not supported; supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name], fields.number("hidden_act_param") if name == "fatrelu" else 0.0

@@ -1,0 +1,63 @@
+"""Llama (arXiv 2302.13971), which most other families change in a few places only."""
+
+from hetero_ee.models.families.family import activation, even_head_dim, layer_count
+from hetero_ee.models.families.rope_fields import read_rope
+from hetero_ee.models.fields import Fields
+from hetero_ee.models.spec import ModelSpec
+
+TENSOR_NAMES = {
+    "embedding.tokens": ("model.embed_tokens",),
+    "layers.{n}.attention.norm": ("model.layers.{n}.input_layernorm",),
+    "layers.{n}.attention.qkv": tuple(f"model.layers.{{n}}.self_attn.{part}_proj" for part in "qkv"),
+    "layers.{n}.attention.output": ("model.layers.{n}.self_attn.o_proj",),
+    "layers.{n}.ffn.norm": ("model.layers.{n}.post_attention_layernorm",),
+    "layers.{n}.ffn.gate_up": ("model.layers.{n}.mlp.gate_proj", "model.layers.{n}.mlp.up_proj"),
+    "layers.{n}.ffn.down": ("model.layers.{n}.mlp.down_proj",),
+    "final_norm.norm": ("model.norm",),
+    "head.tokens": ("lm_head",),
+}
+
+
+def read_spec(fields: Fields, architecture: str) -> ModelSpec:
+    hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    n_layers = layer_count(fields)
+    names_head_dim = fields.get("head_dim") is not None
+    head_dim = fields.integer("head_dim") if names_head_dim else even_head_dim(fields, hidden_size, n_heads)
+    # A null means one for each query head, whatever the class's default.
+    is_null = fields.is_null("num_key_value_heads")
+    n_kv_heads = n_heads if is_null else fields.integer("num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
+    context_tokens = fields.integer("max_position_embeddings", 2048)
+    activation_name, threshold = activation(fields, "hidden_act", "silu")
+    rope = read_rope(fields, head_dim, context_tokens)
+    if rope.scaling.kind == "longrope":  # the short factors cover no more
+        context_tokens = min(context_tokens, rope.scaling.original_context_tokens)
+    attention_bias = fields.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=architecture,
+        n_layers=n_layers,
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_context_tokens=context_tokens,
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_affine=True,
+        final_norm=True,
+        activation=activation_name,
+        activation_threshold=threshold,
+        gated=True,
+        qkv_bias=attention_bias,
+        attention_output_bias=attention_bias,
+        ffn_bias=fields.flag("mlp_bias", False),
+        qk_norm=False,
+        rope=rope,
+        learned_position_offset=None,
+        sliding_windows=(None,) * n_layers,
+        tied_head=fields.flag("tie_word_embeddings", False),
+        context_is_fixed=rope.scaling.kind == "longrope",
+    )
