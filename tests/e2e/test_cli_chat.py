@@ -79,7 +79,7 @@ def test_commands(chat: Cli, replies: list[str]) -> None:
     first, second = replies
     ended = chat("/system Be brief.\nHi\n/clear\n/system\n/system Be brief.\nHi\nAnd you?\n/regen\n/stats\n/help\n")
     assert ended.code == 0 and ended.out == f"{first}\n{first}\n{second}\n{second}\n"
-    assert "At temperature 0 the same reply comes again" in ended.err
+    assert "At temperature 0 the reply is always the same" in ended.err
     assert re.search(r"\n5 messages, \d+ of 600 tokens in the context, peak memory [\d.]+ GiB\n", ended.err)
     assert all(f"\n{name} " in ended.err for name in ("/clear", "/exit", "/help", "/regen", "/stats", "/system"))
 
@@ -108,7 +108,7 @@ def test_the_model_may_be_named_twice_but_not_two(cli: Cli, tiny: Path, lines: P
 def test_the_end_of_the_context_is_told(chat: Cli) -> None:
     ended = chat("Hi\nAnd you?\n" * 4, "-c", 60, "-n", 55)
     assert ended.code == 0 and ended.out.count("\n") >= 8
-    assert "(The 2 oldest messages no longer fit into the context and are forgotten.)\n" in ended.err
+    assert "(The 2 oldest messages no longer fit in the context and are forgotten.)\n" in ended.err
     assert "(The context of 60 tokens is full; the reply ends here.)\n" in ended.err
 
 

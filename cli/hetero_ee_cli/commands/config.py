@@ -1,12 +1,12 @@
 """`hetero-ee config show`: which value each setting has, and which source it comes from."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hetero_ee_cli.options.settings import CtxSize, Model, Offline, Quantizer, Threads
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelOption
 from hetero_ee_cli.terminal.output import printable
 
 if TYPE_CHECKING:
@@ -15,22 +15,16 @@ if TYPE_CHECKING:
 JSON_SCHEMA = 1
 
 
-def show(
-    model: Model = None,
-    threads: Threads = None,
-    ctx_size: CtxSize = None,
-    quantizer: Quantizer = None,
-    offline: Offline = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-) -> None:
-    """Show every setting with its source, and where files lie.
+@with_options(without=["revision"])
+def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False) -> None:
+    """Show every setting with its source, and where files are kept.
 
-    A flag wins over HETERO_EE_ variables, these over the configuration file, the file over the default. The flags are
-    those of the other commands: given here, they show what would win.
+    An option overrides a HETERO_EE_ variable, which overrides the configuration file, which overrides the default. The
+    options of the other commands given here show which value would apply.
     """
     from hetero_ee.config.settings import SETTINGS, read_settings
 
-    flags = {"model": model, "threads": threads, "ctx_size": ctx_size, "quantizer": quantizer, "offline": offline}
+    flags = asdict(engine) | {"model": model}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
     places = _places(settings)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee_cli.options.common import Json
 from hetero_ee_cli.terminal.output import printable, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 JSON_SCHEMA = 1
 EXIT_FOUND = 1
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def models(context: typer.Context, as_json: Json = False) -> None:

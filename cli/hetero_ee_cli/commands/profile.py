@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.options.planning import ModelArgument, RandomWeights, model_spec
-from hetero_ee_cli.options.settings import Offline
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -22,24 +22,25 @@ JSON_SCHEMA = 1
 QUICK_S = 5  # what --quick takes at most, kernels compiled
 
 
+@with_options(without=["revision", "quantizer", "ctx_size", "threads"])
 def profile(
+    engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    quick: Annotated[bool, typer.Option(help=f"Rough figures in {QUICK_S} seconds, all cores only.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure again even where a profile is kept.")] = False,
-    offline: Offline = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole profile as a JSON document.")] = False,
+    quick: Annotated[bool, typer.Option(help=f"Rough measurements in {QUICK_S} seconds, all cores only.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure again even if a profile was kept.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure this machine at a model's shapes: memory, kernels, attention, overheads, disk. Kept for later plans.
 
-    Measure on a quiet machine: whatever else runs is measured too.
+    Nothing else should be running: it would be measured too.
     """
     with ending_at_once():
         from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
     from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline, progress)
+        spec, name, folder = engine.model_spec(model, random_weights, progress)
         found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
     if as_json:
         print(json.dumps({"schema": JSON_SCHEMA, "model_name": name} | dataclasses.asdict(found)))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.result import GeneratedToken, GenerationResult
+    from hetero_ee.decoding.result import GeneratedToken
 
 
 def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
@@ -21,30 +21,6 @@ def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tu
     except KeyboardInterrupt:
         return seen, True
     return seen, False
-
-
-def closing_line(
-    prompt: str,
-    result: "GenerationResult",
-    seed: int | None,
-    expected_tokens_per_s: float | None = None,
-    mode: str | None = None,
-) -> str:
-    """Counts and rates of one text. prompt: what to say of the prompt's tokens; seed: None where it did not matter;
-    mode: how it was decoded, None where there was no choice."""
-    from hetero_ee_profiles.host.process import peak_memory_bytes
-
-    parts = [
-        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
-        f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
-        + ("" if expected_tokens_per_s is None else f" (expected {expected_tokens_per_s:.1f})"),
-        f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
-    ]
-    if mode is not None:
-        parts.insert(2, mode)
-    if seed is not None:
-        parts.append(f"seed {seed}")
-    return f"[ {' | '.join(parts)} ]"
 
 
 def say(line: str) -> None:
