@@ -1,6 +1,6 @@
 """`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +8,7 @@ import typer
 
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
-from hetero_ee_cli.terminal.output import printable, say
+from hetero_ee_cli.terminal.output import print_document, printable, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
 
-JSON_SCHEMA = 1
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
@@ -57,7 +56,7 @@ def calibrate(
     if plot is not None:
         plot_png(outcome.calibration, plot)
     if as_json:
-        print(json.dumps(_document(options["model"], outcome)))
+        print_document(_document(options["model"], outcome), with_version=True)
     else:
         _print_table(outcome.calibration)
     n_tokens = outcome.calibration.text.n_tokens
@@ -96,10 +95,6 @@ def _row(each: "ExitLayerCalibration") -> str:
 
 
 def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from hetero_ee import __version__
-
     calibration = outcome.calibration
     exit_layers = [
         {
@@ -114,8 +109,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         for each in calibration.exit_layers
     ]
     return {
-        "schema": JSON_SCHEMA,
-        "version": __version__,
         "model": model or "demo",
         "folder": str(outcome.folder),
         "seconds": outcome.seconds,

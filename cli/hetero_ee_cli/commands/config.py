@@ -1,18 +1,15 @@
-"""`hetero-ee config show`: which value each setting has, and which source it comes from."""
+"""`hetero-ee config show`: which value each setting has, and where it comes from."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
-from hetero_ee_cli.terminal.output import printable
+from hetero_ee_cli.terminal.output import print_document, printable, table
 
 if TYPE_CHECKING:
     from hetero_ee.config.settings import Resolved, Settings
-
-JSON_SCHEMA = 1
 
 
 @with_options(without=["revision"])
@@ -27,11 +24,26 @@ def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False
     flags = asdict(engine) | {"model": model}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
-    places = _places(settings)
-    print(json.dumps(_document(resolved, places)) if as_json else _table(resolved, settings, places))
+    paths = {name: str(path) for name, path in _paths(settings).items()}
+    if as_json:
+        values = {
+            found.setting.name: {
+                "value": str(found.value) if isinstance(found.value, Path) else found.value,
+                "source": found.source,
+            }
+            for found in resolved
+        }
+        print_document({"settings": values, "paths": paths})
+        return
+    rows = [("setting", "value", "source")]
+    rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
+    rows += [("", "", ""), ("path", "", "")]
+    missing = {} if settings.file.exists() else {"config_file": "no such file"}
+    rows += [(name, printable(path), missing.get(name, "")) for name, path in paths.items()]
+    print(table(rows))
 
 
-def _places(settings: "Settings") -> dict[str, Path]:
+def _paths(settings: "Settings") -> dict[str, Path]:
     from huggingface_hub import constants
 
     from hetero_ee.config import cache_folder, data_folder
@@ -46,27 +58,6 @@ def _places(settings: "Settings") -> dict[str, Path]:
         "profiles": data_folder(settings) / "profiles",
         "hugging_face_cache": Path(constants.HF_HUB_CACHE),
     }
-
-
-def _document(resolved: "list[Resolved]", places: dict[str, Path]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
-
-    return {
-        "schema": JSON_SCHEMA,
-        "settings": {found.setting.name: {"value": plain(found.value), "source": found.source} for found in resolved},
-        "paths": {name: str(place) for name, place in places.items()},
-    }
-
-
-def _table(resolved: "list[Resolved]", settings: "Settings", places: dict[str, Path]) -> str:
-    rows = [("setting", "value", "source")]
-    rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
-    rows += [("", "", ""), ("path", "", "")]
-    missing = "" if settings.file.exists() else "not there"
-    rows += [(name, printable(str(place)), missing if name == "config_file" else "") for name, place in places.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}".rstrip() for name, value, source in rows)
 
 
 def _shown(found: "Resolved") -> str:

@@ -1,16 +1,16 @@
 """`hetero-ee doctor`: what this machine has for the engine, and what stands in its way."""
 
 import dataclasses
-import json
 import os
 import sys
 import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from hetero_ee_cli.options.common import Json
+from hetero_ee_cli.terminal.output import print_document
 
 if TYPE_CHECKING:
     from hetero_ee.config.settings import Settings
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from hetero_ee_cli.checks.finding import Check, Row
     from hetero_ee_profiles.host.host import Host
 
-JSON_SCHEMA = 1
 COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine and what is installed on it. Exit code 1 where something fails.
 
@@ -35,7 +34,7 @@ def doctor(
     rows = examine(checks(this_host(), os.environ))
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if as_json:
-        print(json.dumps({"schema": JSON_SCHEMA, "rows": [dataclasses.asdict(row) for row in rows]}))
+        print_document({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
         print("\n".join(lines(rows, in_colour=is_terminal() and not os.environ.get("NO_COLOR"))))
     if any(row.status is Status.FAIL for row in rows):

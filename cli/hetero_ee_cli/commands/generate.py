@@ -1,8 +1,8 @@
 """`hetero-ee generate`: a prompt in, text out as it is generated."""
 
-import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import expected_rate
 from hetero_ee_cli.reports.run_report import closing_lines, run_document
-from hetero_ee_cli.terminal.output import print_tokens, say
+from hetero_ee_cli.terminal.output import print_document, print_tokens, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
     from hetero_ee.engine import Engine
 
-JSON_SCHEMA = 1
 COUNTS = (
     *("n_prompt_tokens", "n_generated_tokens", "prompt_s", "generation_s"),
     *("prompt_tokens_per_s", "generated_tokens_per_s"),
@@ -54,7 +53,8 @@ def generate(
         tokens, interrupted = print_tokens(opened.stream(text, **changes), quiet=as_json)
         result = collect(tokens) if tokens else None
         if as_json:
-            print(json.dumps(_document(opened, options["model"], changes, result, interrupted)))
+            document = _document(opened, options["model"], changes, result, interrupted)
+            print_document(document, with_version=True)
         if result is not None:
             # The text comes first: measuring a machine for the first time takes a few seconds.
             rate = None if interrupted else expected_rate(opened, progress)
@@ -94,18 +94,13 @@ def _document(
     result: "GenerationResult | None",
     interrupted: bool,
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from hetero_ee import __version__
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
     return {
-        "schema": JSON_SCHEMA,
-        "version": __version__,
         "model": model or "demo",
         "architecture": engine.spec.architecture,
         "quantizer": engine.quantizer,
-        **run_document(engine),
+        **run_document(engine.plan, engine.draft_statistics),
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

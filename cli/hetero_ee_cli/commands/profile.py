@@ -1,7 +1,6 @@
 """`hetero-ee profile`: measures this machine at a model's shapes."""
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,13 +11,13 @@ import typer
 
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.terminal.output import print_document
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
-JSON_SCHEMA = 1
 QUICK_S = 5  # what --quick takes at most, kernels compiled
 
 
@@ -43,7 +42,7 @@ def profile(
         spec, name, folder = engine.model_spec(model, random_weights, progress)
         found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
     if as_json:
-        print(json.dumps({"schema": JSON_SCHEMA, "model_name": name} | dataclasses.asdict(found)))
+        print_document({"model_name": name} | dataclasses.asdict(found))
     else:
         print(_shown(found, name))
 

@@ -1,8 +1,7 @@
 """`hetero-ee simulate`: the time a prompt would take on another machine, with the model's real tokens."""
 
-import json
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +9,8 @@ from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions, hardware_from
-from hetero_ee_cli.reports.run_report import draft_words, drafts_document
-from hetero_ee_cli.terminal.output import printable, say
+from hetero_ee_cli.reports.run_report import draft_words, lane_lines, run_document
+from hetero_ee_cli.terminal.output import print_document, printable, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -69,7 +68,10 @@ def simulate(
         from hetero_ee.runtime.trace import write_trace
 
         write_trace(placement.trace, found.spans, f"simulated: {found.simulation.hardware}")
-    print(_document(found) if as_json else _report(found))
+    if as_json:
+        print_document(_document(found), with_version=True)
+    else:
+        print(_report(found))
 
 
 def _of_shapes(
@@ -123,8 +125,6 @@ def _of_text(
 
 
 def _report(found: _Simulated) -> str:
-    from hetero_ee.runtime.trace import TITLES
-
     simulation, plan = found.simulation, found.plan
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
     lines = [] if simulation.text is None else [simulation.text, ""]
@@ -141,30 +141,16 @@ def _report(found: _Simulated) -> str:
         expected = "" if predicted is None else f"   predicted {predicted:.1f} tok/pass"
         words = f"{found.draft_origin}, up to {plan.draft_length} tokens: {draft_words(found.drafts)}"
         lines.append(f"{'drafts':8}{words}{expected}")
-    for lane in simulation.lanes:
-        if lane.prompt_s or lane.generation_s:
-            of_prompt, of_text = lane.prompt_s / simulation.prompt_s, lane.generation_s / (simulation.generation_s or 1)
-            lines.append(f"{TITLES[lane.lane]:20} busy {of_prompt:4.0%} of the prompt, {of_text:4.0%} of the text")
-    return "\n".join(lines)
+    return "\n".join([*lines, *lane_lines(simulation.lanes, simulation.prompt_s, simulation.generation_s)])
 
 
-def _document(found: _Simulated) -> str:
-    from hetero_ee import __version__
-
-    simulation, plan = found.simulation, found.plan
-    return json.dumps(
-        {
-            "schema": 1,
-            "version": __version__,
-            "simulated": True,
-            **asdict(simulation),
-            "mode": plan.mode,
-            "exit_layer": plan.exit_layer,
-            "draft_length": plan.draft_length,
-            "drafts": drafts_document(found.drafts),
-            "predicted_tokens_per_pass": found.predicted_tokens_per_pass,
-            "gpu_layers": plan.gpu_layers,
-            "prompt_tokens_per_s": simulation.prompt_tokens_per_s,
-            "generated_tokens_per_s": simulation.generated_tokens_per_s,
-        }
-    )
+def _document(found: _Simulated) -> dict[str, Any]:
+    simulation = found.simulation
+    return {
+        "simulated": True,
+        **asdict(simulation),
+        **run_document(found.plan, found.drafts),
+        "predicted_tokens_per_pass": found.predicted_tokens_per_pass,
+        "prompt_tokens_per_s": simulation.prompt_tokens_per_s,
+        "generated_tokens_per_s": simulation.generated_tokens_per_s,
+    }

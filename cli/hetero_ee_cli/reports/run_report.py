@@ -1,5 +1,6 @@
 """What is said of a run: its closing line, the tables of --stats, its keys in JSON."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,9 @@ from hetero_ee_cli.reports.expectation import slowness
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
+    from hetero_ee.decoding.simulation import LaneTime
     from hetero_ee.engine import Engine
+    from hetero_ee.planning.plan import Plan
     from hetero_ee.speculation.statistics import DraftStatistics
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
@@ -43,16 +46,15 @@ def closing_lines(
     return "\n".join([f"[ {' | '.join(parts)} ]", *slowness(result, expected, uses_gpu), *tables])
 
 
-def run_document(engine: "Engine") -> dict[str, Any]:
+def run_document(made: "Plan | None", drafts: "DraftStatistics | None") -> dict[str, Any]:
     """The plan's keys in JSON; the drafts are None in full mode, the hash is None if nothing was planned."""
-    made = engine.plan
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
         "draft_length": 1 if made is None else made.draft_length,
         "gpu_layers": 0 if made is None else made.gpu_layers,
         "plan_hash": None if made is None else made.sha256,
-        "drafts": drafts_document(engine.draft_statistics),
+        "drafts": drafts_document(drafts),
     }
 
 
@@ -62,6 +64,18 @@ def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
         return None
     derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth")
     return asdict(found) | {name: getattr(found, name) for name in derived}
+
+
+def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float) -> list[str]:
+    """How busy the devices and links were, those that were used."""
+    from hetero_ee.runtime.trace import TITLES
+
+    return [
+        f"{TITLES[lane.lane]:20} busy {lane.prompt_s / (prompt_s or 1):4.0%} of the prompt, "
+        f"{lane.generation_s / (generation_s or 1):4.0%} of the text"
+        for lane in lanes
+        if lane.prompt_s or lane.generation_s
+    ]
 
 
 def draft_words(found: "DraftStatistics") -> str:
@@ -102,7 +116,6 @@ def _mode(engine: "Engine") -> list[str]:
 def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
     """Where the time of one text went, device by device as far as recorded, and its drafts."""
     from hetero_ee.decoding.simulation import lane_times
-    from hetero_ee.runtime.trace import TITLES
 
     total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics
     start_s = min((span.start_s for span in spans if span.start_s >= start_s), default=start_s)
@@ -110,12 +123,8 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
         f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}), "
         f"text {result.generation_s:.3f} s ({result.generation_s / total_s:.0%})"
     ]
-    lines += [
-        f"{'':14}{TITLES[lane.lane]} busy {lane.prompt_s / (result.prompt_s or 1):.0%} of the prompt, "
-        f"{lane.generation_s / (result.generation_s or 1):.0%} of the text"
-        for lane in lane_times(spans, start_s, result.prompt_s, result.generation_s)
-        if lane.prompt_s or lane.generation_s
-    ]
+    seconds = result.prompt_s, result.generation_s
+    lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
     return lines if found is None else lines + draft_lines(found)
 
 

@@ -1,15 +1,18 @@
-"""What a command says: the text on standard output as it comes, everything else in lines on standard error."""
+"""What a command says: results on standard output, everything else in lines on standard error."""
 
+import json
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken
 
+JSON_SCHEMA = 1
+
 
 def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
-    """Prints the text as it comes; the tokens that came, and whether Ctrl-C ended them."""
+    """Prints the text as it is generated. Returns the tokens, and whether Ctrl-C ended them."""
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="")  # type: ignore[union-attr]
     seen: list[GeneratedToken] = []
     try:
@@ -23,16 +26,29 @@ def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tu
     return seen, False
 
 
+def print_document(document: Mapping[str, Any], *, with_version: bool = False) -> None:
+    """One JSON document on one line, with the version of its schema and of hetero_ee."""
+    from hetero_ee import __version__
+
+    print(json.dumps({"schema": JSON_SCHEMA} | ({"version": __version__} if with_version else {}) | dict(document)))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
 def say(line: str) -> None:
     """A line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def complain(message: str) -> None:
-    """A refusal, on standard error."""
+    """An error, on standard error."""
     say(f"hetero-ee: {printable(message)}")
 
 
 def printable(message: str) -> str:
-    """One line, control characters escaped: file and tensor names come from outside."""
+    """One line with control characters escaped: names of files and tensors come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
