@@ -128,10 +128,10 @@ def test_the_demo_model_tells_a_story_in_turns(cli: Cli, demo: Path) -> None:
     ("stdin", "sentence"),
     [
         (b"ab\xff\n", "line 1 of standard input is not UTF-8 text at byte 2"),
-        (b"\nab\0\n", "line 2 of standard input holds a NUL character"),
+        (b"\nab\0\n", "line 2 of standard input contains a NUL character"),
         (b"x" * (2**20 + 1), "line 1 of standard input has more than 1 MiB"),
         (b'"""' + (b"y" * 2**19 + b"\n") * 3, "the message has more than 1048576 characters"),
-        (b'"""\nHi\n', 'a message that begins with """ has no such end'),
+        (b'"""\nHi\n', 'a message that begins with """ must end with it'),
         (b"/regen\n", "there is no reply yet"),
         (b"/rgen\n", "there is no command '/rgen'; /help lists them"),
         (b"the " * 700, "the context holds 600"),

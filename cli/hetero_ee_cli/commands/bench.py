@@ -82,6 +82,7 @@ def bench(
     opening = engine.arguments(model)
     counts = _numbers(threads, "-t") if threads else [opening["threads"] or physical_core_count()]
     tests = _tests(prompts, texts, depths, counts)
+    modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
     rows: list[Row] = []
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
@@ -89,17 +90,14 @@ def bench(
         subject = _Subject(spec, name, folder, opening["quantizer"], profile, placed, progress)
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
-            for each in _modes(mode, placed):
+            for each in modes:
                 # A prompt is read in the same way in every mode.
                 timed = [test for test in tests if test[1]] if each == EXACT and mode == ALL else tests
                 for row in _rows(subject, each, n_threads, timed, repetitions):
                     rows.append(row)
                     if style in ("md", "jsonl"):
                         print_row(rows, style)
-    if placement.trace is not None:
-        from hetero_ee.runtime.trace import write_trace
-
-        write_trace(placement.trace, subject.spans, f"bench of {name}")
+    placement.write_trace(subject.spans, f"bench of {name}")
     if style in ("json", "csv"):
         print(whole_document(rows, style), end="")
     if style == "md":
@@ -142,19 +140,16 @@ def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: lis
     return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
 
-def _modes(asked: str | None, placed: Placed) -> list[str]:
-    if asked == ALL:
-        return [FULL, EXACT]
-    return [asked or (FULL if placed.plan is None else placed.plan.mode)]
-
-
 def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int) -> Iterator[Row]:
     """A row for each test."""
+    from hetero_ee.decoding.benchmark import executor_s_per_layer
+
     if not tests:
         return
     max_tokens = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
     with _running(subject, mode, threads, max_tokens) as running:
-        executor_us = _executor_us(running.executor)
+        seconds = executor_s_per_layer(running.executor, time.perf_counter)
+        executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
         for test in tests:
             yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
 
@@ -223,13 +218,6 @@ def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress)
         )
 
 
-def _executor_us(executor: "Executor") -> float | None:
-    from hetero_ee.decoding.benchmark import executor_s_per_layer
-
-    seconds = executor_s_per_layer(executor, time.perf_counter)
-    return None if seconds is None else round(seconds * MICROSECONDS, 2)
-
-
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
     from hetero_ee.decoding.benchmark import bench_exact_run, bench_run
     from hetero_ee.planning.times.prediction import predicted_run_s
@@ -238,7 +226,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
-    found: DraftStatistics | None = None
+    found: DraftStatistics | None = None  # None in full mode
     if running.drafting is not None and n_gen:
         run, found = bench_exact_run(executor, running.drafting, n_gen, n_depth, repetitions=repetitions, clock=clock)
         predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)

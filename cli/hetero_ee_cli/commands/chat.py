@@ -10,7 +10,7 @@ import typer
 
 from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
-from hetero_ee_cli.options.placement import PlacementOptions, open_engine, write_spans
+from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import Expectation
@@ -69,7 +69,7 @@ def chat(
         try:
             _talk(opened, conversation, options["model"], placement.stats)
         finally:
-            write_spans(opened, placed)
+            placement.write_trace_of(opened)
 
 
 def _one_model(argument: str | None, flag: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""`hetero-ee doctor`: what this machine has for the engine, and what stands in its way."""
+"""`hetero-ee doctor`: what this machine has for the engine, and what is missing."""
 
 import dataclasses
 import os
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
-def doctor(
-    as_json: Json = False,
-) -> None:
-    """Check this machine and what is installed on it. Exit code 1 where something fails.
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and its software. Exit code 1 if a check fails.
 
-    The output holds no user name, host name or token, so that it can be shown to others.
+    The output has no user name, host name or token in it, so it can be shared.
     """
     from hetero_ee_cli.checks.finding import Status, examine
     from hetero_ee_profiles.host.host import this_host
@@ -82,7 +80,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
 
 
 def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
-    """One line a row, with its advice on a line below."""
+    """One line for each row, with its advice on a line below."""
     width = max(len(row.name) for row in rows)
     shown = []
     for row in rows:
@@ -96,7 +94,7 @@ def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
 
 
 def _settings(environment: Mapping[str, str]) -> "tuple[Settings, UsageError | None]":
-    """The settings; where the file can't be used, those without it, and why."""
+    """The settings; if the file can't be used, those without it, and why."""
     from hetero_ee.config.settings import Settings, read_settings
     from hetero_ee.errors import UsageError
 
@@ -107,7 +105,7 @@ def _settings(environment: Mapping[str, str]) -> "tuple[Settings, UsageError | N
 
 
 def _cache_folder(settings: "Settings") -> Path:
-    """Where the cache lies; the default place where the setting can't be used."""
+    """The cache folder; the default one if the setting can't be used."""
     from hetero_ee.config import cache_folder
     from hetero_ee.config.settings import Settings
     from hetero_ee.errors import UsageError

@@ -10,7 +10,7 @@ import typer
 
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
-from hetero_ee_cli.options.placement import PlacementOptions, open_engine, write_spans
+from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import expected_rate
@@ -68,7 +68,7 @@ def generate(
                 stats_from_s=start_s if placement.stats else None,
             )
             say(("\n\n" if sys.stdout.isatty() else "") + lines)  # the text itself may not end with a newline
-        write_spans(opened, placed)
+        placement.write_trace_of(opened)
         if interrupted:
             raise KeyboardInterrupt
 

@@ -64,10 +64,7 @@ def simulate(
         found = _of_text(prompt, max_new_tokens, profile, placed, engine, model)
     else:
         found = _of_shapes(random_weights, model, profile, placed, (prompt_tokens, max_new_tokens))
-    if placement.trace is not None:
-        from hetero_ee.runtime.trace import write_trace
-
-        write_trace(placement.trace, found.spans, f"simulated: {found.simulation.hardware}")
+    placement.write_trace(found.spans, f"simulated: {found.simulation.hardware}")
     if as_json:
         print_document(_document(found), with_version=True)
     else:

@@ -3,6 +3,7 @@
 A plan is made if one of these options is given, or if a profile of this machine for the model was kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.runtime.placement_request import FindProfile
     from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -55,6 +57,18 @@ class PlacementOptions:
         plan = None if self.plan_file is None else Plan.load(self.plan_file)
         is_requested = bool(given or self.plan_file or self.draft_head or self.trace)
         return Placed(is_requested, requested, plan, self)
+
+    def write_trace(self, spans: "Sequence[Span]", title: str) -> None:
+        """Writes the file of --trace, if given. Raises UsageError and DiskFullError."""
+        if self.trace is not None:
+            from hetero_ee.runtime.trace import write_trace
+
+            write_trace(self.trace, spans, title)
+
+    def write_trace_of(self, engine: "Engine") -> None:
+        """The same, of everything that the engine ran by its plan."""
+        if engine.plan is not None:
+            self.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +121,6 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         engine = Engine.from_pretrained(**options)
         progress(f"No plan could be made or opened, so the CPU runs everything: {error}".removesuffix("."), 0, 0)
         return engine
-
-
-def write_spans(engine: "Engine", placed: Placed) -> None:
-    """Writes the file that --trace asks for. Raises UsageError and DiskFullError."""
-    if placed.options.trace is None or engine.plan is None:
-        return
-    from hetero_ee.runtime.trace import write_trace
-
-    write_trace(placed.options.trace, engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
 
 
 def _profile_finder(threads: int, progress: Progress, *, measures: bool) -> "FindProfile":

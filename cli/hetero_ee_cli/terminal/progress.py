@@ -1,18 +1,18 @@
-"""Progress on standard error: a bar a stage on a terminal, a line elsewhere, nothing where nothing takes long."""
+"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-READING = "Reading the prompt"  # the engine's stage that is nothing special, and comes with every long prompt
+READING = "Reading the prompt"  # the one stage that comes again, with every long prompt
 
 
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields what Engine.from_pretrained calls with (stage, done, in all); a bar appears at its stage's first call.
+    """Yields what Engine.from_pretrained calls with (stage, done, in all). With 0 in all, the stage is a remark.
 
-    With 0 in all, the stage is a remark. of_each_time: what is shown is not of the kind that happens only once.
+    of_each_time: these stages come every time, so no line says that they happen only once.
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
@@ -22,7 +22,7 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, i
 
 
 class _Lines:
-    """For logs and pipes: says once of each stage that it runs."""
+    """For logs and pipes: one line for each stage."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._said: set[str] = set()
@@ -38,7 +38,7 @@ class _Lines:
 
 
 class _Bars:
-    """For terminals; rich is imported only when there is something to show."""
+    """For terminals. rich is imported only when there is something to show."""
 
     def __init__(self, note: str = ", once") -> None:
         self._note = note
@@ -75,7 +75,7 @@ class _Bars:
                 tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
             size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
             progress.update(tasks[stage], completed=n_done, size=size)
-            if progress.finished:  # what comes now may be text, which a bar would be drawn across
+            if progress.finished:  # what follows may be text, which a bar would overwrite
                 self.close()
 
         progress.start()
