@@ -152,7 +152,7 @@ class ChatTemplate:
         if expired.is_set():
             raise ModelError(f"the chat template takes longer than {seconds:g} s to render; {WAY_OUT}.")
         if not answer.endswith(b"\n"):
-            raise ModelError(f"the chat template crashed the process that renders it; {WAY_OUT}.")
+            raise ModelError(f"the process that renders the chat template has died; {WAY_OUT}.")
         return answer
 
 

@@ -129,7 +129,8 @@ def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, ti
     )
     (date,) = {row["profile_date"] for row in rows}
     assert f"predicted from a profile measured on {date}; --refresh" in table[-2]
-    assert re.search(r"executor overhead in microseconds per layer, kernels not counted: [\d.]+ \(threads: \d+\)", table[-1])
+    overhead = r"executor overhead in microseconds per layer, kernels not counted: [\d.]+ \(threads: \d+\)"
+    assert re.search(overhead, table[-1])
     assert all(0 < row["executor_us_per_layer"] < 1e6 for row in rows)
 
 

@@ -46,15 +46,8 @@ def torch(build: Callable[[], TorchBuild]) -> Finding:
     return ok(f"{found.version}, {found.platform}")
 
 
-def transformers(version_of: Version = package_version) -> Finding:
-    return _needed(version_of("transformers"))
-
-
-def hub(version_of: Version = package_version) -> Finding:
-    return _needed(version_of("huggingface_hub"))
-
-
-def _needed(found: str | None) -> Finding:
+def needed(package: str, version_of: Version = package_version) -> Finding:
+    found = version_of(package)
     return ok(found) if found else fail("not installed", INSTALL)
 
 

@@ -104,7 +104,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
             "threshold": each.threshold,
             "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
             **asdict(each.metrics),
-            "walk": asdict(each.walk),
         }
         for each in calibration.exit_layers
     ]
