@@ -1,7 +1,6 @@
 """The typer application, and the one place where errors become exit codes.
 
-0 success, 1 failure, 2 usage, 28 disk full, 130 interrupted (Ctrl-C), 141 the reader of a pipe went away,
-143 terminated.
+0 success, 1 failure, 2 usage, 28 disk full, 130 interrupted (Ctrl-C), 141 broken pipe, 143 terminated.
 """
 
 import errno
@@ -26,20 +25,21 @@ from hetero_ee_cli.terminal.output import complain
 from hetero_ee_cli.terminal.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
+HELP = "Runs large language models on a PC whose GPU memory is too small for them."
 
 
 def _answered(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its errors turned into exit codes here: typer has codes of its own for Ctrl-C and pipes."""
+    """The command with its errors turned into exit codes here: typer's own codes for Ctrl-C and pipes differ."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt as interrupt:
-            _say_notes(interrupt)
-            leave(EXIT_INTERRUPTED)
-        except SystemExit as termination:
-            _say_notes(termination)
+        except (KeyboardInterrupt, SystemExit) as ending:
+            for note in getattr(ending, "__notes__", ()):  # that the interrupted work can be resumed
+                complain(note)
+            if isinstance(ending, KeyboardInterrupt):
+                leave(EXIT_INTERRUPTED)
             raise
         except BrokenPipeError:
             leave(EXIT_PIPE_CLOSED)
@@ -51,20 +51,13 @@ def _answered(command: Callable[..., None]) -> Callable[..., None]:
 
 app = typer.Typer(
     name="hetero-ee",
-    help="Runs large language models on a PC whose GPU memory is too small for them.",
+    help=HELP,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(_answered(generate))
-app.command()(_answered(chat))
-app.command()(_answered(plan))
-app.command()(_answered(profile))
-app.command()(_answered(simulate))
-app.command()(_answered(calibrate))
-app.command()(_answered(bench))
-app.command()(_answered(convert))
-app.command()(_answered(doctor))
+for command in (generate, chat, plan, profile, simulate, calibrate, bench, convert, doctor):
+    app.command()(_answered(command))
 models_app = typer.Typer(name="models", rich_markup_mode=None)
 models_app.callback(invoke_without_command=True)(_answered(models.models))
 models_app.command("list")(_answered(models.list_models))
@@ -90,7 +83,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Runs large language models on a PC whose GPU memory is too small for them."""
+    pass
 
 
 def main() -> None:
@@ -100,13 +93,13 @@ def main() -> None:
         try:
             code = _run_app()
         finally:
-            print(end="", flush=True)  # Python would flush at the very end, and complain in lines of its own
+            print(end="", flush=True)  # Python would flush at the very end, and complain in its own words
     except BrokenPipeError:
         leave(EXIT_PIPE_CLOSED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        complain(f"no room is left for what is to be written ({error.strerror}).")
+        complain(f"the output can't be written: the disk is full ({error.strerror}).")
         leave(EXIT_DISK_FULL)
     sys.exit(code)
 
@@ -121,20 +114,14 @@ def _run_app() -> Any:
         _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See hetero-ee --help.", EXIT_USAGE)
 
 
-def _say_notes(interrupt: BaseException) -> None:
-    """What the library has to say of the work that was interrupted: that it can be gone on with."""
-    for note in getattr(interrupt, "__notes__", ()):
-        complain(note)
-
-
 def _report(error: Exception) -> NoReturn:
-    """One sentence for a deliberate refusal; anything else is a defect of ours and keeps its traceback."""
+    """One sentence for a deliberate refusal; anything else is a bug and keeps its traceback."""
     from hetero_ee.errors import DiskFullError, HeteroError, UsageError
 
     if not isinstance(error, HeteroError):
         raise error
-    codes = {UsageError: EXIT_USAGE, DiskFullError: EXIT_DISK_FULL}
-    _fail(str(error), next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILURE))
+    is_usage, is_full = isinstance(error, UsageError), isinstance(error, DiskFullError)
+    _fail(str(error), EXIT_USAGE if is_usage else EXIT_DISK_FULL if is_full else EXIT_FAILURE)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat templates, text as it streams."""
+"""Between text and tokens: tokenizer, chat templates, streaming text."""

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation's messages become the one text that the model was trained to go on from.
+"""Chat templates: they turn the messages of a conversation into the text that the model was trained to continue.
 
-A template is code that comes with the model, so it runs in a process of its own, in jinja2's sandbox, with limits of
-time, memory and output; see template_renderer.py. What messages hold is data and is never read as a template.
+A template is code that comes with the model, so it runs in a process of its own, in jinja2's sandbox, with limits on
+time, memory and output; see template_renderer.py. Messages are data and never read as a template.
 """
 
 import json
@@ -9,37 +9,35 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hetero_ee.errors import ModelError, shown
 
 RENDERER = Path(__file__).with_name("template_renderer.py")
 MAX_MESSAGE_CHARACTERS = 2**20  # of one user's message
 BYTES_PER_CHARACTER = 12  # at most, in JSON's ASCII
-WAY_OUT = "give another with --chat-template-file, or use hetero-ee generate"
+WAY_OUT = "use another with --chat-template-file, or use hetero-ee generate"
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """role: "system", "user" or "assistant"."""
+    """One message of a conversation."""
 
-    role: str
+    role: str  # "system", "user" or "assistant"
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class RenderingLimits:
-    """What a template may take. seconds: for one rendering. start_seconds: for its process to begin.
+    """What a template may use."""
 
-    output_characters: beyond those of the messages.
-    """
-
-    seconds: float = 2.0
-    start_seconds: float = 30.0
+    seconds: float = 2.0  # for one rendering
+    start_seconds: float = 30.0  # for its process to start
     memory_bytes: int = 512 * 2**20
-    output_characters: int = 2**20
+    output_characters: int = 2**20  # beyond those of the messages
     template_characters: int = 2**20
 
 
@@ -47,9 +45,9 @@ DEFAULT_LIMITS = RenderingLimits()
 
 
 class ChatTemplate:
-    """One template and the process that renders it, which starts at the first rendering and ends with close().
+    """One template and the process that renders it, which starts with the first rendering and ends with close().
 
-    special_tokens: the tokenizer's, by name (bos_token, eos_token, ...). Raises ModelError for a template too large.
+    special_tokens: the tokenizer's, by name (bos_token, eos_token, ...). Raises ModelError if the template is too long.
     """
 
     def __init__(
@@ -57,16 +55,15 @@ class ChatTemplate:
     ) -> None:
         if len(source) > limits.template_characters:
             raise ModelError(
-                f"the chat template has {len(source)} characters; at most {limits.template_characters} are read."
+                f"the chat template has {len(source)} characters; at most {limits.template_characters} are supported."
             )
         self._source, self._special_tokens, self._limits = source, dict(special_tokens), limits
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text that ends where the assistant's words begin.
+        """The conversation as text, up to where the assistant's reply begins.
 
-        Raises ModelError, in one sentence, for a template that is malformed, refuses the messages, or goes beyond
-        the sandbox or its limits.
+        Raises ModelError for a template that is malformed, refuses the messages, or exceeds the sandbox or its limits.
         """
         n_characters = sum(len(message.content) for message in messages)
         variables = {
@@ -86,28 +83,34 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template refuses these messages: {_one_line(answer['refusal'])}.")
         if "text" not in answer:
             raise ModelError(f"the chat template can't be used ({_one_line(answer.get('defect', ''))}); {WAY_OUT}.")
-        return _text(answer["text"])
+        text = answer["text"]
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ModelError(f"the chat template's output is not valid Unicode at character {error.start}.") from error
+        return text
 
     def close(self) -> None:
-        """Ends the process; the next rendering would start another."""
+        """Ends the process; the next rendering starts another."""
         process, self._process = self._process, None
         if process is None:
             return
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                _close_quietly(pipe)
+                with suppress(OSError):  # what could no longer be flushed
+                    pipe.close()
         process.wait()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Whatever goes wrong in here, Ctrl-C included, ends the process: half an answer may be in its pipe."""
+        """Any exception in here, Ctrl-C included, ends the process: half an answer may be in its pipe."""
         longest = request["characters"] * BYTES_PER_CHARACTER + 2**16
         try:
             if self._process is None:
                 self._start()
-            answer = self._exchange(json.dumps(request).encode() + b"\n", longest, self._limits.seconds)
-            decoded: dict[str, str] = json.loads(answer)
-            return decoded
+            line = self._exchange(json.dumps(request).encode() + b"\n", longest, self._limits.seconds)
+            answer: dict[str, str] = json.loads(line)
+            return answer
         except BaseException:
             self.close()
             raise
@@ -115,19 +118,17 @@ class ChatTemplate:
     def _start(self) -> None:
         command = [sys.executable, "-P", str(RENDERER), str(self._limits.memory_bytes)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        own_group: dict[str, Any] = {"start_new_session": True}  # Ctrl-C in the terminal must not reach the process
+        if sys.platform == "win32":
+            own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         try:
-            if sys.platform == "win32":
-                group = subprocess.CREATE_NEW_PROCESS_GROUP  # a Ctrl-C in the terminal is for us alone
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, creationflags=group)
-            else:
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, **own_group)
         except OSError as error:
             raise ModelError(f"the process that renders chat templates can't be started ({error}).") from error
-        self._process = process
         self._exchange(b"", 2**16, self._limits.start_seconds)
 
     def _exchange(self, request: bytes, longest: int, seconds: float) -> bytes:
-        """Writes the request, reads a line; kills the process where that takes longer than `seconds`."""
+        """Writes the request and reads a line; kills the process if that takes longer than `seconds`."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         expired = threading.Event()
@@ -147,31 +148,14 @@ class ChatTemplate:
             answer = b""
         finally:
             timer.cancel()
-            timer.join()  # so that it can't kill in a later rendering
+            timer.join()  # so that it can't kill the process in a later rendering
         if expired.is_set():
             raise ModelError(f"the chat template takes longer than {seconds:g} s to render; {WAY_OUT}.")
         if not answer.endswith(b"\n"):
-            raise ModelError(f"the chat template ended the process that renders it; {WAY_OUT}.")
+            raise ModelError(f"the process that renders the chat template has died; {WAY_OUT}.")
         return answer
 
 
-def _text(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ModelError(
-            f"the chat template makes text that is not valid Unicode at character {error.start}."
-        ) from error
-    return text
-
-
 def _one_line(reason: str) -> str:
-    """What a template or jinja2 says, without control characters."""
+    """A reason given by the template or jinja2, without control characters."""
     return shown(reason)[1:-1] if not reason.isprintable() else reason
-
-
-def _close_quietly(pipe: IO[bytes]) -> None:
-    try:
-        pipe.close()
-    except OSError:  # what could not be flushed any more
-        return

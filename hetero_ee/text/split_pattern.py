@@ -1,33 +1,33 @@
-"""Finds regular expressions that can take a lifetime: those with more ways to match a text than there is time to try.
+"""Finds regular expressions that backtrack catastrophically: with too many ways to match a text to try them all.
 
-A group that is repeated must hold nothing variable itself: (a+)+ cuts n letters in 2^(n-1) ways. An alternative may
-repeat things often a few times: each further one multiplies the ways by the length of the text, or by its bound.
+A repeated group must not be variable itself: (a+)+ splits n letters in 2^(n-1) ways. An alternative may hold a few
+unbounded repetitions: each one more multiplies the ways by the length of the text, or by its bound.
 """
 
 import re
 from dataclasses import dataclass
 
 MAX_LENGTH = 10_000  # the longest published ones have about 1500 characters
-MAX_ENDLESS = 3  # repetitions without end, or nearly, in one alternative; published ones have up to two
-MAX_SPREAD = 3  # between the least and the most of a repetition that is not counted among them; published: {1,3}
-# References to groups, calls, conditions, absence, comments, free spacing and quotes: nobody splits text by these, and
-# some hide from the reading below what the expression does.
+MAX_ENDLESS = 3  # (nearly) unbounded repetitions in one alternative; published ones have up to two
+MAX_SPREAD = 3  # between the bounds of a repetition that is not counted among them; published: {1,3}
+# References to groups, calls, conditions, absence, comments, free spacing and quotes: no published tokenizer splits
+# text by these, and some hide from the parser below what the expression does.
 _UNUSUAL = re.compile(r"\\[1-9kgQcCM]|\(\?(?:[R0-9&~(#]|P[=>]|[a-wyzA-Z-]*x)")
 _ESCAPE = re.compile(r"\\(?:[pPxo]\{[^}]*\}|.)", re.DOTALL)
-_BEGINNING = re.compile(r"\((?:\?(?:<[=!]|P?<\w+>|[:=!>]|[a-zA-Z-]+:?))?")  # of a group
+_GROUP_START = re.compile(r"\((?:\?(?:<[=!]|P?<\w+>|[:=!>]|[a-zA-Z-]+:?))?")
 _TOKEN = re.compile(r"[()|]|(?:[*+?]|\{\d*,?\d*\})+|.", re.DOTALL)
 _REPEAT = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
-CHARACTER = "a"  # stands for everything that takes one character of the text
+CHARACTER = "a"  # stands for everything that matches one character
 
 
 def why_slow(expression: str) -> str | None:
-    """Why an expression in Oniguruma's syntax is refused, None where it is simple enough."""
+    """Why an expression in Oniguruma's syntax is refused, None if it is simple enough."""
     if len(expression) > MAX_LENGTH:
         return f"has {len(expression)} characters, expected at most {MAX_LENGTH}"
     text = expression.replace("\\\\", CHARACTER)
     if _UNUSUAL.search(text):
         return "uses more than plain groups, classes and repetition"
-    text = _BEGINNING.sub("(", _without_classes(_ESCAPE.sub(CHARACTER, text)))
+    text = _GROUP_START.sub("(", _without_classes(_ESCAPE.sub(CHARACTER, text)))
     groups, closed = [_Group()], _Group()
     for token in _TOKEN.findall(text):
         if token == "(":
@@ -41,13 +41,13 @@ def why_slow(expression: str) -> str | None:
         elif _REPEAT.match(token) and not groups[-1].repeat(token, closed):
             return "repeats a group that matches one text in several ways"
         if groups[-1].n_endless > MAX_ENDLESS:
-            return f"repeats without end, or nearly, more than {MAX_ENDLESS} times in one alternative"
+            return f"has more than {MAX_ENDLESS} unbounded repetitions, or nearly so, in one alternative"
         closed = _Group()
     return None
 
 
 def _without_classes(text: str) -> str:
-    """`text` with each class, which may hold others, as one character."""
+    """`text` with each character class, which may be nested, as one character."""
     kept, depth = [], 0
     for character in text:
         depth += character == "["
@@ -61,12 +61,11 @@ def _without_classes(text: str) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """is_variable: whether it may match one text in several ways. n_endless: repetitions without end, or nearly, in the
-    alternative being read; most_endless: in those before."""
+    """A group while it is parsed."""
 
-    is_variable: bool = False
-    n_endless: int = 0
-    most_endless: int = 0
+    is_variable: bool = False  # may match one text in several ways
+    n_endless: int = 0  # (nearly) unbounded repetitions in the current alternative
+    most_endless: int = 0  # the most of an earlier alternative
 
     def hold(self, inner: "_Group") -> None:
         self.is_variable |= inner.is_variable
@@ -77,7 +76,7 @@ class _Group:
         self.n_endless, self.most_endless = 0, max(self.n_endless, self.most_endless)
 
     def repeat(self, repeats: str, last: "_Group") -> bool:
-        """Takes up what follows `last`: a repetition, perhaps a lazy one. False where that is a repeated repetition."""
+        """Parses the repetition that follows `last`, perhaps a lazy one. False if it repeats a variable group."""
         first, *others = _REPEAT.finditer(repeats)
         least, most = _range(first)
         if (most is None or most > 1) and last.is_variable:

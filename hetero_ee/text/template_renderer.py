@@ -1,8 +1,8 @@
 """The program that renders chat templates, run as a process of its own: a template is code from outside.
 
-It imports jinja2 and nothing of ours. It says that it is ready, then answers each line of standard input, a JSON
-document with template, variables, seconds and characters (the limits), with one line: {"text"}, {"refusal"} for what
-the template itself says against the messages, or {"defect"}. It ends when standard input does.
+It imports jinja2 and nothing of hetero_ee. It prints {} when it is ready. Then it answers each line of standard input,
+a JSON document with template, variables, seconds and characters (the limits), with one line: {"text"}, {"refusal"} if
+the template rejects the messages, or {"defect"}. It ends when standard input does.
 """
 
 import json
@@ -26,15 +26,15 @@ MAX_REASON_CHARACTERS = 200
 
 
 class RefusalError(Exception):
-    """What a template says with raise_exception(...)."""
+    """A template's call of raise_exception(...)."""
 
 
 class OutputTooLongError(Exception):
-    """The text has grown beyond the limit."""
+    """The text is longer than the limit."""
 
 
 class GenerationBlock(Extension):
-    """{% generation %} marks the assistant's words for training; here its body is rendered and no more."""
+    """{% generation %} marks the assistant's text for training; here its body is just rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -44,9 +44,9 @@ class GenerationBlock(Extension):
 
 
 class PublicNamespace(Namespace):
-    """jinja2's namespace() without names that begin with an underscore: those are Python's own."""
+    """jinja2's namespace() without names that begin with an underscore, which are Python's own."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no name for self, so that namespace(self=...) works
+    def __init__(*args: Any, **kwargs: Any) -> None:  # self has no name, so that namespace(self=...) works
         values = dict(*args[1:], **kwargs)
         for name in values:
             _require_public(name)
@@ -59,7 +59,7 @@ class PublicNamespace(Namespace):
 
 def _require_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"namespace() takes no name like {name!r}")
+        raise SecurityError(f"namespace() does not accept the name {name!r}")
 
 
 def _refuse(message: Any) -> None:
@@ -69,7 +69,7 @@ def _refuse(message: Any) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as it is, where jinja2's own filter escapes for HTML."""
+    """Plain JSON; jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -79,7 +79,7 @@ def _now(format: str) -> str:
 
 @lru_cache(maxsize=1)
 def _compiled(template: str) -> Template:
-    """With the names that transformers offers to chat templates."""
+    """With the names that transformers provides to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -90,7 +90,7 @@ def _compiled(template: str) -> Template:
 
 
 def _rendered(template: str, variables: dict[str, Any], max_characters: int) -> Iterator[str]:
-    """The text in pieces, so that an endless one ends at the limit and not when memory does."""
+    """The text in pieces, so that an endless one ends at the limit and not when memory is used up."""
     n_characters = 0
     for piece in _compiled(template).generate(**variables):
         n_characters += len(piece)
@@ -106,14 +106,14 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except RefusalError as refusal:
         return {"refusal": _reason(refusal)}
     except OutputTooLongError:
-        return {"defect": f"it makes more than {request['characters']} characters of this conversation"}
+        return {"defect": f"it turns this conversation into more than {request['characters']} characters"}
     except MemoryError:
         return {"defect": "it needs too much memory"}
     except TemplateSyntaxError as error:
         return {"defect": f"line {error.lineno}: {_reason(error)}"}
     except TemplateError as error:
         return {"defect": _reason(error)}
-    except Exception as error:  # whatever Python raises in a template: a TypeError, a ZeroDivisionError
+    except Exception as error:  # anything Python raises in a template: a TypeError, a ZeroDivisionError
         return {"defect": f"{type(error).__name__}: {_reason(error)}"}
 
 
@@ -123,7 +123,7 @@ def _reason(error: Exception) -> str:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Where the system can; elsewhere the time limit alone holds."""
+    """If the system can; elsewhere only the time limit applies."""
     try:
         import resource
     except ImportError:
@@ -134,7 +134,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Has the system end this process, so that it does even where whoever asked was killed; 0 calls it off."""
+    """Has the system end this process, even if its parent was killed; 0 cancels that."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(seconds))
 

@@ -1,40 +1,40 @@
-"""Text from tokens while they come: never half a character, never part of a stop string."""
+"""Text from tokens as they are generated: never half a character, never part of a stop string."""
 
 from collections.abc import Callable
 
 Decode = Callable[[list[int]], str]
-REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no character, or not yet
-CONTEXT_TOKENS = 8  # tokens kept before the new ones, so that spacing comes out as in the whole text
-WINDOW_TOKENS = 32  # tokens decoded together at most; then the oldest are let go
-MAX_HELD_TOKENS = 16  # an unfinished character has at most 4 bytes; what stays broken longer is not one
+REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
+CONTEXT_TOKENS = 8  # tokens kept before the new ones, so that spacing is as in the whole text
+WINDOW_TOKENS = 32  # tokens decoded together at most; then the oldest are dropped
+MAX_HELD_TOKENS = 16  # an unfinished character has at most 4 bytes; anything longer is not one
 
 
 class TextStream:
-    """Turns one sequence's tokens into text piece by piece; the pieces joined are the text of all tokens.
+    """Turns one sequence's tokens into text piece by piece; the joined pieces are the text of all tokens.
 
-    The last tokens, the prompt's too, are decoded again with each new one: decoders strip a leading space at the start
-    of a text, and some (ByteFallback) take a run of byte tokens for text only where the whole run is valid UTF-8.
+    The latest tokens, the prompt's included, are decoded again with each new one: decoders strip a leading space at the
+    start of a text, and some (ByteFallback) decode a run of byte tokens only if the whole run is valid UTF-8.
     """
 
     def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._ids = list(prompt_ids)  # the window
         self._text = decode(self._ids)  # its text
-        self._n_taken = len(self._text)  # characters of it that have been handed on
-        self._n_waiting = 0  # tokens since its end last was a whole character
-        self._held = ""  # text that may yet turn out to begin a stop string
+        self._n_taken = len(self._text)  # characters of it that were returned
+        self._n_waiting = 0  # tokens since it last ended in a whole character
+        self._held = ""  # text that may still be the start of a stop string
         self.stopped = False
-        self._let_go()
+        self._shorten()
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now; sets `stopped` when a stop string is complete."""
+        """The text that is certain by now; sets `stopped` when a stop string is complete."""
         self._read(token_id)
         text = self._release(self._take(self._certain_text()))
-        self._let_go()
+        self._shorten()
         return text
 
     def finish(self) -> str:
-        """The rest, when no more tokens will come."""
+        """The rest, after the last token."""
         text = self._release(self._take(self._text))
         if not self.stopped:
             text, self._held = text + self._held, ""
@@ -43,13 +43,13 @@ class TextStream:
     def _read(self, token_id: int) -> None:
         whole = self._decode([*self._ids, token_id])
         is_silent = whole == self._text != "" and not whole.endswith(REPLACEMENT)
-        if not is_silent:  # special tokens have no text, and many of them must not push out those that have
+        if not is_silent:  # many special tokens, which have no text, must not push out those that have
             self._ids.append(token_id)
         self._text = whole
         self._n_waiting = self._n_waiting + 1 if whole.endswith(REPLACEMENT) else 0
 
     def _certain_text(self) -> str:
-        """The window's text without its end where that may yet become another character."""
+        """The window's text, without an end that may still become another character."""
         if self._n_waiting == 0:
             return self._text
         return self._text.rstrip(REPLACEMENT) if self._n_waiting < MAX_HELD_TOKENS else self._text[:-1]
@@ -59,8 +59,8 @@ class TextStream:
         self._n_taken = max(self._n_taken, len(text))
         return new
 
-    def _let_go(self) -> None:
-        """Shortens a full window to tokens whose text alone is the end of its text: not from within a character."""
+    def _shorten(self) -> None:
+        """Shortens a full window to tokens whose own text is the end of its text, so not within a character."""
         if len(self._ids) <= WINDOW_TOKENS or 0 < self._n_waiting < MAX_HELD_TOKENS:
             return
         n_untaken = len(self._text) - self._n_taken
@@ -71,7 +71,7 @@ class TextStream:
                 return
 
     def _release(self, text: str) -> str:
-        """What of the held text and `text` can't be part of a stop string. The stop that is complete first counts."""
+        """The part of the held text and `text` that can't belong to a stop string. The first complete stop counts."""
         if self.stopped:
             return ""
         self._held += text
@@ -85,5 +85,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that is a start of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

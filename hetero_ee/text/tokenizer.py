@@ -1,4 +1,4 @@
-"""The model's tokenizer, by transformers; its errors become ours."""
+"""The model's tokenizer, from transformers; its exceptions become ModelError."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hetero_ee.errors import ModelError, UsageError, shown
 from hetero_ee.hub.model_files import require_tokenizer
 from hetero_ee.text.tokenizer_file import check_tokenizer_files
 
-# These two names mean "tokenizer.json as it is". Going past AutoTokenizer saves 1.5 s of its imports at every start
+# These two classes read tokenizer.json as it is. Bypassing AutoTokenizer saves 1.5 s of imports at every start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -31,9 +31,9 @@ class Tokenizer:
         return cls(backend, vocab_size)
 
     def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the leading begin token where the model wants one. Raises UsageError, ModelError.
+        """Token ids, with the leading begin token if the model wants one. Raises UsageError, ModelError.
 
-        with_special_tokens: False adds none, for text that holds its own, as a chat template's does.
+        with_special_tokens: False adds none, for text that has its own, as a chat template's does.
         """
         try:
             text.encode("utf-8")
@@ -42,8 +42,8 @@ class Tokenizer:
         with _model_errors("the tokenizer fails on this prompt"):
             encoded = self._backend(text, add_special_tokens=with_special_tokens, verbose=False)
         ids = list(encoded["input_ids"])
-        if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; looking at all when loading takes 0.2 s
-            raise ModelError(f"the tokenizer gives token {max(ids)}, the model has only {self._vocab_size}.")
+        if max(ids, default=0) >= self._vocab_size:  # ids may have gaps; checking all of them at loading takes 0.2 s
+            raise ModelError(f"the tokenizer gives token {max(ids)}, but the model has only {self._vocab_size}.")
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
@@ -62,13 +62,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template in chat_template.jinja or tokenizer_config.json, of several the default. Raises ModelError."""
+        """The template in chat_template.jinja or tokenizer_config.json, the default of several. Raises ModelError."""
         template = self._backend.chat_template
         if isinstance(template, dict):
             if "default" not in template:
                 raise ModelError(
                     f"the tokenizer has {len(template)} chat templates ({shown(', '.join(template))}), none of them "
-                    "named default; give one with --chat-template-file."
+                    "named default; choose one with --chat-template-file."
                 )
             template = template["default"]
         if template is not None and not isinstance(template, str):
@@ -93,9 +93,8 @@ def _load_backend(folder: Path) -> Any:
 
 @contextmanager
 def _model_errors(sentence: str) -> Iterator[None]:
-    """Makes whatever the tokenizer's library raises a ModelError: bare Exceptions for a malformed file, and panics,
-    which are no Exceptions, for what its authors did not think of.
-    """
+    """Turns whatever the tokenizers library raises into ModelError: bare Exceptions for malformed files, and panics of
+    its Rust code, which are not Exceptions."""
     try:
         yield
     except BaseException as error:

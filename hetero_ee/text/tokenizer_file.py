@@ -1,6 +1,6 @@
-"""What tokenizer files may ask for: judged before the tokenizer's library sees them.
+"""Checks tokenizer files before the tokenizers library reads them.
 
-That library does whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of one prompt.
+The library does whatever tokenizer.json says: forty replacements of one letter by two make a terabyte of one prompt.
 """
 
 import base64
@@ -16,17 +16,18 @@ from hetero_ee.hub.regular_file import find_file, read_file, reason_of, refuse_s
 from hetero_ee.text.split_pattern import why_slow
 
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest published ones have 33 MB
-MAX_TOKENIZER_VALUES = 5 * 10**6  # in its JSON; those have 2 million
+MAX_TOKENIZER_VALUES = 5 * 10**6  # in its JSON; the largest published ones have 2 million
 MAX_TOKEN_ID = 2**20  # gaps before an id cost memory; the largest published vocabularies have 2^18
 MAX_STEPS = 100  # of one stage; published ones have up to ten
-MAX_GROWTH = 1000.0  # bytes that all stages may make of one; Llama's bound is 12
-OTHER_FILES = (CONFIG_FILE, INDEX_FILE, "generation_config.json", "manifest.json", "weights.bin")  # these have readers
+MAX_GROWTH = 1000.0  # output bytes per input byte, of all stages together; Llama's bound is 12
+# Checked by their own readers.
+OTHER_FILES = (CONFIG_FILE, INDEX_FILE, "generation_config.json", "manifest.json", "weights.bin")
 READ_FILES = (
     *(name for name in SMALL_FILES if name not in OTHER_FILES),
     *("vocab.txt", "spiece.model", "tiktoken.model", "tekken.json"),
 )
 TEMPLATE_FOLDER = "additional_chat_templates"
-# In tokenizer_config.json these would name other files, or other vocabularies than tokenizer.json's.
+# In tokenizer_config.json these would name other files, or another vocabulary than tokenizer.json's.
 FOREIGN_FIELDS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "tokenizer_object", "vocab")
 STAGES = {
     "normalizer": "normalizers",
@@ -34,7 +35,7 @@ STAGES = {
     "post_processor": "processors",
     "decoder": "decoders",
 }
-# Bytes that a step makes of one at most. Unicode's bounds for the normal forms: UAX 15, table of expansion factors.
+# Output bytes per input byte of a step, at most. Normal forms: UAX 15, table of expansion factors.
 _GROWTH = {
     "BertNormalizer": 6,
     "NFC": 3,
@@ -58,7 +59,7 @@ _GROWTH = {
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raises ModelError unless every tokenizer file in `folder` is a plain one of bounded size, work and growth."""
+    """Raises ModelError unless every tokenizer file in `folder` is a regular one of bounded size, work and growth."""
     try:
         files = list(_read_files(folder))
     except OSError as error:
@@ -78,20 +79,20 @@ class RefusedError(ValueError):
 
 
 def _read_files(folder: Path) -> Iterator[Path]:
-    """Every file of the folder that the library reads; raises ModelError for what it must not even try to open."""
-    for place in (folder, folder / TEMPLATE_FOLDER):
-        for entry in sorted(place.iterdir()) if place.is_dir() else ():
+    """Every file of the folder that the library reads; raises ModelError for one that it must not try to open."""
+    for parent in (folder, folder / TEMPLATE_FOLDER):
+        for entry in sorted(parent.iterdir()) if parent.is_dir() else ():
             is_linked_folder = entry.name == TEMPLATE_FOLDER and entry.is_symlink()
             if entry.name in READ_FILES or entry.suffix == ".jinja" or is_linked_folder:
-                if find_file(place, entry.name):
+                if find_file(parent, entry.name):
                     yield entry
             elif entry.name not in OTHER_FILES and entry.suffix != ".safetensors":
-                refuse_special(entry)  # some tokenizer class may have a file of that name
+                refuse_special(entry)  # some tokenizer class may read a file of that name
 
 
 def _check_json(name: str, values: Any) -> None:
     if not isinstance(values, dict):
-        return  # its reader says so
+        return  # its reader refuses it
     if name == "tokenizer_config.json":
         for field in FOREIGN_FIELDS:
             if values.get(field):
@@ -101,15 +102,13 @@ def _check_json(name: str, values: Any) -> None:
         _check_stages(values)
         values = {"added_tokens": values.get("added_tokens")}  # not the vocabulary
     for value in values.values():  # special tokens, alone or in lists and objects
-        for token in (
-            value,
-            *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()),
-        ):
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for token in (value, *inner):
             _check_token(token)
 
 
 def _check_token(token: Any) -> None:
-    """The library prints the names of fields that it does not know, as they are, to standard output."""
+    """The library prints the names of unknown fields, unescaped, to standard output."""
     for field in token if isinstance(token, dict) and isinstance(token.get("content"), str) else ():
         if not field.isidentifier():
             raise RefusedError(f"a token has a field {shown(field)}, which is not supported")
@@ -128,10 +127,10 @@ def _check_stages(values: Mapping[str, Any]) -> None:
         for kind, step in steps:
             growth *= _growth(kind, step)
             if growth > MAX_GROWTH:
-                raise RefusedError(f"its {stage} could make one byte more than {MAX_GROWTH:g}")
+                raise RefusedError(f"its {stage} could turn one byte into more than {MAX_GROWTH:g}")
             _check_pattern(step.get("pattern"))
         if stage == "post_processor":
-            growth = 1.0  # the decoder begins again, with one token
+            growth = 1.0  # the decoder starts again, from one token
 
 
 def _steps(step: Any, sequence: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -168,14 +167,14 @@ def _growth(kind: str, step: Mapping[str, Any]) -> float:
 
 
 def _replacement_growth(pattern: Any, n_content_bytes: int) -> float:
-    """A string is replaced wherever it stands; an expression may match between any two characters."""
+    """A string is replaced wherever it occurs; an expression may match between any two characters."""
     text = pattern.get("String") if isinstance(pattern, dict) else None
     n_bytes = _bytes_of(text)
     return max(1.0, n_content_bytes / n_bytes) if n_bytes else 1 + n_content_bytes
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """A map of sentencepiece: the size of a trie, the trie, and the replacements, each ended by a 0."""
+    """Of a sentencepiece map: the size of a trie, the trie, and the replacements, each terminated by a 0."""
     try:
         data = base64.b64decode(charsmap or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
@@ -187,20 +186,13 @@ def _longest_replacement(charsmap: Any) -> int:
 
 
 def _template_growth(step: Mapping[str, Any]) -> int:
-    """How often a template holds the text; special tokens beside it are a few."""
+    """How often a template holds the text; it adds only a few special tokens."""
     pieces, specials = step.get("single"), step.get("special_tokens")
-    ids = (
-        [special.get("ids") for special in specials.values() if isinstance(special, dict)]
-        if isinstance(specials, dict)
-        else []
-    )
-    if not isinstance(pieces, list) or not all(map(_is_short, (pieces, *ids))):
+    specials = specials.values() if isinstance(specials, dict) else ()
+    ids = [special.get("ids") for special in specials if isinstance(special, dict)]
+    if not all(isinstance(parts, list) and len(parts) <= MAX_STEPS for parts in (pieces, *ids)):
         raise RefusedError(f"its template has more than {MAX_STEPS} parts")
-    return max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces))
-
-
-def _is_short(values: Any) -> bool:
-    return isinstance(values, list) and len(values) <= MAX_STEPS
+    return max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces or ()))
 
 
 def _check_pattern(pattern: Any) -> None:

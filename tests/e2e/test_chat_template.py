@@ -169,7 +169,7 @@ def test_a_process_that_died_is_replaced(opened: Open) -> None:
     (child,) = set(children()) - before
     child.kill()
     child.wait()
-    with pytest.raises(ModelError, match="ended the process"):
+    with pytest.raises(ModelError, match="has died"):
         template.render([USER])
     assert template.render([USER]).startswith("<s>user:")
 

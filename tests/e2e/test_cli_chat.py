@@ -79,7 +79,7 @@ def test_commands(chat: Cli, replies: list[str]) -> None:
     first, second = replies
     ended = chat("/system Be brief.\nHi\n/clear\n/system\n/system Be brief.\nHi\nAnd you?\n/regen\n/stats\n/help\n")
     assert ended.code == 0 and ended.out == f"{first}\n{first}\n{second}\n{second}\n"
-    assert "At temperature 0 the same reply comes again" in ended.err
+    assert "At temperature 0 the reply is always the same" in ended.err
     assert re.search(r"\n5 messages, \d+ of 600 tokens in the context, peak memory [\d.]+ GiB\n", ended.err)
     assert all(f"\n{name} " in ended.err for name in ("/clear", "/exit", "/help", "/regen", "/stats", "/system"))
 
@@ -108,7 +108,7 @@ def test_the_model_may_be_named_twice_but_not_two(cli: Cli, tiny: Path, lines: P
 def test_the_end_of_the_context_is_told(chat: Cli) -> None:
     ended = chat("Hi\nAnd you?\n" * 4, "-c", 60, "-n", 55)
     assert ended.code == 0 and ended.out.count("\n") >= 8
-    assert "(The 2 oldest messages no longer fit into the context and are forgotten.)\n" in ended.err
+    assert "(The 2 oldest messages no longer fit in the context and are forgotten.)\n" in ended.err
     assert "(The context of 60 tokens is full; the reply ends here.)\n" in ended.err
 
 
@@ -128,10 +128,10 @@ def test_the_demo_model_tells_a_story_in_turns(cli: Cli, demo: Path) -> None:
     ("stdin", "sentence"),
     [
         (b"ab\xff\n", "line 1 of standard input is not UTF-8 text at byte 2"),
-        (b"\nab\0\n", "line 2 of standard input holds a NUL character"),
+        (b"\nab\0\n", "line 2 of standard input contains a NUL character"),
         (b"x" * (2**20 + 1), "line 1 of standard input has more than 1 MiB"),
         (b'"""' + (b"y" * 2**19 + b"\n") * 3, "the message has more than 1048576 characters"),
-        (b'"""\nHi\n', 'a message that begins with """ has no such end'),
+        (b'"""\nHi\n', 'a message that begins with """ must end with it'),
         (b"/regen\n", "there is no reply yet"),
         (b"/rgen\n", "there is no command '/rgen'; /help lists them"),
         (b"the " * 700, "the context holds 600"),

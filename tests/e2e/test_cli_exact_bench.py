@@ -44,15 +44,15 @@ def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
     ("arguments", "words"),
     [
         (["bench", "--mode", "magic"], "expected one of full, exact, all"),
-        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "random weights write no text"),
-        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "random weights write no text"),
+        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "random weights produce no text"),
+        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "random weights produce no text"),
         (["bench", "--mode", "all", "--plan", "PLAN"], "a plan has one mode"),
         (["bench", "--mode", "full", "--plan", "PLAN"], "drop --mode or --plan"),
         (["bench", "--draft-length", "99"], "expected 1 to 16"),
         (["bench", "--draft-head", "/dev"], "has no config.json"),
         (["bench", "-ot", "ffn"], "has no '='"),
         (["bench", "--trace", "/"], "name another file"),
-        (["simulate", "--random-weights", "llama-2-7b", "--plan", "PLAN"], "random weights write no text"),
+        (["simulate", "--random-weights", "llama-2-7b", "--plan", "PLAN"], "random weights produce no text"),
         (["simulate", "--mode", "magic"], "expected one of full, exact"),
         (["simulate", "--draft-length", "0"], "expected 1 to 16"),
         (["simulate", "--draft-head", "/dev"], "has no config.json"),
@@ -75,7 +75,7 @@ def test_a_plan_too_small_for_the_tests_is_refused(cli: Cli, demo: Path, tmp_pat
     profile = reference_profile("rtx-4060-laptop-8gb")
     plan(read_spec(demo), profile, Limits(context_tokens=8, gpu_layers=0)).save(tmp_path / "plan.json")
     ended = cli(*TINY_BENCH, "-d", "9", "--plan", tmp_path / "plan.json")
-    assert ended.code == 2 and "the plan holds 8 tokens and the tests take 15" in ended.err
+    assert ended.code == 2 and "the plan has a context of 8 tokens and the tests need 15" in ended.err
 
 
 def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Pat
     assert document["drafts"]["n_tokens"] == 23 and 1 < document["predicted_tokens_per_pass"] <= 4
     ended = cli(*arguments)
     found = re.search(
-        r"\ndrafts +(.+), 4 rows: ([\d.]+) tok/pass, (\d+)% accepted, .+ predicted ([\d.]+) tok/pass", ended.out
+        r"\ndrafts +(.+), up to 4 tokens: ([\d.]+) tok/pass, (\d+)% accepted, .+ predicted ([\d.]+) tok/pass", ended.out
     )
     assert found and float(found[2]) == round(document["drafts"]["tokens_per_pass"], 1)
     full = json.loads(cli("simulate", "-n", 24, "-t", 1, "--mode", "full", "--json").out)

@@ -152,7 +152,7 @@ def test_remove_asks_and_needs_somebody_to_ask(cli: Cli, store: Path) -> None:
     calibration.mkdir()
     (calibration / "calibration.json").touch()
     assert [row["has_calibration"] for row in json.loads(cli("models", "--json").out)["stores"]] == [True]
-    assert re.search(r"  rtn +beside it  ", cli("models").out)
+    assert re.search(r"  rtn +yes  ", cli("models").out)
     removed = cli("models", "remove", "tiny", store.name, "--yes")
     assert (removed.code, removed.out, removed.err) == (0, f"{store.name}\n", "")
     assert not store.exists() and not calibration.exists()
@@ -185,12 +185,12 @@ def test_who_is_asked_is_told_of_a_calibration(
     (calibration / "calibration.json").touch()
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     models.remove([store.name])
-    assert capsys.readouterr().err.startswith(f"{store.name}, 0.1 MiB, with its calibration\nRemove? [y/N] ")
+    assert capsys.readouterr().err.startswith(f"{store.name}, 0.1 MiB, and its calibration\nRemove? [y/N] ")
     assert calibration.is_dir() and store.is_dir()
 
 
 def test_verify_names_what_is_damaged(cli: Cli, store: Path, tmp_path: Path) -> None:
-    assert (cli("models", "verify").code, cli("models", "verify").out) == (0, f"{store.name}: whole\n")
+    assert (cli("models", "verify").code, cli("models", "verify").out) == (0, f"{store.name}: intact\n")
     copy = Path(shutil.copytree(store, tmp_path / "copy"))
     data = bytearray((copy / "weights.bin").read_bytes())
     data[5] ^= 1
@@ -201,7 +201,7 @@ def test_verify_names_what_is_damaged(cli: Cli, store: Path, tmp_path: Path) -> 
     assert ended.out == (
         "copy: 'more.txt': does not belong to a store\n"
         "copy: weights.bin at byte 0: 'embedding.tokens' tiles does not match its checksum\n"
-        f"{store.name}: whole\n"
+        f"{store.name}: intact\n"
     )
     ended = cli("models", "verify", "~nobody-of-this-name/store")
     assert ended.code == 2 and re.fullmatch(r"hetero-ee: [^\n]+ no such home folder\.\n", ended.err)

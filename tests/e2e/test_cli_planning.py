@@ -129,11 +129,12 @@ def test_bench_has_llama_benchs_keys_and_the_prediction(cli: Cli, data: Path, ti
     )
     (date,) = {row["profile_date"] for row in rows}
     assert f"predicted from a profile measured on {date}; --refresh" in table[-2]
-    assert re.search(r"microseconds a layer of the executor, kernels not counted: [\d.]+ \(threads: \d+\)", table[-1])
+    overhead = r"executor overhead in microseconds per layer, kernels not counted: [\d.]+ \(threads: \d+\)"
+    assert re.search(overhead, table[-1])
     assert all(0 < row["executor_us_per_layer"] < 1e6 for row in rows)
 
 
-def test_bench_measures_anew_where_asked_and_tells_of_another_speed(cli: Cli, data: Path, tiny: Path) -> None:
+def test_bench_measures_again_if_asked_and_tells_of_another_speed(cli: Cli, data: Path, tiny: Path) -> None:
     arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick"]
     assert "Measuring this machine" in cli(*arguments).err
     (file,) = (data / "profiles").iterdir()
@@ -143,8 +144,8 @@ def test_bench_measures_anew_where_asked_and_tells_of_another_speed(cli: Cli, da
     write_record(replace(profile, cpu=cpu), file)
     again = cli(*arguments)
     assert "Measuring this machine" not in again.err and "Memory is read at 0% of the speed" in again.err
-    anew = cli(*arguments, "--refresh")
-    assert "Measuring this machine" in anew.err and "Memory is read at 0%" not in anew.err
+    refreshed = cli(*arguments, "--refresh")
+    assert "Measuring this machine" in refreshed.err and "Memory is read at 0%" not in refreshed.err
     assert read_record(HardwareProfile, file).cpu[0].read_bytes_per_s.value < 1e18
 
 
@@ -152,11 +153,11 @@ def test_bench_of_fp32_weights_times_no_kernels(cli: Cli, data: Path, tiny: Path
     arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick", "--quantizer", "none"]
     (row,) = json.loads(cli(*arguments, "--json").out)
     assert row["executor_us_per_layer"] is None
-    assert "of the executor" not in cli(*arguments).out
+    assert "executor overhead" not in cli(*arguments).out
 
 
 BAD: dict[str, tuple[list[Any], str]] = {
-    "hardware": (["plan", "--hardware", "abacus"], "is no shipped profile; there are rtx"),
+    "hardware": (["plan", "--hardware", "abacus"], "is not a shipped profile; choose one of rtx"),
     "hardware file": (["plan", "--hardware", "./missing.json"], "can't be used"),
     "random weights": (["plan", "--random-weights", "gpt-9"], "choose one of tinyllama"),
     "both models": (["plan", "a/b", "--random-weights", "llama-2-7b"], "exclude each other"),

@@ -114,7 +114,7 @@ def test_a_full_disk_under_standard_output_is_said_in_a_line(arguments: list[str
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert ended.returncode == 28
-    assert re.fullmatch(r"hetero-ee: no room is left [^\n]+\n", ended.stderr)
+    assert re.fullmatch(r"hetero-ee: the output can't be written: the disk is full [^\n]+\n", ended.stderr)
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(endless: list[object], tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(own_tiny: Path) -> None
     with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
         assert engine.generate("a", max_new_tokens=3).n_generated_tokens == 3
         for call in (engine.generate, engine.stream, engine.count_tokens):
-            with pytest.raises(ModelError, match=r"the tokenizer gives token \d+, the model has only 131\."):
+            with pytest.raises(ModelError, match=r"the tokenizer gives token \d+, but the model has only 131\."):
                 call(PROMPT)
 
 

@@ -98,7 +98,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "512 tokens and 2000 new ones are more than the context's 2048",
     ),
     "a real prompt beyond the context": (["-p", PROMPT * 9, "-c", 8, "-t", 1], "and the context holds 8"),
-    "no such hardware": (["--hardware", "abacus"], "is no shipped profile"),
+    "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "no such file of hardware": (["--hardware", "./missing.json"], "can't be used"),
     "no such plan": (["--plan", "missing.json"], "can't be used"),
     "no such shapes": (["--random-weights", "gpt-9"], "choose one of"),
@@ -125,7 +125,7 @@ def test_a_text_ends_where_the_context_does(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--vram-budget", "2"], "a plan says already what --vram-budget would say; drop --vram-budget or --plan"),
+        (["--vram-budget", "2"], "a plan already decides what --vram-budget would; drop --vram-budget or --plan"),
         (["--ram-budget", "2"], "drop --ram-budget or --plan"),
         (["-c", "32"], "context_tokens is 32 and the plan is for 64"),
         (["--random-weights", "llama-2-7b"], "with other shapes"),

@@ -58,7 +58,7 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
     # name: check, status, what the finding says, what the advice says
     "Linux": (lambda: machine.operating_system(recorded(ryzen())), "ok", "Ubuntu 24.04.1 LTS, kernel 6.8", ""),
     "WSL": (lambda: machine.operating_system(recorded(release="5-microsoft-WSL2")), "ok", "glibc 2.39, WSL", ""),
-    "macOS": (lambda: machine.operating_system(recorded(system="darwin")), "warn", "macOS", "Linux is tested"),
+    "macOS": (lambda: machine.operating_system(recorded(system="darwin")), "warn", "macOS", "Only Linux is tested"),
     "musl": (lambda: machine.operating_system(recorded(libc="")), "warn", "no glibc", "torch is built for glibc"),
     "CPU": (lambda: machine.processor(recorded(ryzen())), "ok", "8 cores with 16 hardware threads (x86_64), 8 us", ""),
     "hybrid": (lambda: machine.processor(recorded(intel_hybrid())), "ok", "2 performance and 4 efficiency cores", ""),
@@ -70,23 +70,23 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
     "more than the system says": (lambda: instructions({}, "AVX2"), "ok", "use AVX2", ""),
     "limited by a variable": (
         lambda: instructions(ryzen(), "AVX2", NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=""),
-        *("warn", "use AVX2 code although the processor has AVX-512 VNNI", "Unset NUMBA_CPU_NAME, NUMBA_CPU_FEATURES."),
+        *("warn", "use AVX2 code, but the processor has AVX-512 VNNI", "Unset NUMBA_CPU_NAME, NUMBA_CPU_FEATURES."),
     ),
     "limited by Numba": (lambda: instructions(arm_board(), "generic"), "warn", "has NEON dot", "Update numba"),
     "old processor": (lambda: instructions({}, "generic"), "warn", "generic code", "many times faster"),
     "broken Numba": (
         lambda: machine.instructions(recorded(ryzen()), {}, without_numba),
-        *("fail", "Numba can't be used (ImportError: Numba needs NumPy", "Install hetero-ee again."),
+        *("fail", "Numba can't be used (ImportError: Numba needs NumPy", "Reinstall hetero-ee."),
     ),
     "memory": (lambda: memory(8 * GIB), "ok", "16.0 GiB, 8.0 GiB available, swap 1.0 GiB", ""),
     "little memory": (lambda: memory(GIB // 2), "warn", "0.5 GiB available", "Close other programs"),
     "small container": (
         lambda: memory(8 * GIB, **in_cgroup_2({}, "", str(GIB // 2))),
-        *("warn", "a container's limit of 0.5 GiB", "Close other programs"),
+        *("warn", "container limit of 0.5 GiB", "Close other programs"),
     ),
     "huge pages": (lambda: machine.huge_pages(recorded(ryzen())), "ok", "madvise", ""),
     "no huge pages": (lambda: machine.huge_pages(recorded()), "ok", "no transparent huge pages", ""),
-    "no GPU": (lambda: gpu({}, {}, CPU_TORCH), "ok", "none found; the CPU does everything", ""),
+    "no GPU": (lambda: gpu({}, {}, CPU_TORCH), "ok", "none found; everything runs on the CPU", ""),
     "GPU": (
         lambda: gpu({}, SMI, GPU_TORCH),
         *("ok", "NVIDIA T4, 16.0 GiB (15.0 GiB free), compute capability 7.5, driver 560.35.03", ""),
@@ -118,20 +118,25 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
     ),
     "Python": (software.python, "ok", "3.", ""),
     "version": (software.hetero_ee_version, "ok", "0.", ""),
-    "transformers": (lambda: software.transformers(versions(transformers="5.0")), "ok", "5.0", ""),
-    "no transformers": (lambda: software.transformers(versions()), "fail", "not installed", "Install hetero-ee again"),
-    "hub": (lambda: software.hub(versions(huggingface_hub="2.4.0")), "ok", "2.4.0", ""),
-    "no hub": (lambda: software.hub(versions()), "fail", "not installed", "Install hetero-ee again"),
+    "transformers": (lambda: software.needed("transformers", versions(transformers="5.0")), "ok", "5.0", ""),
+    "no transformers": (
+        lambda: software.needed("transformers", versions()),
+        "fail",
+        "not installed",
+        "Reinstall hetero-ee",
+    ),
+    "hub": (lambda: software.needed("huggingface_hub", versions(huggingface_hub="2.4.0")), "ok", "2.4.0", ""),
+    "no hub": (lambda: software.needed("huggingface_hub", versions()), "fail", "not installed", "Reinstall hetero-ee"),
     "Numba": (lambda: software.numba(versions(numba="0.68", llvmlite="0.50")), "ok", "0.68, llvmlite 0.50", ""),
-    "no Numba": (lambda: software.numba(versions(llvmlite="0.50")), "fail", "not installed", "anew"),
-    "no llvmlite": (lambda: software.numba(versions(numba="0.68")), "fail", "llvmlite is not installed", "anew"),
+    "no Numba": (lambda: software.numba(versions(llvmlite="0.50")), "fail", "not installed", "Reinstall"),
+    "no llvmlite": (lambda: software.numba(versions(numba="0.68")), "fail", "llvmlite is not installed", "Reinstall"),
     "Triton": (
         lambda: gpu_matmul("cuda", triton="3.7", bitsandbytes="0.50", torch="2.13"),
         *("ok", "triton 3.7, bitsandbytes 0.50; matmul_int4 on cuda is computed by triton, the fastest there is", ""),
     ),
     "Triton, no GPU": (
         lambda: gpu_matmul(None, triton="3.7", torch="2.13"),
-        *("ok", "without a GPU not used: triton 3.7; matmul_int4 on cuda is computed by triton", ""),
+        *("ok", "not used without a GPU: triton 3.7; matmul_int4 on cuda is computed by triton", ""),
     ),
     "no Triton, no GPU": (lambda: gpu_matmul(None, torch="2.13"), "ok", "needed for a GPU only", ""),
     "no Triton": (
@@ -146,14 +151,14 @@ CHECKS: dict[str, tuple[Make, str, str, str]] = {
         lambda: gpu_matmul("cuda", torch="2.13"),
         *("warn", "computed by torch, because triton and bitsandbytes can't be imported", "Install triton"),
     ),
-    "not even torch": (lambda: gpu_matmul("cuda"), "fail", "nothing on this machine computes matmul_int4", "anew"),
+    "not even torch": (lambda: gpu_matmul("cuda"), "fail", "nothing on this machine computes matmul_int4", "Reinstall"),
     "OpenMP": (
         lambda: software.openmp(recorded({}, {"/sbin/ldconfig": Answer("\tlibgomp.so.1 (libc6,x86-64) => /x\n")})),
         *("ok", "libgomp", ""),
     ),
     "no OpenMP": (lambda: software.openmp(recorded({}, {"/sbin/ldconfig": Answer("\tlibc")})), "ok", "none; only", ""),
     "no ldconfig": (lambda: software.openmp(recorded()), "ok", "unknown", ""),
-    "OpenMP on Windows": (lambda: software.openmp(recorded(system="win32")), "ok", "not looked for", ""),
+    "OpenMP on Windows": (lambda: software.openmp(recorded(system="win32")), "ok", "not checked", ""),
     "clock": (lambda: machine.clock(4e9, Path(__file__)), "ok", "2096-10-02 07:06 UTC", ""),
     "clock behind": (
         lambda: machine.clock(0.0, Path(__file__)),
@@ -184,8 +189,8 @@ def test_an_installed_package_has_a_version_and_others_have_none() -> None:
         (DiskInfo(100 * GIB, 50 * GIB, "ext4"), "ok", "50.0 GiB of 100.0 GiB free, ext4; locks and mmap work"),
         (DiskInfo(100 * GIB, 50 * GIB, ""), "ok", "unknown file system"),
         (DiskInfo(100 * GIB, GIB, "ext4"), "warn", "1.0 GiB of 100.0 GiB free"),
-        (DiskInfo(100 * GIB, 50 * GIB, "tmpfs"), "warn", "tmpfs, which is memory"),
-        (DiskInfo(100 * GIB, 50 * GIB, "nfs4"), "warn", "nfs4, another machine's disk"),
+        (DiskInfo(100 * GIB, 50 * GIB, "tmpfs"), "warn", "tmpfs, which is in RAM"),
+        (DiskInfo(100 * GIB, 50 * GIB, "nfs4"), "warn", "nfs4, a network disk"),
     ],
 )
 def test_disks(disk: DiskInfo, status: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +237,7 @@ def settings_of(tmp_path: Path, text: str, **environment: str) -> Settings:
 def test_configuration(tmp_path: Path) -> None:
     found = configuration.configuration(settings_of(tmp_path, "threads = 2\noffline = true"), None)
     assert found == ok(f"{tmp_path / 'config.toml'}: 2 settings")
-    assert configuration.configuration(Settings(tmp_path / "none"), None) == ok(f"{tmp_path / 'none'}: not there")
+    assert configuration.configuration(Settings(tmp_path / "none"), None) == ok(f"{tmp_path / 'none'}: no such file")
     for settings, problem in (
         (settings_of(tmp_path, "threads = 'x'"), None),
         (settings_of(tmp_path, "", HETERO_EE_THREADS="x"), None),
@@ -248,10 +253,10 @@ def test_variables(tmp_path: Path) -> None:
     found = configuration.variables(settings_of(tmp_path, "", HETERO_EE_THREADS="3"))
     assert found == ok("set: HETERO_EE_CONFIG, HETERO_EE_THREADS")
     typo = configuration.variables(settings_of(tmp_path, "", HETERO_EE_THREAD=secret))
-    assert typo.status is Status.WARN and typo.text == "without a meaning: HETERO_EE_THREAD"
+    assert typo.status is Status.WARN and typo.text == "unknown: HETERO_EE_THREAD"
     assert typo.advice == "Did you mean HETERO_EE_THREADS?"
     other = configuration.variables(settings_of(tmp_path, "", HETERO_EE_ZZ=secret))
-    assert "There are HETERO_EE_CONFIG, HETERO_EE_MODEL" in other.advice
+    assert "Known are HETERO_EE_CONFIG, HETERO_EE_MODEL" in other.advice
     assert secret not in str(typo) + str(other)
 
 

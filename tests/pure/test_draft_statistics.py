@@ -24,16 +24,16 @@ def test_rounds_add_up() -> None:
     assert found.mean_exit_depth == (3 + 2 * 4 + 5 * 12) / 8
 
 
-def test_rows_drafted_ahead_are_told_where_there_were_any() -> None:
+def test_asynchronous_drafts_are_told_if_there_were_any() -> None:
     from hetero_ee_cli.reports.run_report import draft_lines, drafts_document
 
     counts = DraftCounts(n_passes=1, n_ahead=8, n_ahead_kept=6)
     counts.add_round([EXIT], [4], 1, 2)
     found = counts.statistics(12, 4)
-    assert "              ahead: 8 rows begun early, 75% right" in draft_lines(found)
+    assert "              asynchronous: 8 tokens drafted early, 75% right" in draft_lines(found)
     document = drafts_document(found)
     assert document is not None and (document["n_ahead"], document["n_ahead_kept"]) == (8, 6)
-    assert not any("ahead" in line for line in draft_lines(DraftCounts().statistics(12, 4)))
+    assert not any("asynchronous" in line for line in draft_lines(DraftCounts().statistics(12, 4)))
 
 
 def test_nothing_drafted_is_no_division_by_zero() -> None:

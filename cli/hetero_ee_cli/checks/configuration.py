@@ -1,4 +1,4 @@
-"""Checks of settings: the configuration file, HETERO_EE_ variables, and what huggingface_hub is told."""
+"""Checks of settings: the configuration file, HETERO_EE_ variables, and those of huggingface_hub."""
 
 import difflib
 from pathlib import Path
@@ -18,9 +18,9 @@ def configuration(settings: Settings, problem: UsageError | None) -> Finding:
             raise problem
         resolved = [settings.resolve(setting.name) for setting in SETTINGS]
     except UsageError as error:
-        return fail(str(error), "Correct it; until then every command refuses to start.")
+        return fail(str(error), "Correct it; no other command runs until then.")
     n_set = sum(found.setting.name in settings.in_file for found in resolved)
-    there = f"{n_set} settings" if settings.file.exists() else "not there"
+    there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if settings.file.exists() else "no such file"
     return ok(f"{settings.file}: {there}")
 
 
@@ -30,14 +30,14 @@ def variables(settings: Settings) -> Finding:
     if unknown:
         names = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
         near = difflib.get_close_matches(unknown[0].removeprefix(ENVIRONMENT_PREFIX), names, n=1)
-        advice = f"Did you mean {names[near[0]]}?" if near else f"There are {', '.join(known)}."
-        return warn(f"without a meaning: {', '.join(unknown)}", advice)
+        advice = f"Did you mean {names[near[0]]}?" if near else f"Known are {', '.join(known)}."
+        return warn(f"unknown: {', '.join(unknown)}", advice)
     given = [name for name in known if settings.environment.get(name)]
     return ok(f"set: {', '.join(given)}" if given else "no HETERO_EE_ variable is set")
 
 
 def hugging_face(settings: Settings) -> Finding:
-    """Whether there is a token, which is never read, and whether downloads are allowed."""
+    """Whether there is a token, which is not read, and whether downloads are allowed."""
     from huggingface_hub import constants
 
     has_token = any(settings.environment.get(name) for name in TOKEN_VARIABLES)

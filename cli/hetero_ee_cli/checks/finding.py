@@ -1,4 +1,4 @@
-"""One finding of a check, and the checks' runner, which lets none of them end the command."""
+"""What a check found, and the runner of the checks; one that fails does not end the command."""
 
 import getpass
 import re
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Check = Callable[[], "Finding"]
-N_WORKERS = 4  # checks wait for other processes most of the time
+N_WORKERS = 4  # checks mostly wait for other processes
 
 
 class Status(StrEnum):
@@ -23,7 +23,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found, and what to do about it where something should be done."""
+    """What a check found, and what to do about it, if anything."""
 
     status: Status
     text: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A finding with its check's name, fit to be shown to anybody."""
+    """A finding with its check's name, without private names."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ def examine(checks: Mapping[str, Check]) -> list[Row]:
     try:
         findings = list(pool.map(_found, checks.values()))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for nobody
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait
     return [
         Row(name, finding.status, presentable(finding.text), presentable(finding.advice))
         for name, finding in zip(checks, findings, strict=True)
@@ -69,11 +69,11 @@ def _found(check: Check) -> Finding:
     try:
         return check()
     except Exception as error:
-        return warn(f"can't be determined ({type(error).__name__}: {error})", "Report this if it stands in your way.")
+        return warn(f"can't be determined ({type(error).__name__}: {error})", "Report this if it causes trouble.")
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
-    """The function with its result kept: checks in several threads may ask for it, and it runs once."""
+    """The function with its result cached; it runs once even if several threads call it."""
     lock, kept = Lock(), list[T]()
 
     def run() -> T:
@@ -90,7 +90,7 @@ def gib(n_bytes: int) -> str:
 
 
 def presentable(text: str) -> str:
-    """One printable line without the home folder's place and the user's name."""
+    """One printable line without the home folder's path and the user's name."""
     line = "".join(c if c.isprintable() else " " for c in text)
     for home in _home_folders():
         line = re.sub(re.escape(home) + r"(?![\w.-])", "~", line)
@@ -100,10 +100,10 @@ def presentable(text: str) -> str:
 
 
 def _home_folders() -> list[str]:
-    """The home folder, also as links resolve it; a root folder is nobody's."""
+    """The home folder, and what it resolves to; never a root folder."""
     try:
         home = Path.home()
-        return [str(place) for place in (home, home.resolve()) if place != Path(place.anchor)]
+        return [str(folder) for folder in (home, home.resolve()) if folder != Path(folder.anchor)]
     except (OSError, RuntimeError):
         return []
 

@@ -15,7 +15,7 @@ from hetero_ee_profiles.host.torch_build import TorchBuild
 
 LOW_MEMORY_BYTES = 2**30
 NUMBA_VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
-INSTALL_TORCH = "Install the torch that the selector on pytorch.org names for this GPU."
+INSTALL_TORCH = "Install the torch build that the selector on pytorch.org gives for this GPU."
 
 
 def operating_system(host: Host) -> Finding:
@@ -24,9 +24,9 @@ def operating_system(host: Host) -> Finding:
     parts = [system.distribution or system.name, f"kernel {system.release}", system.libc, *inside]
     text = ", ".join(part for part in parts if part)
     if system.name != "Linux":
-        return warn(text, "Nothing was ever tried on this system; Linux is tested, and WSL is one.")
+        return warn(text, "Only Linux is tested, WSL included.")
     if not system.libc.startswith("glibc"):
-        return warn(f"{text}, no glibc", "torch is built for glibc; use a distribution that has it.")
+        return warn(f"{text}, no glibc", "torch is built for glibc; use a distribution with glibc.")
     return ok(text)
 
 
@@ -36,7 +36,7 @@ def processor(host: Host) -> Finding:
     if cpu.n_efficiency:
         parts.append(f"{cpu.n_performance} performance and {cpu.n_efficiency} efficiency cores")
     if cpu.quota_cores is not None:
-        parts.append(f"a container's limit of {cpu.quota_cores:g} cores")
+        parts.append(f"container limit of {cpu.quota_cores:g} cores")
     parts.append(f"{cpu.n_usable} usable")
     return ok(", ".join(parts))
 
@@ -49,18 +49,21 @@ def _cores(cpu: CpuInfo) -> str:
 def instructions(
     host: Host, environment: Mapping[str, str], compiled_for: Callable[[], str] = kernel_instruction_set
 ) -> Finding:
-    """Which of the instruction sets that the processor has the kernels are compiled for."""
+    """Which of the processor's instruction sets the kernels are compiled for."""
     has = system_instruction_set(cpu_info(host).features)
     try:
         uses = compiled_for()
     except Exception as error:
-        return fail(f"Numba can't be used ({type(error).__name__}: {error})", "Install hetero-ee again.")
+        return fail(f"Numba can't be used ({type(error).__name__}: {error})", "Reinstall hetero-ee.")
     if rank(uses) < rank(has):
         limits = ", ".join(name for name in NUMBA_VARIABLES if environment.get(name) is not None)
         advice = f"Unset {limits}." if limits else "Update numba and llvmlite."
-        return warn(f"the kernels use {uses} code although the processor has {has}", advice)
+        return warn(f"the kernels use {uses} code, but the processor has {has}", advice)
     if uses == GENERIC:
-        return warn("the kernels use generic code", "A processor with AVX2 or Arm's dot product is many times faster.")
+        return warn(
+            "the kernels use generic code",
+            "With AVX2 or Arm's dot product, it would be many times faster.",
+        )
     return ok(f"the kernels use {uses}")
 
 
@@ -68,10 +71,10 @@ def memory(host: Host) -> Finding:
     found = memory_info(host)
     parts = [f"{gib(found.total_bytes)}, {gib(found.available_bytes)} available", _swap(found)]
     if found.usable_bytes < found.total_bytes:
-        parts.append(f"a container's limit of {gib(found.usable_bytes)}")
+        parts.append(f"container limit of {gib(found.usable_bytes)}")
     text = ", ".join(parts)
     if min(found.available_bytes, found.usable_bytes) < LOW_MEMORY_BYTES:
-        return warn(text, "Close other programs: models of a few billion weights need several GiB.")
+        return warn(text, "Close other programs: models with a few billion weights need several GiB.")
     return ok(text)
 
 
@@ -85,7 +88,7 @@ def huge_pages(host: Host) -> Finding:
 
 
 def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
-    """What drivers list, and what torch makes of it."""
+    """What drivers list, and what torch can use."""
     inventory, build = gpu_inventory(host), torch()
     known_driver = next((found.driver for found in inventory.gpus if found.driver), None)
     if build.gpus:
@@ -99,11 +102,11 @@ def gpu(host: Host, torch: Callable[[], TorchBuild]) -> Finding:
     problems = "".join(f"; {problem}" for problem in inventory.problems)
     if not inventory.gpus:
         if inventory.problems:
-            return warn(problems.removeprefix("; "), "Check the GPU's driver, or go on with the CPU alone.")
-        return ok("none found; the CPU does everything")
+            return warn(problems.removeprefix("; "), "Check the GPU's driver, or use the CPU alone.")
+        return ok("none found; everything runs on the CPU")
     text = "; ".join(_listed(found) for found in inventory.gpus) + problems
     if not known_driver:
-        return warn(f"{text}, without a driver", "Install the GPU's driver, then see this row again.")
+        return warn(f"{text}, without a driver", "Install the GPU's driver, then run doctor again.")
     built_for = {"NVIDIA": build.cuda, "AMD": build.hip}
     if not any(built_for.get(found.vendor) for found in inventory.gpus):
         return warn(f"{text}; torch is built for {build.platform}", INSTALL_TORCH)
@@ -124,10 +127,8 @@ def _listed(found: GpuInfo) -> str:
 
 
 def clock(now_s: float, installed: Path) -> Finding:
-    """A clock that is behind makes downloads fail: certificates seem not to be valid yet."""
+    """A clock that is behind makes downloads fail: certificates seem not yet valid."""
     text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now_s))
     if now_s < installed.stat().st_mtime - 24 * 3600:
-        return warn(
-            f"{text}, before hetero_ee was installed", "Set the clock: downloads are refused while it is wrong."
-        )
+        return warn(f"{text}, before hetero_ee was installed", "Set the clock: downloads fail while it is wrong.")
     return ok(text)

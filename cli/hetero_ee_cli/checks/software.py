@@ -1,4 +1,4 @@
-"""Checks of the software: Python and the packages, imported only where nothing cheaper tells."""
+"""Checks of the software: Python and the packages, imported only if there is no cheaper way to tell."""
 
 import sys
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from hetero_ee_profiles.host.host import TIMEOUT_S, Host
 from hetero_ee_profiles.host.torch_build import TorchBuild
 
 LOWEST_PYTHON = (3, 11)
-INSTALL = "Install hetero-ee again: its dependencies are not complete."
+INSTALL = "Reinstall hetero-ee: its dependencies are incomplete."
 Version = Callable[[str], str | None]
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package that can be found for importing, None without one."""
+    """The version of an installed package that can be imported, else None."""
     try:
         return version(package) if find_spec(package.replace("-", "_")) else None
     except (PackageNotFoundError, ValueError):
@@ -39,22 +39,15 @@ def python() -> Finding:
 
 
 def torch(build: Callable[[], TorchBuild]) -> Finding:
-    """Really imported, in a process of its own."""
+    """Imported in a process of its own."""
     found = build()
     if not found.version:
         return fail(f"can't be imported ({found.problem})", "Run `python -c 'import torch'` to see why.")
     return ok(f"{found.version}, {found.platform}")
 
 
-def transformers(version_of: Version = package_version) -> Finding:
-    return _needed(version_of("transformers"))
-
-
-def hub(version_of: Version = package_version) -> Finding:
-    return _needed(version_of("huggingface_hub"))
-
-
-def _needed(found: str | None) -> Finding:
+def needed(package: str, version_of: Version = package_version) -> Finding:
+    found = version_of(package)
     return ok(found) if found else fail("not installed", INSTALL)
 
 
@@ -62,29 +55,29 @@ def numba(version_of: Version = package_version) -> Finding:
     found, below = version_of("numba"), version_of("llvmlite")
     if not (found and below):
         return fail("not installed" if not found else "llvmlite is not installed", INSTALL)
-    return ok(f"{found}, llvmlite {below}; the kernels have their own threads, not one of Numba's threading layers")
+    return ok(f"{found}, llvmlite {below}; the kernels use their own threads, not Numba's")
 
 
 def openmp(host: Host) -> Finding:
-    """The kernels need none and torch brings its own; bitsandbytes looks for the system's."""
+    """The kernels need none and torch ships its own; only bitsandbytes looks for the system's."""
     if host.system != "linux":
-        return ok("not looked for on this system")
+        return ok("not checked on this system")
     found = host.run(["/sbin/ldconfig", "-p"], TIMEOUT_S)
     if found.problem:
-        return ok("unknown (no ldconfig); only bitsandbytes on the CPU looks for it")
+        return ok("unknown (no ldconfig); only bitsandbytes on the CPU needs it")
     names = [name for name in ("libgomp", "libomp", "libiomp5") if f"\t{name}.so" in found.output]
-    return ok(", ".join(names) if names else "none; only bitsandbytes on the CPU looks for it")
+    return ok(", ".join(names) if names else "none; only bitsandbytes on the CPU needs it")
 
 
 def gpu_matmul(
     kind: Callable[[], str | None], version_of: Version = package_version, is_installed: IsInstalled = is_installed
 ) -> Finding:
-    """Which implementation the engine takes, and why. kind: of the GPU, as in the registry; None without one."""
-    there = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
-    versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in there)
+    """Which implementation the engine uses, and why. kind: of the GPU, as in the registry; None without one."""
+    installed = [name for name in ("triton", "bitsandbytes") if is_installed(name)]
+    versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in installed)
     versions = versions or "neither triton nor bitsandbytes"
     found = kind()
-    if found is None and not there:
+    if found is None and not installed:
         return ok(f"{versions}; needed for a GPU only")
     try:
         choice = default_registry(is_installed).explain("matmul_int4", found or "cuda")
@@ -92,5 +85,5 @@ def gpu_matmul(
         return fail(f"{versions}; {str(error).rstrip('.')}", INSTALL)
     text = f"{versions}; {choice.reason.rstrip('.')}"
     if found is None:
-        return ok(f"without a GPU not used: {text}")
-    return warn(text, "Install triton, which comes with torch for GPUs on Linux.") if choice.missing else ok(text)
+        return ok(f"not used without a GPU: {text}")
+    return warn(text, "Install triton; torch builds for GPUs on Linux include it.") if choice.missing else ok(text)

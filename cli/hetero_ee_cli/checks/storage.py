@@ -1,4 +1,4 @@
-"""Checks of the cache: its disk, what is compiled and what is converted."""
+"""Checks of the cache folder: its disk, compiled kernels and converted models."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ CHOOSE_ANOTHER = "Set HETERO_EE_CACHE_DIR to a folder on another disk."
 
 
 def cache_disk(host: Host, cache: Path) -> Finding:
-    """Really writes, maps and locks a file there; nothing is left of it."""
+    """Writes, maps and locks a file there, then removes it."""
     try:
         disk = disk_info(host, cache)
         try_disk(cache)
@@ -25,11 +25,11 @@ def cache_disk(host: Host, cache: Path) -> Finding:
         return fail(f"{cache} can't be used ({error.strerror or error})", CHOOSE_ANOTHER)
     text = f"{cache}: {gib(disk.free_bytes)} of {gib(disk.total_bytes)} free, {disk.kind or 'unknown file system'}"
     if disk.is_memory:
-        return warn(f"{text}, which is memory", f"Models would take memory twice. {CHOOSE_ANOTHER}")
+        return warn(f"{text}, which is in RAM", f"Models would take up RAM twice. {CHOOSE_ANOTHER}")
     if disk.free_bytes < LOW_DISK_BYTES:
-        return warn(text, f"A model of 7 billion weights needs 4 GiB. {CHOOSE_ANOTHER}")
+        return warn(text, f"A model with 7 billion weights needs 4 GiB. {CHOOSE_ANOTHER}")
     if disk.is_network:
-        return warn(f"{text}, another machine's disk", f"Weights are read from there over and over. {CHOOSE_ANOTHER}")
+        return warn(f"{text}, a network disk", f"Weights are read from there again and again. {CHOOSE_ANOTHER}")
     return ok(f"{text}; locks and mmap work")
 
 
@@ -37,11 +37,11 @@ def kernel_cache(cache: Path) -> Finding:
     folder = kernel_cache_folder(cache)
     if KernelCache(folder).is_filled():
         return ok("filled")
-    return ok("empty; the first text waits some seconds longer while the kernels are compiled")
+    return ok("empty; the first run takes some seconds longer, to compile the kernels")
 
 
 def stores(cache: Path) -> Finding:
-    """A listing alone; no store is opened."""
+    """From a listing of the folder; no store is opened."""
     folders = [entry for entry in _entries(cache / STORES_FOLDER) if entry.is_dir(follow_symlinks=False)]
     folders = [folder for folder in folders if not folder.name.endswith(REMOVED_SUFFIX)]
     n_bytes = sum(entry.stat().st_size for folder in folders for entry in _entries(Path(folder.path)))

@@ -1,4 +1,4 @@
-"""`hetero-ee bench`: tokens per second as llama-bench measures them, with the plan's prediction beside each."""
+"""`hetero-ee bench`: tokens per second as llama-bench measures them, each with the plan's prediction."""
 
 import sys
 import time
@@ -11,27 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.options.placement import (
-    DraftHead,
-    PlacementOptions,
-    PlanFile,
-    Stats,
-    Trace,
-    for_dense,
-    placement_options,
-)
-from hetero_ee_cli.options.planning import (
-    DraftTokens,
-    GpuLayers,
-    KvType,
-    ModelArgument,
-    Progress,
-    RandomWeights,
-    VramBudget,
-    VramMargin,
-    model_spec,
-)
-from hetero_ee_cli.options.settings import Offline, Quantizer
+from hetero_ee.config import Progress
+from hetero_ee_cli.options.common import with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.placement import Placed, PlacementOptions
+from hetero_ee_cli.options.planning import OVERRIDE_HELP, LimitOptions
 from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
@@ -39,7 +23,6 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
-    from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.devices.timeline import Span
@@ -57,89 +40,65 @@ EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not 
 Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 
+@with_options(without=["ram_budget", "override", "mode", "revision", "ctx_size", "threads"])
 def bench(
+    limits: LimitOptions,
+    placement: PlacementOptions,
+    engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, as 128,512; 0 for none.")] = "512",
-    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Tokens to generate, likewise.")] = "128",
-    n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens in the context before, likewise.")] = "0",
+    n_prompt: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt lengths, like 128,512; 0: none.")] = "512",
+    n_gen: Annotated[str, typer.Option("-n", "--n-gen", help="Numbers of tokens to generate; 0: none.")] = "128",
+    n_depth: Annotated[str, typer.Option("-d", "--n-depth", help="Context lengths to start from.")] = "0",
     threads: Annotated[
-        str | None, typer.Option("-t", "--threads", help="CPU threads, likewise. [default: all cores]")
+        str | None, typer.Option("-t", "--threads", help="Numbers of CPU threads. [default: all cores]")
     ] = None,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times each test is run.")] = 5,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times to run each test.")] = 5,
+    mode: Annotated[
+        str | None, typer.Option(help="full, exact (on text of the model's own), or all for both. [default: full]")
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option("-ot", "--override", help=OVERRIDE_HELP)] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure this machine again even where a profile is kept.")] = False,
-    vram_budget: VramBudget = None,
-    vram_margin: VramMargin = None,
-    gpu_layers: GpuLayers = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-ot", "--override", help="REGEX=gpu, cpu or stream for parts by name; may be given several times."
-        ),
-    ] = None,
-    kv_type: KvType = None,
-    mode: Annotated[
-        str | None, typer.Option(help="full, exact, whose texts are the model's own, or all. [default: full]")
-    ] = None,
-    draft_length: DraftTokens = None,
-    plan_file: PlanFile = None,
-    draft_head: DraftHead = None,
-    trace: Trace = None,
-    stats: Stats = False,
-    quantizer: Quantizer = None,
-    offline: Offline = None,
+    refresh: Annotated[bool, typer.Option(help="Measure this machine again even if a profile was kept.")] = False,
 ) -> None:
-    """Measure tokens per second, with names and keys as llama-bench has them, and what the plan predicted.
+    """Measure tokens per second, with llama-bench's names and keys, and compare them with what the plan predicts.
 
-    A machine without a full profile is measured first, in some minutes. Run it on a quiet machine.
+    A machine without a full profile is measured first, which takes a few minutes. Nothing else should be running.
     """
     from hetero_ee.errors import UsageError
 
     prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
     _check(style, repetitions, mode, random_weights)
-    if mode == ALL and plan_file is not None:
+    if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
-    placement = placement_options(
-        plan_file=plan_file,
-        draft_head=draft_head,
-        trace=trace,
-        stats=stats,
-        vram_budget=vram_budget,
-        vram_margin=vram_margin,
-        gpu_layers=gpu_layers,
-        override=override,
-        kv_type=kv_type,
-        mode=None if mode == ALL else mode,
-        draft_length=draft_length,
-        ctx_size=None,
-        threads=None,
-    )
+    placed = placement.checked(replace(limits, override=override, mode=None if mode == ALL else mode), engine)
     with ending_at_once():
-        from hetero_ee.config.settings import read_settings
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import physical_core_count
     from hetero_ee_cli.terminal.progress import stage_progress
 
-    settings = read_settings()
-    counts = _numbers(threads, "-t") if threads else [settings.value("threads") or physical_core_count()]
+    opening = engine.arguments(model)
+    counts = _numbers(threads, "-t") if threads else [opening["threads"] or physical_core_count()]
     tests = _tests(prompts, texts, depths, counts)
+    modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
     rows: list[Row] = []
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline, progress)
+        spec, name, folder = engine.model_spec(model, random_weights, progress)
         profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
-        subject = _Subject(spec, name, folder, settings.value("quantizer", quantizer), profile, placement, progress)
+        subject = _Subject(spec, name, folder, opening["quantizer"], profile, placed, progress)
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
-            for each in _modes(mode, placement):
-                for row in _rows(subject, each, n_threads, _of_mode(tests, each, mode), repetitions):
+            for each in modes:
+                # A prompt is read in the same way in every mode.
+                timed = [test for test in tests if test[1]] if each == EXACT and mode == ALL else tests
+                for row in _rows(subject, each, n_threads, timed, repetitions):
                     rows.append(row)
                     if style in ("md", "jsonl"):
                         print_row(rows, style)
-        subject.write_trace()
+    placement.write_trace(subject.spans, f"bench of {name}")
     if style in ("json", "csv"):
         print(whole_document(rows, style), end="")
     if style == "md":
@@ -148,44 +107,30 @@ def bench(
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is measured. folder: None for random weights. spans: of everything so far, where they are recorded."""
+    """What is measured."""
 
     spec: "ModelSpec"
     name: str
-    folder: Path | None
+    folder: Path | None  # None for random weights
     quantizer: str | None
     profile: "HardwareProfile"
-    placement: PlacementOptions
+    placed: Placed
     progress: Progress
-    spans: "list[Span]" = field(default_factory=list)
-
-    def limits(self, mode: str, threads: int) -> "Limits":
-        """Those asked for, in this mode."""
-        from hetero_ee.weights.model_weights import UNQUANTIZED
-
-        limits = replace(self.placement.limits, mode=mode, threads=threads)
-        return for_dense(limits) if self.quantizer == UNQUANTIZED else limits
-
-    def write_trace(self) -> None:
-        """What --trace asks for."""
-        if self.placement.trace is not None:
-            from hetero_ee.runtime.trace import write_trace
-
-            write_trace(self.placement.trace, self.spans, f"bench of {self.name}")
+    spans: "list[Span]" = field(default_factory=list)  # of everything so far, if recorded
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The model ready to be measured. drafting: None in full mode."""
+    """The model ready to be measured."""
 
     executor: "Executor"
     plan: "Plan"
     statistics: "Statistics"
-    drafting: "Drafting | None"
+    drafting: "Drafting | None"  # None in full mode
 
 
 def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[Test]:
-    """(prompt, text, depth) of each test: prompts first, as llama-bench has them. Raises UsageError."""
+    """(prompt, text, depth) of each test, prompts first as in llama-bench. Raises UsageError."""
     from hetero_ee.errors import UsageError
 
     if not all(1 <= count <= MAX_THREADS for count in threads):
@@ -196,38 +141,52 @@ def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: lis
     return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
 
-def _modes(asked: str | None, placement: PlacementOptions) -> list[str]:
-    if asked == ALL:
-        return [FULL, EXACT]
-    return [asked or (FULL if placement.plan is None else placement.plan.mode)]
-
-
-def _of_mode(tests: list[Test], mode: str, asked: str | None) -> list[Test]:
-    """Those that say something new: a prompt is read in the same way in every mode."""
-    return [test for test in tests if test[1]] if mode == EXACT and asked == ALL else tests
-
-
 def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int) -> Iterator[Row]:
-    """A row of each test."""
+    """A row for each test."""
+    from hetero_ee.decoding.benchmark import executor_s_per_layer
+
     if not tests:
         return
     max_tokens = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
     with _running(subject, mode, threads, max_tokens) as running:
-        executor_us = _executor_us(running.executor)
+        seconds = executor_s_per_layer(running.executor, time.perf_counter)
+        executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
         for test in tests:
             yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
 
 
 @contextmanager
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
-    """What runs the model in the folder, or random weights where there is none."""
+    """Opens the model in the folder, or random weights. Raises UsageError for a plan with too small a context."""
     from hetero_ee.engine import Engine
+    from hetero_ee.errors import UsageError
+    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.runtime.opening import Placement, open_placed
+    from hetero_ee.weights.random_weights import random_weights
 
-    given = subject.placement.plan
-    _check_context(given, max_tokens)
+    spec, placed, given = subject.spec, subject.placed, subject.placed.plan
+    traces = placed.options.trace is not None
+    if given is not None and given.context_tokens < max_tokens:
+        raise UsageError(
+            f"the plan has a context of {given.context_tokens} tokens and the tests need {max_tokens}; plan with a "
+            "larger -c, or lower -p, -n or -d."
+        )
+    limits = replace(placed.limits_for(subject.quantizer), mode=mode, threads=threads)
     if subject.folder is None:
-        with _random(subject, mode, threads, max_tokens) as running:
-            yield running
+        placement = Placement(subject.profile, replace(limits, context_tokens=max_tokens), given, traces=traces)
+        opened = open_placed(
+            spec,
+            random_weights(spec),
+            placement,
+            threads,
+            time.perf_counter,
+            lambda text: subject.progress(text, 0, 0),
+        )
+        try:
+            yield _Running(opened.executor, opened.plan, Statistics(), None)
+            subject.spans.extend(opened.spans())
+        finally:
+            opened.executor.close()
         return
     with Engine.from_pretrained(
         subject.folder,
@@ -236,9 +195,9 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
         threads=threads,
         plan=given,
         profile=subject.profile,
-        limits=subject.limits(mode, threads) if given is None else None,
-        draft_head=subject.placement.draft_head,
-        traces=subject.placement.trace is not None,
+        limits=limits if given is None else None,
+        draft_head=placed.options.draft_head,
+        traces=traces,
         progress=subject.progress,
     ) as engine:
         assert engine.plan is not None and engine.placement is not None, "with a profile there is a plan"
@@ -246,60 +205,18 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
         subject.spans.extend(engine.spans)
 
 
-@contextmanager
-def _random(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
-    from hetero_ee.planning.statistics import Statistics
-    from hetero_ee.runtime.opening import Placement, open_placed
-    from hetero_ee.weights.random_weights import random_weights
-
-    limits = replace(subject.limits(mode, threads), context_tokens=max_tokens)
-    traces = subject.placement.trace is not None
-    placement = Placement(subject.profile, limits, subject.placement.plan, traces=traces)
-    opened = open_placed(
-        subject.spec,
-        random_weights(subject.spec),
-        placement,
-        threads,
-        time.perf_counter,
-        lambda text: subject.progress(text, 0, 0),
-    )
-    try:
-        yield _Running(opened.executor, opened.plan, Statistics(), None)
-        subject.spans.extend(opened.spans())
-    finally:
-        opened.executor.close()
-
-
-def _check_context(given: "Plan | None", max_tokens: int) -> None:
-    from hetero_ee.errors import UsageError
-
-    if given is not None and given.context_tokens < max_tokens:
-        raise UsageError(
-            f"the plan holds {given.context_tokens} tokens and the tests take {max_tokens}; plan with a larger -c, or "
-            "lower -p, -n or -d."
-        )
-
-
 def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress) -> None:
-    """Remarks that a kept profile promises another machine than there is now."""
+    """Warns if memory is now faster or slower than when the profile was measured."""
     from hetero_ee.profiling.cpu import speed_since
 
     speed = speed_since(profile, threads, time.perf_counter)
     if abs(speed - 1) > MAX_DRIFT:
         progress(
-            f"Memory is read at {speed:.0%} of the speed that the profile of {profile_date(profile)} has with "
-            f"{threads} thread{'s' if threads > 1 else ''}: wait for a quiet machine, or measure it again with "
-            "--refresh",
+            f"Memory is read at {speed:.0%} of the speed in the profile of {profile_date(profile)} with "
+            f"{threads} thread{'s' if threads > 1 else ''}: stop other programs, or measure again with --refresh",
             0,
             0,
         )
-
-
-def _executor_us(executor: "Executor") -> float | None:
-    from hetero_ee.decoding.benchmark import executor_s_per_layer
-
-    seconds = executor_s_per_layer(executor, time.perf_counter)
-    return None if seconds is None else round(seconds * MICROSECONDS, 2)
 
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
@@ -311,7 +228,7 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
-    found: DraftStatistics | None = None
+    found: DraftStatistics | None = None  # None in full mode
     if running.drafting is not None and n_gen:
         counts = DraftCounts()
         way = partial(generate_exact, drafting=running.drafting, counts=counts)
@@ -321,13 +238,13 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     else:
         run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)
         predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth)
-    if found is not None and subject.placement.stats:
+    if found is not None and subject.placed.options.stats:
         say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
     return columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)
 
 
 def _numbers(text: str, flag: str) -> list[int]:
-    """A comma list of whole numbers. Raises UsageError."""
+    """Whole numbers separated by commas. Raises UsageError."""
     from hetero_ee.errors import UsageError, shown
 
     words = text.split(",")
@@ -347,7 +264,7 @@ def _check(style: str, repetitions: int, mode: str | None, random_weights: str |
         raise UsageError(f"--mode is {shown(mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
     if mode in (EXACT, ALL) and random_weights is not None:
         raise UsageError(
-            f"random weights write no text that drafts could come true in; drop --mode {mode}, or name a model."
+            f"random weights produce no text to verify drafts against; drop --mode {mode}, or name a model."
         )
     if style != "md":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]

@@ -1,15 +1,14 @@
-"""`hetero-ee calibrate`: how early the model's tokens can be known, measured and kept beside its store."""
+"""`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_ee_cli.options.engine import Revision, engine_options
-from hetero_ee_cli.options.planning import ModelArgument
-from hetero_ee_cli.options.settings import Offline, Quantizer, Threads
-from hetero_ee_cli.terminal.output import printable, say
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
+from hetero_ee_cli.terminal.output import print_document, printable, say
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -17,49 +16,47 @@ if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
 
-JSON_SCHEMA = 1
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
 
+@with_options(without=["ctx_size"])
 def calibrate(
+    engine: EngineOptions,
     model: ModelArgument = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text to calibrate on, - for standard input; several times for several. [default: its own]"),
+        typer.Option(
+            help="Text to calibrate on, - for standard input; can be given more than once. [default: the model's own]"
+        ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on. [default: 8192]")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw agreement and acceptance by layer into a PNG file; needs the extra [plot]."),
+        typer.Option(help="Plot agreement and acceptance by layer to a PNG file; needs the extra [plot]."),
     ] = None,
-    revision: Revision = None,
-    offline: Offline = None,
-    quantizer: Quantizer = None,
-    threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as a JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Measure and fit a model's early exits, and keep the result beside its store. Run again, it goes on after a stop.
+    """Measure and fit a model's early exits, and keep the result next to its converted weights.
 
-    Half of the text trains exit maps and predictors, a quarter sets thresholds, and the last gives the figures.
+    Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
+    interrupted, run it again: it resumes.
     """
-    options = engine_options(
-        model=model, revision=revision, offline=offline, quantizer=quantizer, ctx_size=None, threads=threads
-    )
+    options = engine.arguments(model)
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import plot_png, require_matplotlib
     from hetero_ee_cli.terminal.progress import stage_progress
 
     if plot is not None:
-        require_matplotlib()  # known before minutes are spent
+        require_matplotlib()  # refused now, not after minutes of work
     request = _request(text, tokens)
-    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **options) as engine:
-        outcome = engine.calibrate(request, progress)
+    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **options) as opened:
+        outcome = opened.calibrate(request, progress)
     if plot is not None:
         plot_png(outcome.calibration, plot)
     if as_json:
-        print(json.dumps(_document(options["model"], outcome)))
+        print_document(_document(options["model"], outcome), with_version=True)
     else:
         _print_table(outcome.calibration)
     n_tokens = outcome.calibration.text.n_tokens
@@ -82,12 +79,12 @@ def _print_table(calibration: "Calibration") -> None:
     print("exit layer  agreement  with map  exit rate  precision  recall  acceptance")
     for each in calibration.exit_layers:
         print(_row(each))
-    levels = ", ".join(str(level) for level in calibration.schedule.exit_layers)
-    print(f"\nworth judging rows at: {levels or 'one exit layer alone'}")
+    candidates = ", ".join(map(str, calibration.schedule.exit_layers))
+    print(f"\ncandidate exit layers: {candidates or 'a single one'}")
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
-    print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect gates)")
-    print(f"{depths.locality:.0%} of tokens exit within 2 layers of one of the last 5")
+    print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect predictors)")
+    print(f"{depths.locality:.0%} of tokens exit within 2 layers of one of the previous 5")
 
 
 def _row(each: "ExitLayerCalibration") -> str:
@@ -98,10 +95,6 @@ def _row(each: "ExitLayerCalibration") -> str:
 
 
 def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from hetero_ee import __version__
-
     calibration = outcome.calibration
     exit_layers = [
         {
@@ -111,13 +104,10 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
             "threshold": each.threshold,
             "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
             **asdict(each.metrics),
-            "walk": asdict(each.walk),
         }
         for each in calibration.exit_layers
     ]
     return {
-        "schema": JSON_SCHEMA,
-        "version": __version__,
         "model": model or "demo",
         "folder": str(outcome.folder),
         "seconds": outcome.seconds,

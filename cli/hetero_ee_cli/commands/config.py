@@ -1,43 +1,49 @@
-"""`hetero-ee config show`: which value each setting has, and which source it comes from."""
+"""`hetero-ee config show`: which value each setting has, and where it comes from."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from hetero_ee_cli.options.settings import CtxSize, Model, Offline, Quantizer, Threads
-from hetero_ee_cli.terminal.output import printable
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.terminal.output import print_document, printable, table
 
 if TYPE_CHECKING:
     from hetero_ee.config.settings import Resolved, Settings
 
-JSON_SCHEMA = 1
 
+@with_options(without=["revision"])
+def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False) -> None:
+    """Show every setting with its source, and where files are kept.
 
-def show(
-    model: Model = None,
-    threads: Threads = None,
-    ctx_size: CtxSize = None,
-    quantizer: Quantizer = None,
-    offline: Offline = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-) -> None:
-    """Show every setting with its source, and where files lie.
-
-    A flag wins over HETERO_EE_ variables, these over the configuration file, the file over the default. The flags are
-    those of the other commands: given here, they show what would win.
+    An option overrides a HETERO_EE_ variable, which overrides the configuration file, which overrides the default. The
+    options of the other commands given here show which value would apply.
     """
     from hetero_ee.config.settings import SETTINGS, read_settings
 
-    flags = {"model": model, "threads": threads, "ctx_size": ctx_size, "quantizer": quantizer, "offline": offline}
+    flags = asdict(engine) | {"model": model}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
-    places = _places(settings)
-    print(json.dumps(_document(resolved, places)) if as_json else _table(resolved, settings, places))
+    paths = {name: str(path) for name, path in _paths(settings).items()}
+    if as_json:
+        values = {
+            found.setting.name: {
+                "value": str(found.value) if isinstance(found.value, Path) else found.value,
+                "source": found.source,
+            }
+            for found in resolved
+        }
+        print_document({"settings": values, "paths": paths})
+        return
+    rows = [("setting", "value", "source")]
+    rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
+    rows += [("", "", ""), ("path", "", "")]
+    missing = {} if settings.file.exists() else {"config_file": "no such file"}
+    rows += [(name, printable(path), missing.get(name, "")) for name, path in paths.items()]
+    print(table(rows))
 
 
-def _places(settings: "Settings") -> dict[str, Path]:
+def _paths(settings: "Settings") -> dict[str, Path]:
     from huggingface_hub import constants
 
     from hetero_ee.config import cache_folder, data_folder
@@ -52,27 +58,6 @@ def _places(settings: "Settings") -> dict[str, Path]:
         "profiles": data_folder(settings) / "profiles",
         "hugging_face_cache": Path(constants.HF_HUB_CACHE),
     }
-
-
-def _document(resolved: "list[Resolved]", places: dict[str, Path]) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Path) else value
-
-    return {
-        "schema": JSON_SCHEMA,
-        "settings": {found.setting.name: {"value": plain(found.value), "source": found.source} for found in resolved},
-        "paths": {name: str(place) for name, place in places.items()},
-    }
-
-
-def _table(resolved: "list[Resolved]", settings: "Settings", places: dict[str, Path]) -> str:
-    rows = [("setting", "value", "source")]
-    rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
-    rows += [("", "", ""), ("path", "", "")]
-    missing = "" if settings.file.exists() else "not there"
-    rows += [(name, printable(str(place)), missing if name == "config_file" else "") for name, place in places.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}".rstrip() for name, value, source in rows)
 
 
 def _shown(found: "Resolved") -> str:

@@ -1,29 +1,25 @@
-"""`hetero-ee convert`: a checkpoint in, a store out, ahead of the first generation."""
+"""`hetero-ee convert`: a checkpoint in, a store out, before the first generation."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hetero_ee_cli.options.engine import Revision, engine_options
-from hetero_ee_cli.options.settings import Offline, Quantizer, Threads
+from hetero_ee_cli.options.common import with_options
+from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 
+@with_options(without=["ctx_size"])
 def convert(
+    engine: EngineOptions,
     model: Annotated[str, typer.Argument(help="Hugging Face id, or folder with such a checkpoint.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="New folder for the store. [default: the cache]")
+        Path | None, typer.Option("-o", "--output", help="New folder for the converted model. [default: the cache]")
     ] = None,
-    revision: Revision = None,
-    offline: Offline = None,
-    quantizer: Quantizer = None,
-    threads: Threads = None,
 ) -> None:
-    """Convert a model to a store with 4-bit weights, and print where it lies. Run again, it goes on after a stop."""
-    options = engine_options(
-        model=model, revision=revision, offline=offline, quantizer=quantizer, ctx_size=None, threads=threads
-    )
+    """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
+    options = engine.arguments(model)
     with ending_at_once():
         import torch
 
@@ -35,7 +31,7 @@ def convert(
 
     torch.set_num_threads(1)
     with stage_progress() as progress:
-        folder = resolve_model(model, revision=revision, offline=options["offline"], progress=progress)
+        folder = resolve_model(model, revision=engine.revision, offline=options["offline"], progress=progress)
         store = make_store(
             folder,
             cache=cache_folder(),

@@ -1,16 +1,16 @@
-"""`hetero-ee doctor`: what this machine has for the engine, and what stands in its way."""
+"""`hetero-ee doctor`: what this machine has for the engine, and what is missing."""
 
 import dataclasses
-import json
 import os
 import sys
 import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from hetero_ee_cli.options.common import Json
+from hetero_ee_cli.terminal.output import print_document
 
 if TYPE_CHECKING:
     from hetero_ee.config.settings import Settings
@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from hetero_ee_cli.checks.finding import Check, Row
     from hetero_ee_profiles.host.host import Host
 
-JSON_SCHEMA = 1
 COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
-) -> None:
-    """Check this machine and what is installed on it. Exit code 1 where something fails.
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and its software. Exit code 1 if a check fails.
 
-    The output holds no user name, host name or token, so that it can be shown to others.
+    The output has no user name, host name or token in it, so it can be shared.
     """
     from hetero_ee_cli.checks.finding import Status, examine
     from hetero_ee_profiles.host.host import this_host
@@ -35,7 +32,7 @@ def doctor(
     rows = examine(checks(this_host(), os.environ))
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if as_json:
-        print(json.dumps({"schema": JSON_SCHEMA, "rows": [dataclasses.asdict(row) for row in rows]}))
+        print_document({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
         print("\n".join(lines(rows, in_colour=is_terminal() and not os.environ.get("NO_COLOR"))))
     if any(row.status is Status.FAIL for row in rows):
@@ -68,8 +65,8 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
         "torch": partial(software.torch, build),
         "GPU": partial(machine.gpu, host, build),
         "GPU matmul": partial(software.gpu_matmul, lambda: gpu_inventory(host).kind),
-        "transformers": software.transformers,
-        "huggingface_hub": software.hub,
+        "transformers": partial(software.needed, "transformers"),
+        "huggingface_hub": partial(software.needed, "huggingface_hub"),
         "Numba": software.numba,
         "OpenMP": partial(software.openmp, host),
         "cache disk": partial(storage.cache_disk, host, folder),
@@ -83,7 +80,7 @@ def checks(host: "Host", environment: Mapping[str, str]) -> "dict[str, Check]":
 
 
 def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
-    """One line a row, with its advice on a line below."""
+    """One line for each row, with its advice on a line below."""
     width = max(len(row.name) for row in rows)
     shown = []
     for row in rows:
@@ -97,7 +94,7 @@ def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
 
 
 def _settings(environment: Mapping[str, str]) -> "tuple[Settings, UsageError | None]":
-    """The settings; where the file can't be used, those without it, and why."""
+    """The settings; if the file can't be used, those without it, and why."""
     from hetero_ee.config.settings import Settings, read_settings
     from hetero_ee.errors import UsageError
 
@@ -108,7 +105,7 @@ def _settings(environment: Mapping[str, str]) -> "tuple[Settings, UsageError | N
 
 
 def _cache_folder(settings: "Settings") -> Path:
-    """Where the cache lies; the default place where the setting can't be used."""
+    """The cache folder; the default one if the setting can't be used."""
     from hetero_ee.config import cache_folder
     from hetero_ee.config.settings import Settings
     from hetero_ee.errors import UsageError

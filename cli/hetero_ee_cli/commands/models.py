@@ -1,29 +1,28 @@
-"""`hetero-ee models`: the stores in the cache folder, listed, verified and removed."""
+"""`hetero-ee models`: converted models in the cache folder, listed, verified and removed."""
 
-import json
 import os
 import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.terminal.output import printable, say
+from hetero_ee_cli.options.common import Json
+from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.weights.store.library import StoredModel
     from hetero_ee.weights.store.verification import Finding
 
-JSON_SCHEMA = 1
 EXIT_FOUND = 1
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+COLUMNS = ("name", "state", "quantizer", "calibration", "size", "last used")
 
 
 def models(context: typer.Context, as_json: Json = False) -> None:
-    """Models that were converted: list, verify and remove them. Without a command, lists them."""
+    """List, verify and remove converted models. Without a command, lists them."""
     from hetero_ee.errors import UsageError
 
     if context.invoked_subcommand is None:
@@ -33,28 +32,28 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
 
 def list_models(as_json: Json = False) -> None:
-    """List the stores in the cache folder, with what a look at their manifests says."""
+    """List the converted models in the cache folder."""
     cache = _cache()
     with ending_at_once():
         from hetero_ee.weights.store.conversion import STORES_FOLDER
         from hetero_ee.weights.store.library import stored_models
     found = stored_models(cache)
     n_bytes = sum(model.n_bytes for model in found)
+    folder = str(cache / STORES_FOLDER)
     if as_json:
-        folder = str(cache / STORES_FOLDER)
-        print(json.dumps({"schema": JSON_SCHEMA, "folder": folder, "stores": list(map(_plain, found))}))
+        stores = [asdict(model) | {"path": str(model.path), "state": model.state.value} for model in found]
+        print_document({"folder": folder, "stores": stores})
         return
     if found:
-        print(_table(found))
-    count = f"{len(found)} store{'' if len(found) == 1 else 's'}"
-    say(f"{count}, {_size(n_bytes)}, in {printable(str(cache / STORES_FOLDER))}")
+        print(table([COLUMNS, *map(_row, found)]))
+    say(f"{len(found)} store{'' if len(found) == 1 else 's'}, {_size(n_bytes)}, in {printable(folder)}")
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(help="Names as in the list, or beginnings that fit only one.")],
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
+    names: Annotated[list[str], typer.Argument(help="Names as listed, or unambiguous prefixes of them.")],
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
 ) -> None:
-    """Remove stores and their calibrations from the cache folder. They can be made again, from the checkpoints."""
+    """Remove converted models and their calibrations from the cache folder. Checkpoints stay."""
     from hetero_ee.errors import UsageError
 
     cache = _cache()
@@ -63,9 +62,9 @@ def remove(
     chosen = {model.name: model for model in (stored_model(cache, name) for name in names)}
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("nobody is there to be asked; give --yes to remove all the same.")
+            raise UsageError("standard input is not a terminal, so removal can't be confirmed; give --yes.")
         if not _agrees(list(chosen.values())):
-            say("nothing is removed.")
+            say("Nothing was removed.")
             return
     for model in chosen.values():
         remove_stored(model, cache)
@@ -74,11 +73,11 @@ def remove(
 
 def verify(
     stores: Annotated[
-        list[str] | None, typer.Argument(help="Names as in the list, or folders. [default: all in the cache]")
+        list[str] | None, typer.Argument(help="Names as listed, or folders. [default: all in the cache]")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read every byte of stores and compare it with their checksums. Exit code 1 if anything is not as written."""
+    """Compare every byte of converted models with their checksums. Exit code 1 if anything differs."""
     with ending_at_once():
         from hetero_ee.weights.store import verification
     from hetero_ee_cli.terminal.progress import stage_progress
@@ -90,11 +89,11 @@ def verify(
             found = verification.verify(folder, progress)
         results.append((folder, found))
         if not as_json:
-            for line in [str(finding) for finding in found] or ["whole"]:
+            for line in [str(finding) for finding in found] or ["intact"]:
                 print(f"{label}: {printable(line)}", flush=True)
     if as_json:
         stored = [{"path": str(path), "findings": list(map(asdict, found))} for path, found in results]
-        print(json.dumps({"schema": JSON_SCHEMA, "stores": stored}))
+        print_document({"stores": stored})
     if any(found for _, found in results):
         sys.exit(EXIT_FOUND)
 
@@ -106,7 +105,7 @@ def _cache() -> Path:
 
 
 def _folders(stores: list[str]) -> list[Path]:
-    """The folders that are meant; without any, those of all finished stores."""
+    """The folders of these; if empty, those of all finished stores."""
     from hetero_ee.config.toml_file import expanded
     from hetero_ee.weights.store.library import StoreState, stored_model, stored_models
 
@@ -122,25 +121,18 @@ def _folders(stores: list[str]) -> list[Path]:
 
 def _agrees(chosen: "list[StoredModel]") -> bool:
     for model in chosen:
-        and_more = ", with its calibration" if model.has_calibration else ""
+        and_more = ", and its calibration" if model.has_calibration else ""
         say(f"{printable(model.name)}, {_size(model.n_bytes)}{and_more}")
     print("Remove? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _plain(model: "StoredModel") -> dict[str, Any]:
-    return asdict(model) | {"path": str(model.path), "state": model.state.value}
-
-
-def _table(found: "list[StoredModel]") -> str:
-    rows = [("name", "state", "quantizer", "calibration", "size", "last used")]
-    for model in found:
-        day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
-        calibration = "beside it" if model.has_calibration else "-"
-        told = printable(model.name), model.state.value, printable(model.quantizer or "")
-        rows.append((*told, calibration, _size(model.n_bytes), day))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def _row(model: "StoredModel") -> tuple[str, ...]:
+    """As in COLUMNS."""
+    calibration = "yes" if model.has_calibration else "-"
+    day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
+    names = printable(model.name), model.state.value, printable(model.quantizer or "")
+    return (*names, calibration, _size(model.n_bytes), day)
 
 
 def _size(n_bytes: int) -> str:

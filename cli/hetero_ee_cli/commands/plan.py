@@ -1,4 +1,4 @@
-"""`hetero-ee plan`: where every part of a model would go, why, and how fast that is expected to be."""
+"""`hetero-ee plan`: where every part of a model would go, why, and how fast that should be."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,23 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.options.planning import (
-    DraftTokens,
-    GpuLayers,
-    Hardware,
-    KvType,
-    Mode,
-    ModelArgument,
-    Override,
-    RamBudget,
-    RandomWeights,
-    VramBudget,
-    VramMargin,
-    hardware_from,
-    limits_from,
-    model_spec,
-)
-from hetero_ee_cli.options.settings import CtxSize, Offline, Threads
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.planning import GIB, LimitOptions, hardware_from
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -32,92 +18,79 @@ if TYPE_CHECKING:
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
-GIB = 2**30
 
-
+@with_options(without=["revision", "quantizer"])
 def plan(
+    limits: LimitOptions,
+    engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    hardware: Hardware = None,
-    vram_budget: VramBudget = None,
-    vram_margin: VramMargin = None,
-    ram_budget: RamBudget = None,
-    gpu_layers: GpuLayers = None,
-    override: Override = None,
-    ctx_size: CtxSize = None,
-    kv_type: KvType = None,
-    mode: Mode = None,
-    draft_length: DraftTokens = None,
-    threads: Threads = None,
-    offline: Offline = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Shipped profile to plan for, or a profile's JSON file. [default: this machine, measured]"),
+    ] = None,
     published_exits: Annotated[
-        bool, typer.Option(help="Use exit rates published for Llama-2-7B, as if this model had them.")
+        bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
     ] = False,
     own_drafts: Annotated[
         bool, typer.Option(help="Use the model's own calibration and draft head, as generate does.")
     ] = True,
-    curve: Annotated[bool, typer.Option(help="Draw expected tokens per second against the VRAM budget.")] = False,
+    curve: Annotated[bool, typer.Option(help="Plot expected tokens per second against the VRAM budget.")] = False,
     curve_file: Annotated[
-        Path | None, typer.Option(help="Draw the curve into a PNG file instead; needs the extra [plot].")
+        Path | None, typer.Option(help="Plot the curve to a PNG file; needs the extra [plot].")
     ] = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Explain a plan that --json has printed instead of making one.")
+        Path | None, typer.Option("--plan", help="Explain this plan, as printed by --json, instead of making one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Plan where each part of a model goes, and say what to expect. Nothing is loaded or changed.
+    """Plan where each part of a model goes, and predict its speed. Nothing is loaded or changed.
 
-    The last line of the output is a string of flags that pins the plan, for plan itself.
+    The last line of the output has the options that pin the plan.
     """
-    limits = limits_from(
-        vram_budget=vram_budget,
-        vram_margin=vram_margin,
-        ram_budget=ram_budget,
-        gpu_layers=gpu_layers,
-        override=override,
-        ctx_size=ctx_size,
-        kv_type=kv_type,
-        mode=mode,
-        draft_length=draft_length,
-        threads=threads,
-    )
+    requested = limits.limits(engine)
     with ending_at_once():
         from hetero_ee.planning.explanation import explained
         from hetero_ee.planning.plan import Plan
         from hetero_ee.planning.planner import check_fits
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.statistics import Statistics, published_statistics
+        from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.records import to_json
     from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, _, folder = model_spec(model, random_weights, offline, progress, configuration_only=True)
+        spec, _, folder = engine.model_spec(model, random_weights, progress, configuration_only=True)
         if plan_file is not None:
             made = Plan.load(plan_file)
             check_fits(made, spec)
             print(to_json(made) if as_json else explained(made), end="" if as_json else "\n")
             return
-        counts = (limits.threads,) if limits.threads else ()
-        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=counts)
+        threads = (requested.threads,) if requested.threads else ()
+        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=threads)
         statistics = Statistics()
         if published_exits:
             statistics = Statistics(published_statistics(spec.n_layers))
         elif own_drafts and folder is not None:
-            statistics = _own_statistics(spec, folder, profile, limits, lambda text: progress(text, 0, 0))
-    made = make_plan(spec, profile, limits, statistics)
+            statistics = _own_statistics(spec, folder, profile, requested, lambda text: progress(text, 0, 0))
+    made = make_plan(spec, profile, requested, statistics)
     if as_json:
         print(to_json(made), end="")
     elif curve or curve_file:
-        _draw(spec, profile, limits, statistics, curve_file)
+        points = vram_curve(spec, profile, requested, statistics)
+        if curve_file:
+            curve_png(points, profile, curve_file)
+        else:
+            print(curve_text(points, profile))
     else:
-        _explain(made, spec, profile, limits, statistics)
+        _explain(made, spec, profile, requested, statistics)
 
 
 def _own_statistics(
     spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", warn: Callable[[str], None]
 ) -> "Statistics":
-    """Of the calibration and the draft head that opening this model would find; a warning where they can't be read."""
+    """Of the calibration and the draft head that opening this model would find. warn: told if they can't be read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.errors import HeteroError
@@ -156,19 +129,3 @@ def _explain(
     if changes:
         print(f"{'':10} {', '.join(changes)} tokens/s")
     print(f"\n{flags(made)}")
-
-
-def _draw(
-    spec: "ModelSpec",
-    profile: "HardwareProfile",
-    limits: "Limits",
-    statistics: "Statistics",
-    file: Path | None,
-) -> None:
-    from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
-
-    points = vram_curve(spec, profile, limits, statistics)
-    if file is None:
-        print(curve_text(points, profile))
-    else:
-        curve_png(points, profile, file)

@@ -1,48 +1,49 @@
 """`hetero-ee profile`: measures this machine at a model's shapes."""
 
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee_cli.options.planning import ModelArgument, RandomWeights, model_spec
-from hetero_ee_cli.options.settings import Offline
+from hetero_ee.config import Progress
+from hetero_ee_cli.options.common import Json, with_options
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.terminal.output import print_document
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
-JSON_SCHEMA = 1
 QUICK_S = 5  # what --quick takes at most, kernels compiled
 
 
+@with_options(without=["revision", "quantizer", "ctx_size", "threads"])
 def profile(
+    engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    quick: Annotated[bool, typer.Option(help=f"Rough figures in {QUICK_S} seconds, all cores only.")] = False,
-    refresh: Annotated[bool, typer.Option(help="Measure again even where a profile is kept.")] = False,
-    offline: Offline = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole profile as a JSON document.")] = False,
+    quick: Annotated[bool, typer.Option(help=f"Rough measurements in {QUICK_S} seconds, all cores only.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure again even if a profile was kept.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure this machine at a model's shapes: memory, kernels, attention, overheads, disk. Kept for later plans.
 
-    Measure on a quiet machine: whatever else runs is measured too.
+    Nothing else should be running: it would be measured too.
     """
     with ending_at_once():
         from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
     from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress:
-        spec, name, folder = model_spec(model, random_weights, offline, progress)
+        spec, name, folder = engine.model_spec(model, random_weights, progress)
         found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
     if as_json:
-        print(json.dumps({"schema": JSON_SCHEMA, "model_name": name} | dataclasses.asdict(found)))
+        print_document({"model_name": name} | dataclasses.asdict(found))
     else:
         print(_shown(found, name))
 
@@ -50,36 +51,33 @@ def profile(
 def profile_for(
     spec: "ModelSpec",
     folder: Path | None,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     *,
     quick: bool = True,
     refresh: bool = False,
     threads: tuple[int, ...] = (),
 ) -> "HardwareProfile":
-    """This machine's profile for the model, kept or measured now."""
+    """This machine's profile for the model, kept or measured now. folder: None for random weights."""
     import torch
 
     from hetero_ee.config import cache_folder, data_folder
     from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 
-    torch.set_num_threads(1)  # its threads would stand in the kernels' way
-    weights = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size, default=None) if folder else None
-    if folder is not None and (folder / "weights.bin").is_file():
-        weights = folder / "weights.bin"
-    command = " ".join(["hetero-ee", *sys.argv[1:2]])
+    torch.set_num_threads(1)  # more would compete with the kernels' threads
+    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
     return machine_profile(
         spec,
-        Wanted(quick=quick, refresh=refresh, threads=threads, command=command),
+        Wanted(quick=quick, refresh=refresh, threads=threads, command=" ".join(["hetero-ee", *sys.argv[1:2]])),
         data_folder=data_folder(),
         cache_folder=cache_folder(),
-        disk_file=weights,
+        disk_file=max(files, key=lambda file: file.stat().st_size, default=None),
         clock=time.perf_counter,
         progress=progress,
     )
 
 
 def kept_profile_for(spec: "ModelSpec", threads: int) -> "HardwareProfile | None":
-    """This machine's profile for the model and number of threads, 0 for all cores, where it is kept; never measures."""
+    """This machine's kept profile for the model and number of threads, 0 for all cores; never measures."""
     from hetero_ee.config import cache_folder, data_folder
     from hetero_ee.profiling.machine_profile import known_profile
     from hetero_ee_profiles.host.process import physical_core_count
@@ -92,7 +90,7 @@ def _shown(found: "HardwareProfile", name: str) -> str:
     machine = found.machine
     lines = [
         f"{machine.cpu_model}, {machine.n_cores} cores, {machine.instruction_set}, "
-        f"{machine.ram_bytes / 2**30:.1f} GiB of memory; {machine.gpu_model or 'no GPU'}",
+        f"{machine.ram_bytes / 2**30:.1f} GiB of RAM; {machine.gpu_model or 'no GPU'}",
         f"measured at the shapes of {name}, {found.disk_read_bytes_per_s.origin.date}, {machine.versions}",
         f"disk {found.disk_read_bytes_per_s.value / 1e9:.2f} GB/s"
         f"{'' if found.disk_read_bytes_per_s.count else ' (assumed: no file to read)'}",
@@ -107,35 +105,29 @@ def _shown(found: "HardwareProfile", name: str) -> str:
 
 
 def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
-    """A table: a line for each product, microseconds over the number of rows; attention and overheads below.
+    """A table in microseconds, a column for each number of tokens: products, overheads, attention.
 
     title: the device and what was done with its memory, at the rate that follows.
     """
-    rows = sorted({row.m for row in times.matmuls})
-    read = times.read_bytes_per_s
+    read, counts = times.read_bytes_per_s, sorted({row.m for row in times.matmuls})
     lines = [
         f"{title} {read.value / 1e9:.1f} GB/s ({read.p20 / 1e9:.1f} to {read.p80 / 1e9:.1f})",
-        f"{'microseconds at m =':28}" + "".join(f"{m:>10}" for m in rows),
+        _line("microseconds at m =", counts, digits=0),
     ]
-    shapes = dict.fromkeys((row.layout, row.n_rows, row.n_columns) for row in times.matmuls)
-    for layout, n_rows, n_columns in shapes:
-        found = {
-            row.m: row.time.value
-            for row in times.matmuls
-            if (row.layout, row.n_rows, row.n_columns) == (layout, n_rows, n_columns)
-        }
-        lines.append(f"{f'{layout} {n_rows} x {n_columns}':28}" + "".join(f"{found[m] * 1e6:10.1f}" for m in rows))
-    overheads = {row.m: row for row in times.overheads}
+    products: dict[str, dict[int, float]] = {}
+    for row in times.matmuls:
+        products.setdefault(f"{row.layout} {row.n_rows} x {row.n_columns}", {})[row.m] = row.time.value * 1e6
+    lines += [_line(shape, (found[m] for m in counts)) for shape, found in products.items()]
     for label, kind in (("rest of a layer", "layer"), ("rest of a pass", "whole_pass")):
-        values = [getattr(overheads[m], kind).value * 1e6 if m in overheads else float("nan") for m in rows]
-        lines.append(f"{label:28}" + "".join(f"{value:10.1f}" for value in values))
-    for row in times.attentions:
-        lines.append(f"{f'attention, {row.m} rows of {row.context_tokens}':28}{row.time.value * 1e6:10.1f}")
-    return lines
+        found = {row.m: getattr(row, kind).value * 1e6 for row in times.overheads}
+        lines.append(_line(label, (found.get(m, float("nan")) for m in counts)))
+    return lines + [
+        _line(f"attention, {row.m} of {row.context_tokens} tokens", [row.time.value * 1e6]) for row in times.attentions
+    ]
 
 
 def _link_shown(link: "LinkTimes") -> list[str]:
-    """Rates of copies, then what a small step between the devices takes."""
+    """Rates of copies, then the times of small steps between the devices."""
     rates = (
         ("copy to the GPU", link.to_gpu_bytes_per_s),
         ("copy to the CPU", link.to_cpu_bytes_per_s),
@@ -147,10 +139,14 @@ def _link_shown(link: "LinkTimes") -> list[str]:
         ("small copy", link.latency),
         ("launch", link.launch),
         ("launch and wait", link.synchronize),
-        ("hidden state across", link.transfer),
+        ("hidden state transfer", link.transfer),
     )
     return [
         "link: GB/s, then microseconds, each with p20 and p80",
-        *(f"{name:28}{f.value / 1e9:10.2f}{f.p20 / 1e9:10.2f}{f.p80 / 1e9:10.2f}" for name, f in rates),
-        *(f"{name:28}{f.value * 1e6:10.1f}{f.p20 * 1e6:10.1f}{f.p80 * 1e6:10.1f}" for name, f in times),
+        *(_line(name, (f.value / 1e9, f.p20 / 1e9, f.p80 / 1e9), digits=2) for name, f in rates),
+        *(_line(name, (f.value * 1e6, f.p20 * 1e6, f.p80 * 1e6)) for name, f in times),
     ]
+
+
+def _line(label: str, values: Iterable[float], digits: int = 1) -> str:
+    return f"{label:28}" + "".join(f"{value:10.{digits}f}" for value in values)

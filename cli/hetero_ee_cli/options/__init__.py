@@ -1,1 +1,1 @@
-"""Flags, stated once for every command that takes them."""
+"""The options of the command line, each stated once."""

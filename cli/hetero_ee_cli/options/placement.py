@@ -1,16 +1,18 @@
-"""Flags that say where a model runs and how it decodes, for the commands that generate; and the engine opened by them.
+"""Options that say where a model runs and with which drafts, and the engine they open.
 
-A plan is made where one of the flags is given, or where this machine's profile for the model is kept from before.
+A plan is made if one of these options is given, or if a profile of this machine for the model was kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_ee_cli.options.planning import Progress, limits_from
+from hetero_ee.config import Progress
+from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -18,149 +20,119 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.devices.timeline import Span
+    from hetero_ee.runtime.placement_request import FindProfile
     from hetero_ee_profiles.hardware import HardwareProfile
 
-PlanFile = Annotated[
-    Path | None, typer.Option("--plan", help="Run this plan, as plan --json prints it, instead of making one.")
-]
-DraftHead = Annotated[
-    Path | None, typer.Option(help="Folder of an EAGLE-1 head to draft with. [default: the model's own, where it has]")
-]
-Trace = Annotated[
-    Path | None, typer.Option(help="Write what ran where and when there, for chrome://tracing or Perfetto.")
-]
-Stats = Annotated[bool, typer.Option("--stats", help="Say where the time went and what drafting brought.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """A plan to run, a draft head, and what is recorded of the run."""
+
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Run this plan, as printed by plan --json, instead of making one.")
+    ] = None
+    draft_head: Annotated[
+        Path | None, typer.Option(help="Folder of an EAGLE-1 draft head. [default: the model's own, if it has one]")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace of what ran where and when, for chrome://tracing or Perfetto.")
+    ] = None
+    stats: Annotated[bool, typer.Option("--stats", help="Show where the time went and how drafting did.")] = False
+
+    def checked(self, limits: LimitOptions, engine: EngineOptions) -> "Placed":
+        """Loads the plan. Raises UsageError for what is not possible, before any model is loaded."""
+        from hetero_ee.errors import UsageError
+
+        given = limits.given()
+        if self.plan_file is not None and given:
+            raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
+        requested = limits.limits(engine)
+        if self.draft_head is not None and not (self.draft_head / "config.json").is_file():
+            raise UsageError(f"--draft-head {self.draft_head} has no config.json; name the folder of a draft head.")
+        if self.trace is not None and (self.trace.is_dir() or not self.trace.absolute().parent.is_dir()):
+            raise UsageError(f"--trace {self.trace} is a folder, or its folder does not exist; name another file.")
+        with ending_at_once():
+            from hetero_ee.planning.plan import Plan
+        plan = None if self.plan_file is None else Plan.load(self.plan_file)
+        is_requested = bool(given or self.plan_file or self.draft_head or self.trace)
+        return Placed(is_requested, requested, plan, self)
+
+    def write_trace(self, spans: "Sequence[Span]", title: str) -> None:
+        """Writes the file of --trace, if given. Raises UsageError and DiskFullError."""
+        if self.trace is not None:
+            from hetero_ee.runtime.trace import write_trace
+
+            write_trace(self.trace, spans, title)
+
+    def write_trace_of(self, engine: "Engine") -> None:
+        """The same, of everything that the engine ran by its plan."""
+        if engine.plan is not None:
+            self.write_trace(engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementOptions:
-    """is_asked: one of the flags that need a plan was given. limits: as asked for, the planner's own where nothing was.
+class Placed:
+    """What the options ask for."""
 
-    draft_head, trace, stats: the flags of these names.
-    """
-
-    is_asked: bool
+    is_requested: bool  # an option that needs a plan was given
     limits: "Limits"
-    plan: "Plan | None" = None
-    draft_head: Path | None = None
-    trace: Path | None = None
-    stats: bool = False
+    plan: "Plan | None"
+    options: PlacementOptions
 
     @property
     def traces(self) -> bool:
-        """Whether it is to be recorded what runs where and when."""
-        return self.stats or self.trace is not None
+        """Whether to record what runs where and when."""
+        return self.options.stats or self.options.trace is not None
+
+    def limits_for(self, quantizer: str | None) -> "Limits":
+        """fp32 weights have kernels on the CPU only, so they use no GPU unless one was asked for."""
+        from hetero_ee.weights.model_weights import UNQUANTIZED
+
+        limits = self.limits
+        wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
+        return replace(limits, gpu_layers=0) if quantizer == UNQUANTIZED and not wants_gpu else limits
 
 
-def placement_options(
-    *, plan_file: Path | None, draft_head: Path | None, trace: Path | None, stats: bool, **limiting: Any
-) -> PlacementOptions:
-    """limiting: the flags of limits_from. Raises UsageError for what can't be, before anything is loaded."""
-    given = limits_beside_plan(plan_file, **limiting)
-    limits = limits_from(ram_budget=None, **limiting)
-    check_draft_head(draft_head)
-    check_trace(trace)
-    with ending_at_once():
-        from hetero_ee.planning.plan import Plan
-    plan = None if plan_file is None else Plan.load(plan_file)
-    is_asked = bool(given or plan_file or draft_head or trace)
-    return PlacementOptions(is_asked, limits, plan, draft_head, trace, stats)
-
-
-def limits_beside_plan(plan_file: Path | None, **limiting: Any) -> list[str]:
-    """Which flags of limits_from were given, but settings. Raises UsageError for any beside --plan."""
-    from hetero_ee.errors import UsageError
-
-    settings = ("ctx_size", "threads")
-    given = [name for name, value in limiting.items() if value not in (None, []) and name not in settings]
-    if plan_file is not None and given:
-        flag = "--" + {"draft_length": "draft_length"}.get(given[0], given[0]).replace("_", "-")
-        raise UsageError(f"a plan says already what {flag} would say; drop {flag} or --plan.")
-    return given
-
-
-def open_engine(options: dict[str, Any], placement: PlacementOptions, progress: Progress) -> "Engine":
-    """The engine of these options of Engine.from_pretrained. What nobody asked for never makes it fail."""
+def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
+    """The engine for these arguments of Engine.from_pretrained. A plan that nobody asked for never makes it fail."""
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
     from hetero_ee.weights.model_weights import UNQUANTIZED
 
     options = options | {"progress": progress}
-    is_dense = options["quantizer"] == UNQUANTIZED
-    if placement.is_asked:
-        limits = for_dense(placement.limits) if is_dense else placement.limits
+    threads, plan = options["threads"], placed.plan
+    if placed.is_requested:
         return Engine.from_pretrained(
-            plan=placement.plan,
-            limits=limits if placement.plan is None else None,
-            profile=(_known if placement.plan is not None else _measured)(options["threads"], progress),
-            draft_head=placement.draft_head,
-            traces=placement.traces,
+            plan=plan,
+            limits=placed.limits_for(options["quantizer"]) if plan is None else None,
+            profile=_profile_finder(threads, progress, measures=plan is None),
+            draft_head=placed.options.draft_head,
+            traces=placed.traces,
             **options,
         )
-    if is_dense:  # profiles are of int4 weights
+    if options["quantizer"] == UNQUANTIZED:  # profiles are of int4 weights
         return Engine.from_pretrained(**options)
+    kept = _profile_finder(threads, progress, measures=False)
     try:
-        return Engine.from_pretrained(profile=_known(options["threads"], progress), traces=placement.traces, **options)
+        return Engine.from_pretrained(profile=kept, traces=placed.traces, **options)
     except (UsageError, DeviceMemoryError, DeviceLostError) as error:
         engine = Engine.from_pretrained(**options)
         progress(f"No plan could be made or opened, so the CPU runs everything: {error}".removesuffix("."), 0, 0)
         return engine
 
 
-def write_spans(engine: "Engine", placement: PlacementOptions) -> None:
-    """What --trace asks for. Raises UsageError and DiskFullError."""
-    if placement.trace is None or engine.plan is None:
-        return
-    from hetero_ee.runtime.trace import write_trace
-
-    write_trace(placement.trace, engine.spans, f"{engine.plan.model} on {engine.plan.hardware}")
-
-
-FindProfile = Callable[["ModelSpec", Path], "HardwareProfile | None"]
-
-
-def _known(threads: int, _progress: Progress) -> FindProfile:
-    """Finds a profile that is kept."""
+def _profile_finder(threads: int, progress: Progress, *, measures: bool) -> "FindProfile":
+    """Finds the kept profile of this machine. measures: if there is none, it is measured."""
 
     def find(spec: "ModelSpec", folder: Path) -> "HardwareProfile | None":
-        from hetero_ee_cli.commands.profile import kept_profile_for
-
-        return kept_profile_for(spec, threads)
-
-    return find
-
-
-def _measured(threads: int, progress: Progress) -> FindProfile:
-    """Finds it, or measures it now."""
-
-    def find(spec: "ModelSpec", folder: Path) -> "HardwareProfile":
         from hetero_ee_cli.commands.profile import kept_profile_for, profile_for
         from hetero_ee_profiles.host.process import physical_core_count
 
         known = kept_profile_for(spec, threads)
-        return known or profile_for(spec, folder, progress, threads=(threads or physical_core_count(),))
+        if known is None and measures:
+            return profile_for(spec, folder, progress, threads=(threads or physical_core_count(),))
+        return known
 
     return find
-
-
-def for_dense(limits: "Limits") -> "Limits":
-    """Weights of fp32 have kernels on the CPU alone, where nobody asked for a GPU."""
-    wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
-    return limits if wants_gpu else replace(limits, gpu_layers=0)
-
-
-def check_draft_head(draft_head: Path | None) -> None:
-    """Raises UsageError for a folder that is none of a draft head."""
-    from hetero_ee.errors import UsageError
-
-    if draft_head is not None and not (draft_head / "config.json").is_file():
-        raise UsageError(f"--draft-head {draft_head} has no config.json; name the folder of a draft head.")
-
-
-def check_trace(trace: Path | None) -> None:
-    """Raises UsageError for a file that can't be one."""
-    from hetero_ee.errors import UsageError
-
-    if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
-        raise UsageError(f"--trace {trace} is a folder, or in one that is not there; name another file.")

@@ -1,87 +1,78 @@
-"""Flags of the commands that plan: which model, which machine, within which limits."""
+"""Options that say what the planner may use, and which machine it plans for."""
 
 import re
-from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee_cli.options.engine import EngineOptions
+
 if TYPE_CHECKING:
-    from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee_profiles.hardware import HardwareProfile
 
 GIB, MIB = 2**30, 2**20
-Progress = Callable[[str, int, int], None]
-
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="Hugging Face id, folder with a checkpoint, or store. [default: demo model]", metavar="[MODEL]"
-    ),
-]
-RandomWeights = Annotated[
-    str | None,
-    typer.Option(help="In place of MODEL random weights of tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b."),
-]
-Hardware = Annotated[
-    str | None,
-    typer.Option(
-        help="Plan for a shipped profile by name, or a profile's JSON file. [default: this machine, measured]"
-    ),
-]
-VramBudget = Annotated[
-    float | None, typer.Option(help="GPU memory to use, in GiB. [default: what is free, less the margin]")
-]
-VramMargin = Annotated[int | None, typer.Option(help="GPU memory to leave free, in MiB. [default: 1024]")]
-RamBudget = Annotated[float | None, typer.Option(help="Memory to use, in GiB. [default: what is free]")]
-GpuLayers = Annotated[int | None, typer.Option("-ngl", "--gpu-layers", help="First layers that lie on the GPU whole.")]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", help="REGEX=gpu, cpu or stream for parts by name; may be given several times."),
-]
-KvType = Annotated[str | None, typer.Option(help="Keys and values as fp32, fp16 or int8. [default: fp32]")]
-Mode = Annotated[str | None, typer.Option(help="full or exact. [default: what is expected to be faster]")]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-length", "--draft-tokens", help="Batch in one verification of exact mode. [default: the best]"
-    ),
-]
+OVERRIDE_HELP = "Pin parts by name: REGEX=gpu, REGEX=cpu or REGEX=stream; can be given more than once."
 
 
-def limits_from(
-    *,
-    vram_budget: float | None,
-    vram_margin: int | None,
-    ram_budget: float | None,
-    gpu_layers: int | None,
-    override: list[str] | None,
-    ctx_size: int | None,
-    kv_type: str | None,
-    mode: str | None,
-    draft_length: int | None,
-    threads: int | None,
-) -> "Limits":
-    """The flags as the planner takes them. Raises UsageError."""
-    from hetero_ee.config.settings import read_settings
-    from hetero_ee.planning.limits import Limits, parse_override
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """Limits and pins of a plan; None leaves the choice to the planner."""
 
-    settings = read_settings()
-    usual = Limits()
-    return Limits(
-        vram_budget_bytes=_bytes_of(vram_budget, "--vram-budget"),
-        vram_margin_bytes=usual.vram_margin_bytes if vram_margin is None else vram_margin * MIB,
-        ram_budget_bytes=_bytes_of(ram_budget, "--ram-budget"),
-        gpu_layers=gpu_layers,
-        overrides=tuple(parse_override(text) for text in override or ()),
-        context_tokens=settings.value("ctx_size", ctx_size),
-        kv_type=kv_type or usual.kv_type,
-        mode=mode,
-        draft_length=draft_length,
-        threads=settings.value("threads", threads),
+    vram_budget: Annotated[
+        float | None, typer.Option(help="GPU memory to use, in GiB. [default: free memory, less the margin]")
+    ] = None
+    vram_margin: Annotated[int | None, typer.Option(help="GPU memory to leave free, in MiB. [default: 1024]")] = None
+    ram_budget: Annotated[float | None, typer.Option(help="RAM to use, in GiB. [default: free memory]")] = None
+    gpu_layers: Annotated[
+        int | None,
+        typer.Option("-ngl", "--gpu-layers", help="Layers placed whole on the GPU, counted from the first."),
+    ] = None
+    override: Annotated[list[str] | None, typer.Option("-o", "--override", help=OVERRIDE_HELP)] = None
+    kv_type: Annotated[str | None, typer.Option(help="Type of the KV cache: fp32, fp16 or int8. [default: fp32]")] = (
+        None
     )
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head "
+            "or n-grams, with the text of full mode. [default: whichever should be faster]"
+        ),
+    ] = None
+    draft_length: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-length",
+            "--draft-tokens",
+            help="Tokens verified in one pass in exact mode, 1 to 16. [default: what should be fastest]",
+        ),
+    ] = None
+
+    def given(self) -> list[str]:
+        """The flags that were given."""
+        return [
+            f"--{field.name.replace('_', '-')}" for field in fields(self) if getattr(self, field.name) not in (None, [])
+        ]
+
+    def limits(self, engine: EngineOptions) -> "Limits":
+        """As the planner takes them, with the context size and the threads. Raises UsageError."""
+        from hetero_ee.planning.limits import Limits, parse_override
+
+        opening, usual = engine.arguments(None), Limits()
+        return Limits(
+            vram_budget_bytes=_bytes_of(self.vram_budget, "--vram-budget"),
+            vram_margin_bytes=usual.vram_margin_bytes if self.vram_margin is None else self.vram_margin * MIB,
+            ram_budget_bytes=_bytes_of(self.ram_budget, "--ram-budget"),
+            gpu_layers=self.gpu_layers,
+            overrides=tuple(map(parse_override, self.override or ())),
+            context_tokens=opening["context_tokens"],
+            kv_type=self.kv_type or usual.kv_type,
+            mode=self.mode,
+            draft_length=self.draft_length,
+            threads=opening["threads"],
+        )
 
 
 def hardware_from(name: str) -> "HardwareProfile":
@@ -95,45 +86,12 @@ def hardware_from(name: str) -> "HardwareProfile":
         return reference_profile(name)
     if not re.search(r"[./\\]", name):
         raise UsageError(
-            f"{shown(name)} is no shipped profile; there are {', '.join(reference_names())}, or give a file."
+            f"{shown(name)} is not a shipped profile; choose one of {', '.join(reference_names())}, or name a file."
         )
     try:
         return read_record(HardwareProfile, Path(name).expanduser())
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of a user who doesn't exist
         raise UsageError(f"the profile {name} can't be used ({error}); measure one with hetero-ee profile.") from error
-
-
-def model_spec(
-    model: str | None,
-    random_weights: str | None,
-    offline: bool | None,
-    progress: Progress,
-    *,
-    configuration_only: bool = False,
-) -> "tuple[ModelSpec, str, Path | None]":
-    """The model's shapes, its name for people, and its folder where it has one. Raises HeteroError.
-
-    configuration_only: nothing else of a Hugging Face id is downloaded.
-    """
-    from hetero_ee.config.settings import read_settings
-    from hetero_ee.errors import UsageError
-    from hetero_ee.hub.config_file import read_spec
-    from hetero_ee.hub.model_id import model_name
-    from hetero_ee.hub.resolve import resolve_model
-    from hetero_ee.models.known_shapes import known_spec
-
-    if random_weights is not None:
-        if model is not None:
-            raise UsageError("MODEL and --random-weights exclude each other; give one.")
-        return known_spec(random_weights), f"{random_weights} (random weights)", None
-    settings = read_settings()
-    folder = resolve_model(
-        settings.value("model", model),
-        offline=settings.value("offline", offline),
-        progress=progress,
-        configuration_only=configuration_only,
-    )
-    return read_spec(folder), model_name(folder), folder
 
 
 def _bytes_of(gib: float | None, flag: str) -> int | None:

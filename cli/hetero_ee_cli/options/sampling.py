@@ -1,34 +1,54 @@
-"""The flags that say how tokens are chosen and when a text ends, for every command that generates."""
+"""Options that say how tokens are chosen and when a text ends."""
 
 import time
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option("-n", "--max-new-tokens", help="Tokens to generate. [default: the model's own, else to the end]"),
-]
-Temp = Annotated[
-    float | None, typer.Option("--temp", "--temperature", help="0 is greedy. [default: the model's own, else 0]")
-]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the smallest set of tokens with this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's.")]
-RepeatPenalty = Annotated[float | None, typer.Option(help="Above 1, tokens already there become less likely.")]
-Seed = Annotated[int | None, typer.Option("-s", "--seed", help="Same seed, same text. [default: drawn again]")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given several times.")]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The fields of SamplingParams that have an option, by their names there; None keeps the model's own value."""
 
-def sampling_changes(**flags: Any) -> dict[str, Any]:
-    """The SamplingParams fields that were given, and a seed in any case. Raises UsageError for impossible values."""
-    from hetero_ee_cli.terminal.signals import ending_at_once
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--max-new-tokens", help="Tokens to generate. [default: the model's own, else until the text ends]"
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temp", "--temperature", help="0 is greedy. [default: the model's own, else 0]"),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the smallest set of tokens with this total probability.")
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens less likely than this fraction of the most likely one.")
+    ] = None
+    repeat_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, makes tokens that have already appeared less likely.")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option("-s", "--seed", help="The same seed gives the same text. [default: random]")
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; can be given more than once.")
+    ] = None
 
-    with ending_at_once():
-        from hetero_ee.decoding.sampling import SamplingParams
+    def changes(self) -> dict[str, Any]:
+        """The fields that were given, and always a seed. Raises UsageError for impossible values."""
+        from hetero_ee_cli.terminal.signals import ending_at_once
 
-    flags["seed"] = time.time_ns() % 2**32 if flags["seed"] is None else flags["seed"]
-    flags["stop"] = tuple(flags["stop"]) if flags["stop"] else None
-    changes = {name: value for name, value in flags.items() if value is not None}
-    SamplingParams(**changes)  # now, not after a conversion
-    return changes
+        with ending_at_once():
+            from hetero_ee.decoding.sampling import SamplingParams
+
+        given = asdict(self) | {
+            "seed": time.time_ns() % 2**32 if self.seed is None else self.seed,
+            "stop": tuple(self.stop) if self.stop else None,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**changes)  # checks them now, not after a conversion
+        return changes

@@ -1,4 +1,4 @@
-"""The rows of `hetero-ee bench`: llama-bench's keys and ours, as a table, CSV or JSON."""
+"""The rows of `hetero-ee bench`: llama-bench's keys and more, as a table, CSV or JSON."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def columns(
     predicted_s: float | None,
     found: "DraftStatistics | None",
 ) -> Row:
-    """A row. predicted_s: None where nothing tells how good drafts are. found: None in full mode."""
+    """A row. predicted_s: None if nothing is known of how good the drafts are. found: None in full mode."""
     import datetime
     from statistics import fmean, stdev
 
@@ -69,8 +69,8 @@ def columns(
 
 
 def print_row(rows: list[Row], style: str) -> None:
-    """The last row, below the head of the table where it is the first."""
-    row = rows[-1]
+    """The last row, below the table's head if it is the first."""
+    row, predicted = rows[-1], rows[-1]["predicted_ts"]
     if style == "jsonl":
         print(json.dumps(row), flush=True)
         return
@@ -80,29 +80,24 @@ def print_row(rows: list[Row], style: str) -> None:
     print(
         f"| {row['model_filename']} {row['model_type'].split()[-1]} | {row['model_size'] / 2**20:.1f} MiB "
         f"| {row['model_n_params'] / 1e6:.1f} M | {row['n_threads']} | {_mode(row)} | {row['test']} "
-        f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {_rate(row['predicted_ts'])} |",
+        f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {'' if predicted is None else f'{predicted:.2f}'} |",
         flush=True,
     )
 
 
 def _mode(row: Row) -> str:
-    """And what drafting brought."""
     if row["acceptance"] is None:
         return str(row["mode"])
     return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted"
 
 
-def _rate(tokens_per_s: float | None) -> str:
-    return "" if tokens_per_s is None else f"{tokens_per_s:.2f}"
-
-
 def footer(rows: list[Row]) -> str:
-    """What holds for all rows: where the predictions come from, and what the executor itself takes."""
+    """For all rows: where the predictions come from, and the executor's own time."""
     lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures again"]
     spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
     known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
     if known:
-        lines.append(f"microseconds a layer of the executor, kernels not counted: {', '.join(known)}")
+        lines.append(f"executor overhead in microseconds per layer, kernels not counted: {', '.join(known)}")
     return "\n".join(lines)
 
 

@@ -1,51 +1,60 @@
-"""How a text was decoded: the mode in the closing line, a table of --stats, and the keys of a JSON document."""
+"""What is said of a run: its closing line, the tables of --stats, its keys in JSON."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hetero_ee_cli.reports.expectation import slowness
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
+    from hetero_ee.decoding.simulation import LaneTime
     from hetero_ee.engine import Engine
+    from hetero_ee.planning.plan import Plan
     from hetero_ee.speculation.statistics import DraftStatistics
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
 
 
-def mode_words(engine: "Engine") -> str | None:
-    """The mode and why, with what drafting brought in the latest text; None where nothing was planned."""
-    made, found = engine.plan, engine.draft_statistics
-    if made is None:
-        return None
-    if found is None:
-        asked = None if engine.placement is None else engine.placement.limits.mode
-        is_declined = asked is None and any(reason.startswith(DECLINED) for reason in made.reasons)
-        return "full (exact declined)" if is_declined else "full"
-    n_rows = made.draft_length if engine.drafting is None else engine.drafting.draft_length
-    return f"exact ({engine.draft_origin}, up to {n_rows} row{'s' * (n_rows > 1)}): {draft_words(found)}"
+def closing_lines(
+    engine: "Engine",
+    result: "GenerationResult",
+    *,
+    prompt: str,
+    seed: int | None,
+    expected: float | None,
+    stats_from_s: float | None,
+) -> str:
+    """Counts and rates of a text, a sentence if it was slow, and the tables of --stats.
+
+    prompt: what to say of the prompt's tokens; seed: None if it did not matter; expected: tokens per second, None if
+    unknown; stats_from_s: when the text began, by time.perf_counter, None for no tables.
+    """
+    from hetero_ee_profiles.host.process import peak_memory_bytes
+
+    parts = [
+        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
+        f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
+        + ("" if expected is None else f" (expected {expected:.1f})"),
+        *_mode(engine),
+        f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
+        *([] if seed is None else [f"seed {seed}"]),
+    ]
+    uses_gpu = engine.plan is not None and engine.plan.n_bytes("gpu") > 0
+    tables = [] if stats_from_s is None else _statistics(engine, result, stats_from_s)
+    return "\n".join([f"[ {' | '.join(parts)} ]", *slowness(result, expected, uses_gpu), *tables])
 
 
-def draft_words(found: "DraftStatistics") -> str:
-    """Tokens of a pass of the later layers, acceptance and depth."""
-    accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
-    return f"{found.tokens_per_pass:.1f} tok/pass, {accepted}depth {found.mean_exit_depth:.1f} of {found.n_layers}"
-
-
-def uses_gpu(engine: "Engine") -> bool:
-    """Whether the plan puts anything there."""
-    return engine.plan is not None and engine.plan.n_bytes("gpu") > 0
-
-
-def run_document(engine: "Engine") -> dict[str, Any]:
-    """The plan's keys in JSON; those of drafts are None in full mode, the hash is None where nothing was planned."""
-    made = engine.plan
+def run_document(made: "Plan | None", drafts: "DraftStatistics | None") -> dict[str, Any]:
+    """The plan's keys in JSON; the drafts are None in full mode, the hash is None if nothing was planned."""
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
         "draft_length": 1 if made is None else made.draft_length,
         "gpu_layers": 0 if made is None else made.gpu_layers,
         "plan_hash": None if made is None else made.sha256,
-        "drafts": drafts_document(engine.draft_statistics),
+        "drafts": drafts_document(drafts),
     }
 
 
@@ -53,79 +62,73 @@ def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
     """The counts and what follows from them; None in full mode."""
     if found is None:
         return None
-    return asdict(found) | {
-        "n_drafted": found.n_drafted,
-        "n_accepted": found.n_accepted,
-        "acceptance": found.acceptance,
-        "tokens_per_pass": found.tokens_per_pass,
-        "mean_exit_depth": found.mean_exit_depth,
-    }
+    derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth")
+    return asdict(found) | {name: getattr(found, name) for name in derived}
 
 
-def statistics_table(engine: "Engine", result: "GenerationResult", start_s: float) -> str:
-    """Where the time of one text went, and its drafts. start_s: when it began, by time.perf_counter."""
-    total_s = result.prompt_s + result.generation_s or 1.0
-    lines = [
-        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}), "
-        f"text {result.generation_s:.3f} s ({result.generation_s / total_s:.0%})",
-        *_lanes(engine, result, start_s),
-    ]
-    found = engine.draft_statistics
-    if found is not None:
-        lines += draft_lines(found)
-    return "\n".join(lines)
-
-
-def draft_lines(found: "DraftStatistics") -> list[str]:
-    """Drafts by origin, rows drafted ahead, rounds by how many tokens were drafted and accepted, tokens by depth."""
-    return [*_origins(found), *_ahead(found), *_runs(found), *_depths(found)]
-
-
-def _lanes(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
-    """How busy the devices and the link were, as far as it was recorded."""
-    from hetero_ee.decoding.simulation import lane_times
+def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float) -> list[str]:
+    """How busy the devices and links were, those that were used."""
     from hetero_ee.runtime.trace import TITLES
 
-    spans = engine.spans
-    start_s = min((span.start_s for span in spans if span.start_s >= start_s), default=start_s)
     return [
-        f"{'':14}{TITLES[lane.lane]} busy {lane.prompt_s / (result.prompt_s or 1):.0%} of the prompt, "
-        f"{lane.generation_s / (result.generation_s or 1):.0%} of the text"
-        for lane in lane_times(spans, start_s, result.prompt_s, result.generation_s)
+        f"{TITLES[lane.lane]:20} busy {lane.prompt_s / (prompt_s or 1):4.0%} of the prompt, "
+        f"{lane.generation_s / (generation_s or 1):4.0%} of the text"
+        for lane in lanes
         if lane.prompt_s or lane.generation_s
     ]
 
 
-def _origins(found: "DraftStatistics") -> list[str]:
-    return [
+def draft_words(found: "DraftStatistics") -> str:
+    """Tokens per pass of the later layers, acceptance and depth."""
+    accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
+    return f"{found.tokens_per_pass:.1f} tok/pass, {accepted}depth {found.mean_exit_depth:.1f} of {found.n_layers}"
+
+
+def draft_lines(found: "DraftStatistics") -> list[str]:
+    """Drafts by origin, asynchronous ones, draft-verify steps by tokens drafted and accepted, tokens by exit depth."""
+    lines = [
         f"{'drafts':14}by {counts.origin}: {counts.n_drafted} drafted, {counts.n_accepted} accepted, "
-        f"{counts.precision:.0%} of {counts.n_checked} judged right"
+        f"{counts.precision:.0%} of {counts.n_checked} verified were right"
         for counts in found.origins
     ]
+    if found.n_ahead:
+        lines.append(
+            f"{'':14}asynchronous: {found.n_ahead} tokens drafted early, {found.n_ahead_kept / found.n_ahead:.0%} right"
+        )
+    lines += _bars("drafted per step", dict(enumerate(found.drafted_runs)))
+    lines += _bars("accepted per step", dict(enumerate(found.accepted_runs)))
+    return lines + _bars("known after layer", {n: count for n, count in found.known_after.items() if count})
 
 
-def _ahead(found: "DraftStatistics") -> list[str]:
-    """Rows that began while those before them were verified."""
-    if not found.n_ahead:
+def _mode(engine: "Engine") -> list[str]:
+    """The mode and why, with how drafting did in the latest text; nothing if nothing was planned."""
+    made, found = engine.plan, engine.draft_statistics
+    if made is None:
         return []
-    return [f"{'':14}ahead: {found.n_ahead} rows begun early, {found.n_ahead_kept / found.n_ahead:.0%} right"]
+    if found is None:
+        asked = None if engine.placement is None else engine.placement.limits.mode
+        is_declined = asked is None and any(reason.startswith(DECLINED) for reason in made.reasons)
+        return ["full (exact declined)" if is_declined else "full"]
+    n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
+    return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
 
 
-def _runs(found: "DraftStatistics") -> list[str]:
-    """For each length the rounds that drafted so many tokens, and those of which so many were accepted."""
-    return [
-        line
-        for title, counts in (("drafted", found.drafted_runs), ("accepted", found.accepted_runs))
-        for line in _bars(f"{title} a round", {str(n): count for n, count in enumerate(counts)})
+def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
+    """Where the time of one text went, device by device as far as recorded, and its drafts."""
+    from hetero_ee.decoding.simulation import lane_times
+
+    total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics
+    start_s = min((span.start_s for span in spans if span.start_s >= start_s), default=start_s)
+    lines = [
+        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}), "
+        f"text {result.generation_s:.3f} s ({result.generation_s / total_s:.0%})"
     ]
+    seconds = result.prompt_s, result.generation_s
+    lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
+    return lines if found is None else lines + draft_lines(found)
 
 
-def _depths(found: "DraftStatistics") -> list[str]:
-    """The layers behind which the tokens were known."""
-    return _bars("known after layer", {str(depth): count for depth, count in found.known_after.items() if count})
-
-
-def _bars(title: str, counts: dict[str, int]) -> list[str]:
+def _bars(title: str, counts: dict[int, int]) -> list[str]:
     most = max(counts.values(), default=0) or 1
     return [
         f"{title:18}{label:>3}{count:7} {'#' * round(BAR_COLUMNS * count / most)}".rstrip()

@@ -1,7 +1,7 @@
-"""What a user of the chat types, or a pipe sends: lines become messages and commands.
+"""What is typed or piped into the chat: lines become messages and commands.
 
-A line is a message. One that ends in a backslash goes on in the next; lines between two \"\"\" are one message. A line
-that begins with a slash is a command; a message that does begins with a space.
+A line is a message. One that ends in a backslash continues on the next; lines between two \"\"\" are one message. A
+line that begins with a slash is a command; a leading space makes it a message.
 """
 
 import sys
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
+from hetero_ee_cli.terminal.text_file import decoded
 
-ReadLine = Callable[[str], str | None]  # a prompt -> a line without its end, None where there is no more
+ReadLine = Callable[[str], str | None]  # a prompt -> a line without its end, None after the last
 
 PROMPT, PROMPT_OF_MORE = "> ", ". "
 FENCE = '"""'
@@ -19,14 +20,14 @@ MAX_LINE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """name: with its slash; argument: the rest of the line."""
+    """A command of the chat."""
 
-    name: str
-    argument: str
+    name: str  # with its slash
+    argument: str  # the rest of the line
 
 
 def read_entry(read_line: ReadLine) -> str | Command | None:
-    """The next message or command; None at the end. Raises UsageError for text that is none."""
+    """The next message or command; None at the end. Raises UsageError."""
     while (line := read_line(PROMPT)) is not None:
         if line.lstrip().startswith(FENCE):
             text = _fenced(line.lstrip(), read_line)
@@ -41,11 +42,11 @@ def read_entry(read_line: ReadLine) -> str | Command | None:
 
 
 def _fenced(line: str, read_line: ReadLine) -> str:
-    """The text between the fences; what stands beside a fence is part of it."""
+    """The text between the fences, with what is on their lines."""
     text = line.removeprefix(FENCE)
     while not text.rstrip().endswith(FENCE):
         if (more := read_line(PROMPT_OF_MORE)) is None:
-            raise UsageError(f"a message that begins with {FENCE} has no such end.")
+            raise UsageError(f"a message that begins with {FENCE} must end with it.")
         text = _joined(text, more)
     return text.rstrip().removesuffix(FENCE).removeprefix("\n").removesuffix("\n")
 
@@ -68,21 +69,16 @@ def _joined(text: str, line: str) -> str:
 
 
 def piped_lines() -> ReadLine:
-    """Reads standard input where it is not a terminal. The reader raises UsageError for what is not text."""
+    """Reads standard input that is not a terminal. The reader raises UsageError for what is not text."""
     n_lines = 0
 
     def read(_prompt: str) -> str | None:
         nonlocal n_lines
         n_lines += 1
-        data = sys.stdin.buffer.readline(MAX_LINE_BYTES + 1)
-        if len(data) > MAX_LINE_BYTES:
-            raise UsageError(f"line {n_lines} of standard input has more than {MAX_LINE_BYTES // 2**20} MiB.")
-        try:
-            line = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"line {n_lines} of standard input is not UTF-8 text at byte {error.start}.") from error
+        name = f"line {n_lines} of standard input"
+        line = decoded(sys.stdin.buffer.readline(MAX_LINE_BYTES + 1), name, MAX_LINE_BYTES)
         if "\0" in line:
-            raise UsageError(f"line {n_lines} of standard input holds a NUL character; text has none.")
-        return line.removesuffix("\n").removesuffix("\r") if data else None
+            raise UsageError(f"{name} contains a NUL character.")
+        return line.removesuffix("\n").removesuffix("\r") if line else None
 
     return read

@@ -1,4 +1,4 @@
-"""A line from a terminal: editing, history and completion by readline, where Python has it."""
+"""A line from a terminal: editing, history and completion by readline, if Python has it."""
 
 import sys
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ MAX_HISTORY_BYTES = 2**20
 
 
 def history_file() -> Path:
-    """Where what was typed is kept: in the platform's folder for a program's state."""
+    """Where the history is kept: in the platform's folder for state."""
     return platformdirs.user_state_path("hetero_ee") / "chat_history"
 
 
 class LineEditor:
-    """Reads lines from the terminal. commands: what Tab completes. history: the file to keep them in."""
+    """Reads lines from the terminal. commands: what Tab completes. history: the file that keeps the lines."""
 
     def __init__(self, commands: Sequence[str], history: Path) -> None:
         self._commands, self._history = commands, history
-        self._readline = _readline() if sys.stdout.isatty() else None  # it shows the prompt on standard output
+        self._readline = _readline() if sys.stdout.isatty() else None  # it writes the prompt to standard output
 
     def __enter__(self) -> Self:
         if self._readline is not None:
@@ -34,7 +34,7 @@ class LineEditor:
             is_libedit = "libedit" in (self._readline.__doc__ or "")
             self._readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
             self._readline.set_history_length(N_HISTORY_LINES)
-            with suppress(OSError):  # no history is no reason not to chat
+            with suppress(OSError):  # the chat works without history
                 self._load_history(self._readline)
         return self
 
@@ -43,16 +43,16 @@ class LineEditor:
             self._readline.set_completer(None)
 
     def read(self, prompt: str) -> str | None:
-        """A line without its end; None at Ctrl-D. Raises UsageError for bytes that are no text."""
+        """A line without its end; None at Ctrl-D. Raises UsageError for bytes that are not text."""
         try:
             line = self._line(prompt)
-            line.encode("utf-8")  # where the locale is not UTF-8, Python lets other bytes through as surrogates
+            line.encode("utf-8")  # if the locale is not UTF-8, Python reads other bytes as surrogates
         except EOFError:
             return None
         except UnicodeError as error:
             raise UsageError("that line is not UTF-8 text.") from error
         if "\0" in line:
-            raise UsageError("that line holds a NUL character; text has none.")
+            raise UsageError("that line contains a NUL character.")
         return line
 
     def _line(self, prompt: str) -> str:
@@ -68,7 +68,7 @@ class LineEditor:
         return line.removesuffix("\n")
 
     def _load_history(self, readline: ModuleType) -> None:
-        """Reads the file, which only its owner may read. One that is none (some link theirs to /dev/null) stays so."""
+        """Reads the file, which only its owner may read. One that is not regular (say /dev/null) stays as it is."""
         self._history.parent.mkdir(parents=True, exist_ok=True)
         if not self._history.exists():
             self._history.touch(mode=0o600)
@@ -78,7 +78,7 @@ class LineEditor:
                 readline.read_history_file(self._history)
 
     def _keep(self, line: str) -> None:
-        """Line by line, so that chats side by side keep both and a killed one keeps all."""
+        """Line by line, so that concurrent chats keep both histories, and a killed one keeps all of its own."""
         append = getattr(self._readline, "append_history_file", None)  # libedit may have none
         if line and append is not None:
             with suppress(OSError):

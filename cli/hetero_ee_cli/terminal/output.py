@@ -1,15 +1,18 @@
-"""What a command says: the text on standard output as it comes, everything else in lines on standard error."""
+"""What a command says: results on standard output, everything else in lines on standard error."""
 
+import json
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.result import GeneratedToken, GenerationResult
+    from hetero_ee.decoding.result import GeneratedToken
+
+JSON_SCHEMA = 1
 
 
 def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
-    """Prints the text as it comes; the tokens that came, and whether Ctrl-C ended them."""
+    """Prints the text as it is generated. Returns the tokens, and whether Ctrl-C ended them."""
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="")  # type: ignore[union-attr]
     seen: list[GeneratedToken] = []
     try:
@@ -23,28 +26,17 @@ def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tu
     return seen, False
 
 
-def closing_line(
-    prompt: str,
-    result: "GenerationResult",
-    seed: int | None,
-    expected_tokens_per_s: float | None = None,
-    mode: str | None = None,
-) -> str:
-    """Counts and rates of one text. prompt: what to say of the prompt's tokens; seed: None where it did not matter;
-    mode: how it was decoded, None where there was no choice."""
-    from hetero_ee_profiles.host.process import peak_memory_bytes
+def print_document(document: Mapping[str, Any], *, with_version: bool = False) -> None:
+    """One JSON document on one line, with the version of its schema and of hetero_ee."""
+    from hetero_ee import __version__
 
-    parts = [
-        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
-        f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
-        + ("" if expected_tokens_per_s is None else f" (expected {expected_tokens_per_s:.1f})"),
-        f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
-    ]
-    if mode is not None:
-        parts.insert(2, mode)
-    if seed is not None:
-        parts.append(f"seed {seed}")
-    return f"[ {' | '.join(parts)} ]"
+    print(json.dumps({"schema": JSON_SCHEMA} | ({"version": __version__} if with_version else {}) | dict(document)))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def say(line: str) -> None:
@@ -53,10 +45,10 @@ def say(line: str) -> None:
 
 
 def complain(message: str) -> None:
-    """A refusal, on standard error."""
+    """An error, on standard error."""
     say(f"hetero-ee: {printable(message)}")
 
 
 def printable(message: str) -> str:
-    """One line, control characters escaped: file and tensor names come from outside."""
+    """One line with control characters escaped: names of files and tensors come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)

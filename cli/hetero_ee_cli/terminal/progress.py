@@ -1,18 +1,21 @@
-"""Progress on standard error: a bar a stage on a terminal, a line elsewhere, nothing where nothing takes long."""
+"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-READING = "Reading the prompt"  # the engine's stage that is nothing special, and comes with every long prompt
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+READING = "Reading the prompt"  # the one stage that comes again, with every long prompt
 
 
 @contextmanager
 def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields what Engine.from_pretrained calls with (stage, done, in all); a bar appears at its stage's first call.
+    """Yields what Engine.from_pretrained calls with (stage, done, in all). With 0 in all, the stage is a remark.
 
-    With 0 in all, the stage is a remark. of_each_time: what is shown is not of the kind that happens only once.
+    of_each_time: these stages come every time, so no line says that they happen only once.
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
@@ -22,7 +25,7 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, i
 
 
 class _Lines:
-    """For logs and pipes: says once of each stage that it runs."""
+    """For logs and pipes: one line for each stage."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._said: set[str] = set()
@@ -38,45 +41,43 @@ class _Lines:
 
 
 class _Bars:
-    """For terminals; rich is imported only when there is something to show."""
+    """For terminals. rich is imported only when there is something to show."""
 
     def __init__(self, note: str = ", once") -> None:
         self._note = note
-        self._close: Callable[[], None] = lambda: None
-        self._advance: Callable[[str, int, int], None] | None = None
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
-        if self._advance is None:
-            self._start()
-        assert self._advance is not None
-        self._advance(stage, n_done, n_all)
-
-    def close(self) -> None:
-        self._close()
-        self._close, self._advance = lambda: None, None
-
-    def _start(self) -> None:
-        from rich.console import Console
         from rich.filesize import decimal
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         from hetero_ee.hub.download import DOWNLOADING
 
-        texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
-        progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        tasks: dict[str, Any] = {}
+        if self._progress is None:
+            self._progress, self._tasks = _started(), {}
+        progress, tasks = self._progress, self._tasks
+        if n_all == 0:
+            progress.console.print(f"{stage}.", markup=False, highlight=False)
+            return
+        if stage not in tasks:
+            tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
+        size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
+        progress.update(tasks[stage], completed=n_done, size=size)
+        if progress.finished:  # what follows may be text, which a bar would overwrite
+            self.close()
 
-        def advance(stage: str, n_done: int, n_all: int) -> None:
-            if n_all == 0:
-                progress.console.print(f"{stage}.", markup=False, highlight=False)
-                return
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
-            size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
-            progress.update(tasks[stage], completed=n_done, size=size)
-            if progress.finished:  # what comes now may be text, which a bar would be drawn across
-                self.close()
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
-        progress.start()
-        self._close, self._advance = progress.stop, advance
+
+def _started() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.start()
+    return progress

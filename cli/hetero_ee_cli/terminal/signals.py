@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: exceptions, so that half-written files are removed; and the way out when they arrive on top."""
+"""Ctrl-C and SIGTERM: exceptions, so that half-written files are removed, and then exit codes."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def raise_on_sigterm() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """For imports, while there is nothing to clean up: torch's C++ aborts the process when an exception comes in."""
+    """For imports, while there is nothing to clean up: torch's C++ aborts the process if an exception interrupts it."""
     codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     before = {number: signal.signal(number, lambda number, _: os._exit(codes[number])) for number in codes}
     try:
@@ -29,10 +29,10 @@ def ending_at_once() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends at once and without a message; everything is unwound already, and what can still be written is.
+    """Ends at once and silently, with what can still be written flushed; everything is already unwound.
 
-    sys.exit would flush again and complain, and where Ctrl-C came within an exec(), which importing torch does a lot,
-    Python would end itself by the signal instead of the code.
+    sys.exit would flush again and complain. And if Ctrl-C came within an exec(), as importing torch does a lot, Python
+    would end itself by the signal and not with the code.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
