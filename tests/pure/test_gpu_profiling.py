@@ -13,7 +13,7 @@ from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_free_memory
 from hetero_ee.profiling.measure import attention_points, product_shapes
 from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.gpu.registry import default_registry
-from hetero_ee_kernels.reference import matmul as reference
+from hetero_ee_kernels import reference
 from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
@@ -53,15 +53,14 @@ def test_a_gpu_that_works_is_measured_whole(family: str) -> None:
 
 
 def test_many_rows_are_multiplied_in_turns_as_a_segment_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, set[tuple[int, torch.dtype]]] = {"matmul": set(), "prefill_matmul": set()}
-    for name in seen:
+    seen: set[tuple[int, torch.dtype]] = set()
 
-        def multiply(x: Any, matrix: Any, out: Any, name: str = name) -> None:
-            seen[name].add((len(x), x.dtype))
+    def multiply(x: Any, matrix: Any, out: Any) -> None:
+        seen.add((len(x), x.dtype))
 
-        monkeypatch.setattr(reference, name, multiply)
+    monkeypatch.setattr(reference, "matmul", multiply)
     assert metrics(StandInGpu()).warning == ""
-    assert seen == {"matmul": {(1, torch.float32), (16, torch.float32)}, "prefill_matmul": set()}
+    assert seen == {(1, torch.float32), (16, torch.float32)}
 
 
 def test_every_figure_of_the_link_is_in_its_place() -> None:

@@ -13,8 +13,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.kv.layered import LayeredCache
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, new_pages
-from hetero_ee_kernels.reference.attention import read
-from hetero_ee_kernels.reference.kv_write import kv_write
+from hetero_ee_kernels.reference import kv_write, read
 
 
 @dataclass(slots=True)
