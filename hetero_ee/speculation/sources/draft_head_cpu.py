@@ -14,10 +14,10 @@ from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, EightBit, quantizer_
 from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import rms_norm
-from hetero_ee_cpu_ops.places import SequenceCache, place_rows
 from hetero_ee_cpu_ops.rope import Rope
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
@@ -87,7 +87,7 @@ class CpuDraftHeadLayer:
         if self._rope:
             self._rope.turn(qkv, np.array(batch.positions, np.int64), 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
         caches = [self.cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
-        places = place_rows(caches, batch.positions, self._cache_shape, KV_KIND)
+        places = kv_table(caches, batch.positions, self._cache_shape, KV_KIND)
         self._kv_write.write(qkv, places, 0, spec.query_size, spec.query_size + spec.kv_size)
         return self._attention.attend(qkv, places, 0, spec.sliding_windows[0])
 
