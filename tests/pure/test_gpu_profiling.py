@@ -14,10 +14,10 @@ from hetero_ee.profiling.measure import attention_points, product_shapes
 from hetero_ee.profiling.preset import Preset
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_kernels import reference
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.records import from_json, to_json
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_gpu import METHODS, StandInGpu
 

@@ -16,11 +16,11 @@ from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.profiling.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee_profiles import machine as machine_module
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
 from hetero_ee_profiles.host import memory as memory_module
 from hetero_ee_profiles.host.memory import MemoryInfo
 from hetero_ee_profiles.measurement import Origin, measured
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
 
