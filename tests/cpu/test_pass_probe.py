@@ -14,10 +14,8 @@ from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model, speed_since
-from hetero_ee.profiling.measure import product_shapes
 from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
-from hetero_ee.profiling.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
-from hetero_ee.profiling.preset import QUICK
+from hetero_ee.profiling.preset import MOST_PASSES, QUICK, USUAL_PASSES, PassSampling, product_shapes
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights

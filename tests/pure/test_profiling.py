@@ -12,9 +12,8 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling import measure as profiling
 from hetero_ee.profiling.gpu import GpuMetrics
-from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.machine_profile import Wanted, keep_profile, kept_profile, machine_profile, profile_file
 from hetero_ee.profiling.preset import FULL, QUICK
-from hetero_ee.profiling.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee_profiles import machine as machine_module
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
 from hetero_ee_profiles.host import memory as memory_module
