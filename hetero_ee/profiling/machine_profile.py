@@ -60,7 +60,7 @@ def machine_profile(
 
     machine, free_bytes = _this_machine()
     gpu, gpu_problem = _opened(open_gpu, machine.gpu_model)
-    remark = progress or (lambda stage, done, in_all: None)
+    remark = progress or (lambda *_: None)
     kept, problem = kept_profile(data_folder, machine, spec, quick_will_do=wanted.quick)
     counts = {machine.n_cores, *wanted.threads, *([] if wanted.quick else [1])}
     known = {times.threads for times in kept.cpu} if kept else set()

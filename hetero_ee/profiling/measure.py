@@ -46,7 +46,7 @@ def measure_profile(
     Raises OSError; a GPU that fails is left out, with a warning in the profile.
     """
     n_stages = len(threads) + 1 + (gpu is not None)
-    remark = progress or (lambda stage, done, in_all: None)
+    remark = progress or (lambda *_: None)
     shapes, points, end_s = product_shapes(spec), attention_points(preset), clock() + preset.cpu_budget_s
     model = probed_model(spec, shapes, preset.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []

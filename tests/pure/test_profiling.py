@@ -84,7 +84,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes so many bytes of memory free."""
 
     def set_free(n_bytes: int) -> None:
-        found = MemoryInfo(2**40, n_bytes, 0, 0, None, None)
+        found = MemoryInfo(2**40, n_bytes, 0, None, None)
         monkeypatch.setattr(memory_module, "memory_info", lambda host: found)
 
     return set_free
