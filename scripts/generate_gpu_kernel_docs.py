@@ -10,27 +10,26 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hetero_ee_profiles.gpu.cards import CARD_CLASSES
-from hetero_ee_profiles.gpu.compilation import Compiled, compilations, compile_for
+from hetero_ee_kernels.compilation import CARD_CLASSES, Compiled, compile_for, every_compilation
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
 HEADER = """# GPU kernels
 
 What the compiler makes of every Triton kernel, compiled ahead of time without a GPU: registers of a thread, shared
 memory of a program, and occupancy, the share of a multiprocessor's warps that can be there at once. Generated with
-Triton {version} by `scripts/generate_gpu_kernel_docs.py`; another Triton gives other figures. Registers are not spilled
+Triton {version} by `scripts/generate_gpu_kernel_docs.py`; another Triton gives other numbers. Registers are not spilled
 where the table doesn't say so; what memory bounds reads 16 bytes at a time (tests/gpu/test_ahead_of_time.py).
 
 | class | cards | warps of a multiprocessor | shared memory of a program |
 |---|---|---|---|
 """
-ABSENT = "-"  # not for these cards: it needs NVIDIA's instructions, or tensor cores as Triton uses them
+ABSENT = "-"  # not for these cards: it holds instructions of the other maker
 
 
 def main() -> None:
     rows = []
-    for record in compilations():
-        cards = [card for card in CARD_CLASSES if record.runs_on(card.name)]
+    for record in every_compilation():
+        cards = [card for card in CARD_CLASSES if card.runs(record)]
         rows.append((record, [compile_for(record, card) for card in cards]))
     PAGE.write_text(page(version("triton"), rows), encoding="utf-8")
 

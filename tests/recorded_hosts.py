@@ -47,7 +47,7 @@ def recorded(
         names=names,
         run=run,
         core_counts=lambda: cores or CoreCounts(None, None, None),
-        memory_counts=lambda: memory or MemoryCounts(16 * GIB, 8 * GIB, 0, 0),
+        memory_counts=lambda: memory or MemoryCounts(16 * GIB, 8 * GIB, 0),
     )
 
 

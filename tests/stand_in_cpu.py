@@ -8,9 +8,9 @@ import pytest
 from hetero_ee.runtime.executors import cpu as cpu_executor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.kv_table import POSITION
 from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul
-from hetero_ee_cpu_ops.places import POSITION
 
 BYTE_S, POSITION_S, WRITE_S, EMBED_S = 1e-9, 1e-7, 3e-6, 7e-6
 PLACE_S, PLACES_S = 4e-6, 2e-6  # of the executor itself: once in a layer, once in a pass
@@ -26,7 +26,7 @@ class WorkClock:
         self._spend(patch, Attention, "attend", lambda self_, x, places, *rest: self._attention_s(places))
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
         self._spend(patch, CpuKvCache, "place", lambda *arguments: PLACE_S)
-        self._spend(patch, cpu_executor, "place_rows", lambda *arguments: PLACES_S)
+        self._spend(patch, cpu_executor, "kv_table", lambda *arguments: PLACES_S)
         for name in ("embed_int4", "embed_int8"):
             self._spend(patch, cpu_executor, name, lambda *arguments: EMBED_S)
 

@@ -4,7 +4,7 @@ silu(v) = v / (1 + e^-v)                                        relu(v) = max(v,
 gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
 Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press
-et al., Numerical Recipes 6.2 (1.2e-7 relative). Batch are contiguous. NaN stays NaN, except in fatrelu, where it
+et al., Numerical Recipes 6.2 (1.2e-7 relative). Rows are contiguous. NaN stays NaN, except in fatrelu, where it
 becomes 0 as in torch.
 
 Each output is computed from its own inputs alone. SwiGLU takes a thread 4.0 ns per 16 outputs,
@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.atomics import call_chunk
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.simd.bytes import f32x16
+from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import (
     Lanes,
     load16,
     load_lanes,
     multiply,
+    operation,
     read_float,
-    read_integer,
     scratch,
     spread,
     store16,
@@ -39,7 +38,7 @@ from hetero_ee_cpu_ops.thread_pool import ThreadPool
 F32 = np.float32(0)  # says what a load finds
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4}
 CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times a claim's cost
-SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: rousing the thread pool costs about 1 us
+SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: waking the thread pool costs about 1 us
 # Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
 ERFC = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
@@ -67,28 +66,11 @@ def _gelu_tanh(v: Lanes) -> Lanes:
     return v / (u.exp() + 1.0)
 
 
-def _operation(name: str, formula: Any) -> Any:
-    def function(typing: Any, v: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return formula(Lanes(context, builder, arguments[0])).value
-
-        return f32x16(f32x16), codegen
-
-    function.__name__ = name
-    return intrinsic(function)
-
-
-silu, gelu, gelu_tanh = _operation("silu", _silu), _operation("gelu", _gelu), _operation("gelu_tanh", _gelu_tanh)
-relu = _operation("relu", lambda v: v.where("<", 0.0, 0.0, v))
-
-
-@intrinsic
-def _fatrelu(typing: Any, v: Any, threshold: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, limit = (Lanes(context, builder, argument) for argument in arguments)
-        return value.where(">=", limit, value, 0.0).value
-
-    return f32x16(f32x16, f32x16), codegen
+silu = operation(1, _silu, "silu", "v / (1 + e^-v).")
+gelu = operation(1, _gelu, "gelu", "v Phi(v).")
+gelu_tanh = operation(1, _gelu_tanh, "gelu_tanh", "The approximation of gelu by tanh.")
+relu = operation(1, lambda v: v.where("<", 0.0, 0.0, v), "relu", "max(v, 0).")
+fatrelu = operation(2, lambda v, limit: v.where(">=", limit, v, 0.0), "fatrelu", "v where v >= limit, else 0.")
 
 
 @njit(cache=True)
@@ -101,12 +83,12 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
         return gelu_tanh(v)
     if kind == 3:
         return relu(v)
-    return _fatrelu(v, threshold)
+    return fatrelu(v, threshold)
 
 
 @njit(cache=True)
 def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> None:
-    """n outputs; up is 0 where there is no such factor."""
+    """n outputs at `out`; up: address of the second factor, 0 where there is none."""
     limit = spread(np.float32(threshold))
     i = 0
     while i + 16 <= n:
@@ -124,8 +106,8 @@ def _piece(x: int, up: int, out: int, n: int, kind: int, threshold: float) -> No
 
 def _chunk(arguments: int, index: int) -> None:
     """The index-th piece of CHUNK outputs, counted row after row."""
-    x, out, n_outputs = read_integer(arguments), read_integer(arguments + 8), read_integer(arguments + 16)
-    gated, kind, threshold = read_integer(arguments + 24), read_integer(arguments + 32), read_float(arguments + 40)
+    x, out, n_outputs = word(arguments, 0), word(arguments, 1), word(arguments, 2)
+    gated, kind, threshold = word(arguments, 3), word(arguments, 4), read_float(arguments + 40)
     n_pieces = (n_outputs + CHUNK - 1) // CHUNK
     row, first = index // n_pieces, index % n_pieces * CHUNK
     source = x + 4 * (row * n_outputs * (1 + gated) + first)

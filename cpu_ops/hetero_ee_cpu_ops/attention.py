@@ -24,9 +24,9 @@ import numpy as np
 from numba import njit, types
 
 from hetero_ee_cpu_ops.atomics import call_chunk
+from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION, VALUE_SCALES, VALUES
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.places import CAPACITY, COLUMNS, DTYPES, KEYS, POSITION
-from hetero_ee_cpu_ops.simd.bytes import zeros
+from hetero_ee_cpu_ops.simd.bytes import word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,
     element_bytes,
@@ -41,7 +41,6 @@ from hetero_ee_cpu_ops.simd.floats import (
     multiply,
     multiply_add,
     read_float,
-    read_integer,
     scratch,
     spread,
     store16,
@@ -193,24 +192,17 @@ def _finish(out: int, total: Any, head_dim: int) -> None:
 @njit(cache=True)
 def _item(arguments: int, index: int, element: Any) -> None:
     """One row and key head, with all its query heads."""
-    queries, places, out = read_integer(arguments), read_integer(arguments + 16), read_integer(arguments + 24)
-    n_kv_heads, group, head_dim = (
-        read_integer(arguments + 32),
-        read_integer(arguments + 40),
-        read_integer(arguments + 48),
-    )
-    window, factor = read_integer(arguments + 64), read_float(arguments + 72)
+    queries, table, out, layer = word(arguments, 0), word(arguments, 2), word(arguments, 3), word(arguments, 7)
+    n_kv_heads, group, head_dim = word(arguments, 4), word(arguments, 5), word(arguments, 6)
+    window, factor = word(arguments, 8), read_float(arguments + 72)
     row, head = index // n_kv_heads, index % n_kv_heads
-    place = places + 8 * COLUMNS * row
-    capacity, position = read_integer(place + 8 * CAPACITY), read_integer(place + 8 * POSITION)
-    line = (read_integer(arguments + 56) * n_kv_heads + head) * capacity  # of position 0 of this layer and head
+    line_at = table + 8 * COLUMNS * row
+    capacity, position = word(line_at, CAPACITY), word(line_at, POSITION)
+    line = (layer * n_kv_heads + head) * capacity  # of position 0 of this layer and head
     row_bytes = head_dim * element_bytes(element)
-    keys, values = (
-        read_integer(place + 8 * KEYS) + line * row_bytes,
-        read_integer(place + 8 * KEYS + 8) + line * row_bytes,
-    )
-    key_scales, value_scales = read_integer(place + 8 * KEYS + 16), read_integer(place + 8 * KEYS + 24)
-    query = queries + row * read_integer(arguments + 8) + 4 * head * group * head_dim
+    keys, values = word(line_at, KEYS) + line * row_bytes, word(line_at, VALUES) + line * row_bytes
+    key_scales, value_scales = word(line_at, KEY_SCALES), word(line_at, VALUE_SCALES)
+    query = queries + row * word(arguments, 1) + 4 * head * group * head_dim
     target = out + 4 * (row * n_kv_heads + head) * group * head_dim
     states = scratch(1024)
     for number in range(group):
@@ -255,19 +247,19 @@ CHUNKS = {"fp32": Chunk(_chunk_fp32), "fp16": Chunk(_chunk_fp16), "int8": Chunk(
     )
 )  # fmt: skip
 def _enter(
-    function: int, arguments: Any, queries: Any, places: Any, out: Any, first: int, layer: int, n_kv_heads: int,
+    function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
     head_dim: int, window: int, alone: bool,
 ) -> int:  # fmt: skip
     """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
     m, n_features = out.shape
     group = n_features // (n_kv_heads * head_dim)
-    if places.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
+    if table.shape != (m, COLUMNS) or queries.shape[0] != m or first < 0 or window < 0:
         return -1
     if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
         return -1
     n_positions = 0
     for row in range(m):
-        position = places[row, POSITION]
+        position = table[row, POSITION]
         n_positions += min(position + 1, window) if window else position + 1
     alone = alone or n_positions * n_features < SHARED_FROM
     if not alone and arguments.size == 0:
@@ -275,7 +267,7 @@ def _enter(
     address = scratch(80) if alone else arguments.ctypes.data
     write_integer(queries.ctypes.data + 4 * first, address)
     write_integer(4 * queries.shape[1], address + 8)
-    write_integer(places.ctypes.data, address + 16)
+    write_integer(table.ctypes.data, address + 16)
     write_integer(out.ctypes.data, address + 24)
     write_integer(n_kv_heads, address + 32)
     write_integer(group, address + 40)
@@ -291,7 +283,7 @@ def _enter(
 
 
 class Attention:
-    """One model's attention. kind: how the cache is stored, one of places.DTYPES. Safe to share between threads.
+    """One model's attention. kind: how the cache is stored, one of kv_table.DTYPES. Safe to share between threads.
 
     Raises ValueError for head counts that don't divide, more than 128 query heads a key head, or an unknown kind.
     """
@@ -303,20 +295,13 @@ class Attention:
             raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
         if kind not in DTYPES:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
-        self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim, self.kind = (
-            n_layers,
-            n_heads,
-            n_kv_heads,
-            head_dim,
-            kind,
-        )
-        self._pool, self._alone = pool, pool is None
-        self._chunk = CHUNKS[kind]
+        self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
+        self._pool, self._alone, self._chunk = pool, pool is None, CHUNKS[kind]
 
     def attend(
-        self, queries: Any, places: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
+        self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
     ) -> Any:
-        """queries: fp32 (m, features), the heads from feature `first` on; places: place_rows' table of the m rows;
+        """queries: fp32 (m, features), the heads from feature `first` on; table: kv_table's of the m rows;
         window: positions seen, the row's own included, None for all; out: fp32 (m, n_heads x head_dim). Returns out.
 
         Each row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
@@ -325,11 +310,11 @@ class Attention:
             out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
-        call = (queries, places, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._alone)
+        call = (queries, table, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._alone)
         status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(
-                f"queries {queries.shape} from feature {first}, places {places.shape} and out {out.shape} don't fit "
+                f"queries {queries.shape} from feature {first}, table {table.shape} and out {out.shape} don't fit "
                 f"{self.n_heads} heads of {self.head_dim}."
             )
         if status > 0 and self._pool is not None:

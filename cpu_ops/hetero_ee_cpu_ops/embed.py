@@ -1,7 +1,7 @@
 """Rows of an embedding matrix: out[r] = W[ids[r]], fp32 (m, K).
 
 W[n, k] = factor x scales[n, k // 32] x entry[n, k]; an entry is codebook[code] in int4 tiles, the value itself in int8
-tiles; or W is plain fp32 (N, K). The product scale x factor is rounded to fp32, then entry x that, as in the torch
+tiles. The product scale x factor is rounded to fp32, then entry x that, as in the torch
 reference: the bits are the same. Layout: docs/FORMAT.md; tiles (N/16, K/32, 256 or 512), scales (N/16, K/32, 16) as
 uint16 bits of fp16, N and K padded there. Ids from 0 to n_rows - 1.
 
@@ -79,16 +79,6 @@ def _int8(tiles: Any, scales: Any, factor: float, n_rows: int, ids: Any, out: An
     return 0
 
 
-@entry(types.int64(array_in(types.float32, 2), IDS, OUT))
-def _dense(values: Any, ids: Any, out: Any) -> int:
-    """1 where a shape or an id is wrong: then nothing has been written."""
-    if out.shape != (ids.size, values.shape[1]) or _bad_ids(ids, values.shape[0]):
-        return 1
-    for r in range(ids.size):
-        out[r, :] = values[ids[r], :]
-    return 0
-
-
 def embed_int4(
     tiles: Any, scales: Any, factor: float, codebook: Any, shape: tuple[int, int], ids: Any, out: Any = None
 ) -> Any:
@@ -107,14 +97,6 @@ def embed_int8(tiles: Any, scales: Any, factor: float, shape: tuple[int, int], i
     out = np.empty((ids.size, shape[1]), np.float32) if out is None else out
     if out.shape[1] != shape[1] or _int8(tiles, scales, factor, shape[0], ids, out):
         raise ValueError(_complaint(tiles, shape, ids, out))
-    return out
-
-
-def embed_dense(values: Any, ids: Any, out: Any = None) -> Any:
-    """As embed_int4, from fp32 values (N, K)."""
-    out = np.empty((ids.size, values.shape[1]), np.float32) if out is None else out
-    if _dense(values, ids, out):
-        raise ValueError(_complaint(values, values.shape, ids, out))
     return out
 
 

@@ -1,4 +1,4 @@
-"""How likely it is that one row may exit: the greatest logits, features and a small network in one call.
+"""How likely it is that one token may exit: the greatest logits, features and a small network in one call.
 
 Features of a row (SpecEE, arXiv 2504.08850, section 4): the logits of its k candidates, their softmax, and the change
 of that softmax since the row was judged last. Network: 3k - h - 1, ReLU, sigmoid, in fp32 but for the exponentials.
@@ -15,18 +15,27 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.argmax import _keys
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
-from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, call, load
+from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, call, load
+from hetero_ee_cpu_ops.simd.floats import integers
 
 BLOCK = 64  # logits whose maximum is taken at once
+NAN_KEY = 2**31 - 1  # above every number's
 MISFIT = -1.0  # no probability
 READ, READ_2 = array_in(types.float32, 1), array_in(types.float32, 2)
 
 
+def _keys(builder: Any, values: Any) -> Any:
+    """16 floats as integers of the same order: -0 as +0, NaN above all."""
+    positive = builder.fadd(values, ir.Constant(F32X16, [0.0] * 16))  # -0 + 0 = +0
+    bits = builder.bitcast(positive, I32X16)
+    keys = builder.xor(bits, builder.and_(builder.ashr(bits, integers(31)), integers(0x7FFFFFFF)))
+    return builder.select(builder.fcmp_unordered("uno", values, values), integers(NAN_KEY), keys)
+
+
 @intrinsic
 def greatest_key(typing: Any, address: Any) -> Any:
-    """The greatest of BLOCK values at `address` as argmax's key: NaN is above everything."""
+    """The key of the greatest of BLOCK values at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys = [_keys(builder, load(builder, arguments[0], F32X16, at)) for at in range(0, 4 * BLOCK, 64)]

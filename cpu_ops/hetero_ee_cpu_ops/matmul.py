@@ -2,7 +2,7 @@
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
 Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or
-the chunks are: row t's bits depend on row t alone. Batch are taken 8, 4, 2 and 1 at a time; a width changes how often a
+the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a
 tile is unpacked, never the order of a sum.
 Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
@@ -15,6 +15,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.core.registry import cpu_target
 
+from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import (
     BYTES_A_GROUP,
     CODE_SCALES,
@@ -28,7 +29,8 @@ from hetero_ee_cpu_ops.quantize import (
     quantize_row_block,
     whole_groups,
 )
-from hetero_ee_cpu_ops.simd.bytes import float_of_bits, prefetch, store_rows, word, zeros, zeros8
+from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros, zeros8
+from hetero_ee_cpu_ops.simd.floats import read_float
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group, has_wide_registers
 
@@ -39,7 +41,7 @@ MIN_CHUNK_BYTES = 2**15
 GROUPS_A_TURN = 8  # where registers hold 8 rows: groups of the upper half before the lower half's, all still in L1
 MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, handing over costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
-# Places in the argument array of a chunk function; quantize.py has those behind.
+# Indices in the argument array of a chunk function; quantize.py has those after them.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
 N_ARGUMENTS = 18
@@ -60,7 +62,7 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
     scale, offset = word(arguments, CODE_SCALES) + place * 4, word(arguments, OFFSETS) + place * 4
     table = word(arguments, TABLE)
     n = word(arguments, N_BLOCKS) * 64
-    out, factor = word(arguments, OUTPUT) + row * n + block * 64, float_of_bits(word(arguments, FACTOR))
+    out, factor = word(arguments, OUTPUT) + row * n + block * 64, read_float(arguments + 8 * FACTOR)
     if len(halves) == 1:
         totals = zeros(rows)
         for _ in range(n_groups):
@@ -94,6 +96,13 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
         offset += n_turn * r * 4
     store_rows(upper, factor, out, n)
     store_rows(lower, factor, out + 32, n)
+
+
+def _quantize_chunk(arguments: int, index: int) -> None:
+    quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
+
+
+QUANTIZE = Chunk(_quantize_chunk)
 
 
 @cache  # loaded code is never given back, and each copy takes two of the 65,530 mappings that a process may have
@@ -164,13 +173,13 @@ def _multiply(
 ) -> None:
     """Quantizes x into the workspace and multiplies; `arguments` comes with the matrix's part filled."""
     n_rows, n_groups = x.shape[0], arguments[N_GROUPS]
-    n_places = n_rows * n_groups
+    n_row_groups = n_rows * n_groups
     arguments[INPUT], arguments[N_COLUMNS], arguments[OUTPUT] = x.ctypes.data, x.shape[1], out.ctypes.data
     arguments[N_ROWS] = n_rows
     arguments[CODES] = workspace.ctypes.data
-    arguments[CODE_SCALES] = arguments[CODES] + n_places * GROUP
-    arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_places * 4
-    arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_places * 4
+    arguments[CODE_SCALES] = arguments[CODES] + n_row_groups * GROUP
+    arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_row_groups * 4
+    arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_row_groups * 4
     arguments[OFFSETS] = arguments[OFFSETS_8 if arguments[OFFSETS] == 8 else OFFSETS_128]
     n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
@@ -200,13 +209,8 @@ class Matmul:
         A tile's cache line holds 4 columns of 16 rows, so one row costs what its block of 16 does. Raises ValueError
         for an id that has no row.
         """
-        if (
-            ids.ndim != 1
-            or ids.dtype != np.int64
-            or ids.size == 0
-            or ids.min() < 0
-            or ids.max() >= weight.n_blocks * 16
-        ):
+        is_list = ids.ndim == 1 and ids.dtype == np.int64 and ids.size > 0
+        if not is_list or ids.min() < 0 or ids.max() >= weight.n_blocks * 16:
             raise ValueError(f"ids are {ids.dtype} {ids.shape}, expected int64 (c,) of 0..{weight.n_blocks * 16 - 1}.")
         blocks = ids >> 4
         arguments = weight.fresh_arguments()
@@ -227,15 +231,6 @@ class Matmul:
         return out
 
     def compile(self, kind: Any) -> tuple[int, int]:
-        """Addresses of the chunk functions for one kind of tile and for quantizing."""
-        self._functions[kind] = addresses = (_chunk_function(kind).address, _quantize_function().address)
+        """Addresses of the chunk functions that multiply by one kind of tile, and that quantize."""
+        self._functions[kind] = addresses = (_chunk_function(kind).address, QUANTIZE.address)
         return addresses
-
-
-@cache
-def _quantize_function() -> Any:
-    @cfunc(types.void(types.intp, types.intp), cache=True)
-    def chunk(arguments: int, index: int) -> None:
-        quantize_row_block(arguments, index, word(arguments, N_ROWS), word(arguments, N_GROUPS))
-
-    return chunk

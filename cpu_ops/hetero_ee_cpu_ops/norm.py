@@ -6,7 +6,7 @@ Where a delta is given, x += delta first, in place: a decoder's hidden state tak
 next block's norm. scale and bias may be absent. Layout: rows contiguous. Valid for n >= 1 and any m.
 
 A row is summed in 64 lanes (element i in lane i mod 64, its last 1..63 elements in lanes of the first 16), then over
-lanes in a fixed tree: its bits depend on the row alone. Relative error below 1e-6 against float64. Batch are not shared
+lanes in a fixed tree: its bits depend on the row alone. Relative error below 1e-6 against float64. Rows are not shared
 over threads, since 512 rows of 4096 take less than 1 % of the time of a layer's matrices.
 One row of 4096 with scale: 1.0 us in all (Zen 5, one thread, Nov 2026).
 """

@@ -22,7 +22,7 @@ GROUP = 32
 ROW_BLOCK = 8  # the widest step of the matmul
 SMALLEST = 1e-30  # below it 127 / max|x| is no number; such a group counts as zeros
 BYTES_A_GROUP = 44  # of workspace: 32 codes, a scale, two offsets
-# Places in the argument array, after the matmul's own.
+# Indices in the argument array, after the matmul's own.
 INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128 = range(12, 18)
 
 
@@ -61,7 +61,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 
 @njit(nogil=True, cache=True)
 def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -> None:
-    """Batch 8 * index .. of x, whose columns are whole groups."""
+    """Rows 8 * index .. of x, whose columns are whole groups."""
     top = index * ROW_BLOCK
     r = min(ROW_BLOCK, n_rows - top)
     for row in range(r):

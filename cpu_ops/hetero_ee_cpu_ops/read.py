@@ -3,14 +3,14 @@
 sum[lane] over all 64-byte lines of a buffer, two lines at a time; the sums are stored so that nothing can be left out.
 """
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.extending import intrinsic
 
+from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.simd.bytes import I64, load, prefetch, word
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
@@ -36,20 +36,18 @@ def add_lines(typing: Any, address: Any, sink: Any) -> Any:
     return types.void(types.intp, types.intp), codegen
 
 
-@cache  # as matmul's
-def _chunk_function() -> Any:
-    @cfunc(types.void(types.intp, types.intp), cache=True)
-    def chunk(arguments: int, index: int) -> None:
-        address = word(arguments, BUFFER) + index * CHUNK_BYTES
-        end = min(address + CHUNK_BYTES, word(arguments, BUFFER) + word(arguments, N_BYTES))
-        sink = word(arguments, SINK) + index * 64
-        while address < end:
-            for line in range(4):
-                prefetch(address + PREFETCH_BYTES + 64 * line)
-            add_lines(address, sink)
-            address += 256
+def _chunk(arguments: int, index: int) -> None:
+    address = word(arguments, BUFFER) + index * CHUNK_BYTES
+    end = min(address + CHUNK_BYTES, word(arguments, BUFFER) + word(arguments, N_BYTES))
+    sink = word(arguments, SINK) + index * 64
+    while address < end:
+        for line in range(4):
+            prefetch(address + PREFETCH_BYTES + 64 * line)
+        add_lines(address, sink)
+        address += 256
 
-    return chunk
+
+CHUNK_FUNCTION = Chunk(_chunk)
 
 
 class Read:
@@ -57,7 +55,6 @@ class Read:
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
-        self._function = _chunk_function()
 
     def __call__(self, buffer: Any) -> int:
         """The sum of the buffer's int64 words, modulo 2^64. Raises ValueError unless its size is a multiple of 256."""
@@ -66,5 +63,5 @@ class Read:
         n_chunks = -(-buffer.nbytes // CHUNK_BYTES)
         sums = np.zeros(n_chunks * 8, np.int64)
         arguments = np.array([buffer.ctypes.data, buffer.nbytes, sums.ctypes.data], np.int64)
-        self._pool.run(self._function.address, arguments, n_chunks)
+        self._pool.run(CHUNK_FUNCTION.address, arguments, n_chunks)
         return int(sums.sum())

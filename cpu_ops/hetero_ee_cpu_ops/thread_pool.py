@@ -1,4 +1,4 @@
-"""A small thread pool of threads that share an operation's chunks.
+"""A small pool of threads that share an operation's chunks.
 
 Chunks are claimed one by one and completion is counted in chunks, not in workers: a worker that the system has put
 aside delays nothing but a chunk it holds. (A barrier that waits for every worker costs up to 8 ms when a core is busy.)
@@ -21,8 +21,8 @@ from hetero_ee_cpu_ops.atomics import add, call_chunk, load_acquire, pause, repl
 COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
 MASK = MAX_CHUNKS
-# Places in the shared array, each on a cache line of its own (8 words of 8 bytes).
-TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192  # bytes
+# Offsets in the shared array, in bytes; what workers write lies on cache lines (64 bytes) of their own.
+TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
 SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model takes between two shared operations
 
 
@@ -103,7 +103,7 @@ class ThreadPool:
         if self.n_threads == 1 or not self._lock.acquire(blocking=False):
             return 0
         if not self._threads or self._asleep:
-            self._rouse()
+            self._wake_workers()
         return self._shared
 
     def leave(self, shared: int) -> None:
@@ -121,7 +121,7 @@ class ThreadPool:
                 thread.join()
             self._threads, self.n_threads = [], 1
 
-    def _rouse(self) -> None:
+    def _wake_workers(self) -> None:
         """Starts the workers at the first use, wakes the sleeping ones later."""
         if os.getpid() != self._process:  # a forked child has no workers; it computes alone
             self.n_threads = 1

@@ -27,9 +27,9 @@ from hetero_ee_cpu_ops.simd.bytes import (
     call,
     constant,
     f32x16,
+    half_to_float,
     joined,
     load,
-    load_half16,
     lookup16,
     nibbles,
     quarters,
@@ -138,7 +138,7 @@ def add_group(
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
         emitter = _Emitter(context, builder, kind.count, n_weight_rows)
         operands = emitter.operands(tile_, table_)
-        weights = load_half16(context, builder, scales_, n_weight_rows)
+        weights = half_to_float(context, builder, load(builder, scales_, ir.VectorType(I16, n_weight_rows)))
         results = []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
             sums = emitter.group_sum(operands, x_, offset_, row)

@@ -107,7 +107,7 @@ def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> floa
     """Seconds of a layer, one token at a short context, outside of kernels. None unless the CPU's kernels run."""
     # The kernels look where to be cached when imported.
     from hetero_ee.profiling.pass_probe import probe_pass
-    from hetero_ee.profiling.pass_sampling import PassSampling
+    from hetero_ee.profiling.preset import PassSampling
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
     if not isinstance(executor, CpuExecutor):

@@ -11,8 +11,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.pass_probe import PassSamples, probe_pass, time_pass
-from hetero_ee.profiling.pass_sampling import LEAST_ROWS, PassSampling, Point, affordable_points
-from hetero_ee.profiling.preset import Preset
+from hetero_ee.profiling.preset import LEAST_TOKENS, PassSampling, Point, Preset, affordable_points
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -178,7 +177,7 @@ def _chunk_seconds(
     chunks = [point for point in points if point[0] > MAX_DECODE_TOKENS]
     if not chunks:
         return lambda m, context_tokens: 0.0
-    n_rows = min(LEAST_ROWS, *(m for m, _ in chunks))
+    n_rows = min(LEAST_TOKENS, *(m for m, _ in chunks))
     contexts = {n_rows, max(tokens for _, tokens in chunks)}
     known = [(tokens, time_pass(executor, n_rows, tokens, clock, n_layers)) for tokens in contexts]
     return lambda m, context_tokens: interpolated(known, context_tokens) * m / n_rows

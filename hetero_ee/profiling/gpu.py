@@ -1,17 +1,26 @@
 """Measures the GPU and the link for one model; what goes wrong there becomes a warning, never an error."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.gpu_overhead import probe_gpu_overheads
-from hetero_ee.profiling.preset import Preset
+from hetero_ee.profiling.machine_profile import WAY_OUT, reason
+from hetero_ee.profiling.preset import Point, Preset
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Registry
+from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.kv.gpu import GpuKvCache
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_profiles.gpu.link_probe import SHORT_REPEATS, probe_link
+from hetero_ee_profiles.gpu.link_probe import probe_link
 from hetero_ee_profiles.gpu.platform import GpuPlatform
 from hetero_ee_profiles.gpu.probe import (
     FREE_SHARE,
@@ -21,130 +30,86 @@ from hetero_ee_profiles.gpu.probe import (
     probe_gpu_attention,
     probe_gpu_copy_bytes_per_s,
     probe_gpu_products,
-    probe_launch_s,
-    probe_synchronize_s,
 )
-from hetero_ee_profiles.hardware import AttentionTime, DeviceTimes, HardwareProfile, LinkTimes, MatmulTime, OverheadTime
+from hetero_ee_profiles.hardware import AttentionTime, DeviceTimes, LinkTimes, MatmulTime, OverheadTime
 from hetero_ee_profiles.measurement import Measurement, Origin, measured
-from hetero_ee_profiles.probe_samples import CODEBOOK, Clock, ProductShape
+from hetero_ee_profiles.probe_samples import Clock, ProductShape
 
-MAX_REASON = 200  # characters of what a driver says
-WAY_OUT = "plans use the CPU alone; `hetero-ee doctor` says more, `hetero-ee profile --refresh` measures again"
+FEW_LAYERS, MANY_LAYERS = 1, 9
+SMALL_VOCABULARY = 64  # the embedding's rows are as long as the model's, and few
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMetrics:
-    """times and link: both or none. warning: why there are none, empty where there is nothing to say."""
+    """What was measured of a GPU: times and link, both or none."""
 
     times: DeviceTimes | None = None
     link: LinkTimes | None = None
-    warning: str = ""
+    warning: str = ""  # why there are none, empty where there is nothing to say
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What every measurement of one profile has in common."""
+
+    spec: ModelSpec
+    platform: GpuPlatform
+    registry: Registry
+    preset: Preset
+    origin: Origin
+    clock: Clock
+
+    def timed(self, seconds: Sequence[float]) -> Measurement:
+        return measured(seconds, "s", self.origin)
 
 
 def measured_gpu(
     spec: ModelSpec,
     shapes: Sequence[ProductShape],
-    points: Sequence[tuple[int, int]],
+    points: Sequence[Point],
     platform: GpuPlatform,
     registry: Registry,
     preset: Preset,
     origin: Origin,
     clock: Clock,
 ) -> GpuMetrics:
-    """shapes, points: products and (rows, context) of attention to time. A GPU that fails at any of it gives a warning.
+    """shapes, points: products and points of attention to time. A GPU that fails at any of it gives a warning.
 
-    Whatever fails: drivers, compilers and kernels raise what they like, and the CPU's figures hold without the GPU's.
+    Whatever fails: drivers, compilers and kernels raise what they like, and the CPU's times hold without the GPU's.
     """
+    measuring = _Measuring(spec, platform, registry, preset, origin, clock)
     try:
         with platform.current():
-            link = _link_times(spec, platform, preset, origin, clock)
-            times = _gpu_times(spec, shapes, points, platform, registry, preset, origin, clock)
-        return GpuMetrics(times, link)
+            n_bytes = min(preset.link_bytes, platform.free_bytes() // FREE_SHARE)
+            link = probe_link(platform, spec.hidden_size, n_bytes, preset.repeats, origin, clock)
+            return GpuMetrics(_gpu_times(measuring, shapes, points), link)
     except Exception as error:
         return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
 
 
-def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, problem: str = "") -> HardwareProfile:
-    """A profile from before with what is free on the GPU now; without GPU where that can't be used any more.
-
-    problem: why platform is None.
-    """
-    if profile.gpu is None:
-        return profile
-    try:
-        if platform is None:
-            raise RuntimeError(problem or "torch finds none")
-        with platform.current():
-            return replace(profile, gpu=replace(profile.gpu, free_bytes=platform.free_bytes()))
-    except RuntimeError as error:
-        warning = f"the GPU can't be used now ({reason(error)}); {WAY_OUT}"
-        return replace(profile, gpu=None, link=None, warnings=(*profile.warnings, warning))
-
-
-def reason(error: BaseException) -> str:
-    """The error's first line, fit for a terminal."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    line = line if line.isprintable() else ascii(line)[1:-1]
-    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "..."
-
-
-def _gpu_times(
-    spec: ModelSpec,
-    shapes: Sequence[ProductShape],
-    points: Sequence[tuple[int, int]],
-    platform: GpuPlatform,
-    registry: Registry,
-    preset: Preset,
-    origin: Origin,
-    clock: Clock,
-) -> DeviceTimes:
-    def timed(seconds: Sequence[float]) -> Measurement:
-        return measured(seconds, "s", origin)
-
-    sampling, repeats = preset.gpu_sampling, preset.repeats
+def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Sequence[Point]) -> DeviceTimes:
+    spec, platform, preset, registry = measuring.spec, measuring.platform, measuring.preset, measuring.registry
+    timed, sampling = measuring.timed, preset.gpu_sampling
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     operations = gpu_operations(registry, platform.kind)
     kernels = _product_kernels(platform, operations, registry)
     free_bytes = probe_free_bytes(platform)
-    rates = probe_gpu_copy_bytes_per_s(platform, max(5, repeats), preset.warm_up_s, clock)
-    products = probe_gpu_products(platform, shapes, preset.rows, MAX_ROWS, kernels, sampling, preset.cycle_bytes)
+    rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, measuring.clock)
+    products = probe_gpu_products(platform, shapes, preset.tokens, MAX_ROWS, kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
     attentions = probe_gpu_attention(
         platform, heads, spec.n_layers, points, MAX_ROWS, operations.attention, can_record, sampling
     )
-    argmax = registry.choose("argmax", platform.kind).load()
-    overhead_points = [(m, max(m, MAX_ROWS)) for m in preset.rows]
-    overheads = probe_gpu_overheads(spec, platform, operations, argmax, overhead_points, 3 * repeats, clock)
     return DeviceTimes(
         threads=0,
         free_bytes=free_bytes,
-        read_bytes_per_s=measured(rates, "B/s", origin),
+        read_bytes_per_s=measured(rates, "B/s", measuring.origin),
         matmuls=tuple(
             MatmulTime(p.shape.layout, p.shape.n_rows, p.shape.n_columns, p.m, p.cycle_bytes, timed(p.seconds))
             for p in products
         ),
         attentions=tuple(AttentionTime(*heads, a.m, a.context_tokens, KV_KIND, timed(a.seconds)) for a in attentions),
-        overheads=tuple(
-            OverheadTime(spec.hidden_size, spec.ffn_size, o.m, timed(o.layer_s), timed(o.whole_pass_s))
-            for o in overheads
-        ),
-    )
-
-
-def _link_times(spec: ModelSpec, platform: GpuPlatform, preset: Preset, origin: Origin, clock: Clock) -> LinkTimes:
-    repeats, n_short = preset.repeats, SHORT_REPEATS * preset.repeats
-    n_bytes = min(preset.link_bytes, platform.free_bytes() // FREE_SHARE)
-    found = probe_link(platform, spec.hidden_size, n_bytes, repeats, clock)
-    return LinkTimes(
-        to_gpu_bytes_per_s=measured(found.to_gpu, "B/s", origin),
-        to_cpu_bytes_per_s=measured(found.to_cpu, "B/s", origin),
-        pageable_to_gpu_bytes_per_s=measured(found.pageable_to_gpu, "B/s", origin),
-        pageable_to_cpu_bytes_per_s=measured(found.pageable_to_cpu, "B/s", origin),
-        both_ways_bytes_per_s=measured(found.both_ways, "B/s", origin),
-        latency=measured(found.latency_s, "s", origin),
-        launch=measured(probe_launch_s(platform, n_short, clock), "s", origin),
-        synchronize=measured(probe_synchronize_s(platform, n_short, clock), "s", origin),
-        transfer=measured(found.transfer_s, "s", origin),
+        overheads=tuple(_overheads(measuring, operations)),
     )
 
 
@@ -161,3 +126,115 @@ def _product_kernels(platform: GpuPlatform, operations: GpuOperations, registry:
         "int4": made("matmul_int4", operations.matmul_int4, operations.prepare_int4, CODEBOOK),
         "int8": made("matmul_int8", operations.matmul_int8, operations.prepare_int8, None),
     }
+
+
+def _overheads(measuring: _Measuring, operations: GpuOperations) -> list[OverheadTime]:
+    """What a segment does besides multiplying and attending; layers are counted out by the difference of two depths.
+
+    A pass has in it what surrounds a segment: slots and positions to the GPU, final norm, the winning token back to the
+    CPU. Its hidden states are made on the GPU: bringing them there is the link's transfer.
+    """
+    spec, platform, preset, clock = measuring.spec, measuring.platform, measuring.preset, measuring.clock
+    points = [(m, max(m, MAX_ROWS)) for m in preset.tokens]
+    max_tokens = max(context for _, context in points)
+    bare = replace(
+        operations,
+        matmul_int4=_nothing,
+        matmul_int8=_nothing,
+        attention=_nothing,
+        prepare_int4=_nothing,
+        prepare_int8=_nothing,
+    )
+    segments = [_segment(_shallow(spec, depth), platform, bare, max_tokens) for depth in (FEW_LAYERS, MANY_LAYERS)]
+    argmax = measuring.registry.choose("argmax", platform.kind).load()
+    finish = _finish(spec, platform, bare, argmax)
+    found = []
+    for m, context in points:
+        runs = [_prepared(segment, m, context, finish) for segment in segments]
+        layers, passes = [], []
+        for _ in range(3 * preset.repeats):
+            few_s, many_s = (_run_s(run, clock) for run in runs)
+            layer_s = max((many_s - few_s) / (MANY_LAYERS - FEW_LAYERS), 1e-9)
+            layers.append(layer_s)
+            passes.append(max(few_s - FEW_LAYERS * layer_s, 1e-9))
+        times = measuring.timed(layers), measuring.timed(passes)
+        found.append(OverheadTime(spec.hidden_size, spec.ffn_size, m, *times))
+    return found
+
+
+def _run_s(run: Callable[[], Any], clock: Clock) -> float:
+    start_s = clock()
+    run()
+    return clock() - start_s
+
+
+def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
+    """The model with so many layers and few tokens: without its products nothing else depends on them."""
+    windows = (None,) * n_layers
+    return replace(
+        spec, n_layers=n_layers, sliding_windows=windows, vocab_size=SMALL_VOCABULARY, learned_position_offset=None
+    )
+
+
+def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:
+    cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), max_tokens, platform.device, n_slots=1)
+    recorder = platform.recorded if operations.is_capturable else None
+    return GpuSegment(
+        spec, _dummy_weights(spec), decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers], cache, operations, recorder
+    )
+
+
+def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    """One pass of m tokens at the end of a cache of that length, to be called repeatedly, warm."""
+    cache, before = segment.cache, context_tokens - m
+    cache.close(0)
+    cache.open(0)
+    if before:
+        cache.admit(Batch.of_sequence(0, 0, [0] * before))
+    batch = Batch.of_sequence(0, before, [0] * m)
+    hidden = torch.ones(m, segment.spec.hidden_size, device=cache.pages.codes.device)
+
+    def run() -> None:
+        cache.admit(batch)
+        finish(segment.run(hidden, batch))
+        cache.truncate(0, before)
+
+    run()
+    run()  # the first one compiles and records
+    return run
+
+
+def _finish(
+    spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, argmax: Callable[[Any], Any]
+) -> Callable[[Tensor], Any]:
+    """What follows the last layer, but for the lm_head's product: hidden states of all tokens -> the id on the CPU."""
+    device = platform.device
+    scale, bias = torch.ones(spec.hidden_size, device=device), torch.zeros(spec.hidden_size, device=device)
+    last, logits = torch.ones(1, spec.hidden_size, device=device), torch.zeros(1, spec.vocab_size, device=device)
+
+    def finish(hidden: Tensor) -> int:
+        last.copy_(hidden[-1:])
+        if spec.norm == "layer":
+            operations.layer_norm(last, scale, bias, spec.norm_eps)
+        else:
+            operations.rms_norm(last, scale, spec.norm_eps)
+        return int(argmax(logits)[0])
+
+    return finish
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """In place of a product, whose output keeps what it holds."""
+
+
+def _dummy_weights(spec: ModelSpec) -> ModelWeights:
+    """Matrices without their tiles, which nothing multiplies by; norms are 1, biases 0."""
+    weights = ModelWeights({}, {}, RANDOM)
+    for tensor in all_tensors(decoder_blocks(spec)):
+        if is_quantized(tensor.role):
+            codebook = CODEBOOK if tensor.role is TensorRole.MATRIX else None
+            n_rows, n_columns = tensor.shape
+            weights.matrices[tensor.name] = TileWeight(torch.empty(0), torch.empty(0), 0, codebook, n_rows, n_columns)
+        else:
+            weights.vectors[tensor.name] = torch.full(tensor.shape, 0.0 if tensor.name.endswith("bias") else 1.0)
+    return weights

@@ -1,14 +1,13 @@
-"""Measures this machine for one model: a HardwareProfile whose every figure was timed here, now."""
+"""Measures this machine for one model: a HardwareProfile of which everything was timed here, now."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import model_parts
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
-from hetero_ee.profiling.preset import Preset
+from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee.runtime.gpu.registry import Registry, default_registry
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu.platform import GpuPlatform
@@ -20,10 +19,8 @@ from hetero_ee_profiles.hardware import (
     Machine,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived, measured
-from hetero_ee_profiles.probe_samples import ProductShape
 
 PROFILING = "Measuring this machine for a few seconds, to plan for it and say what to expect"
-BASE_TOKENS = 16  # the shortest context that attention is timed at
 BUSY_SPREAD = 0.25  # a wider p20 to p80 of the read bandwidth means that something else is running
 ASSUMED_DISK_BYTES_PER_S = 1e9  # where there is no file to read
 
@@ -49,7 +46,7 @@ def measure_profile(
     Raises OSError; a GPU that fails is left out, with a warning in the profile.
     """
     n_stages = len(threads) + 1 + (gpu is not None)
-    remark = progress or (lambda stage, done, in_all: None)
+    remark = progress or (lambda *_: None)
     shapes, points, end_s = product_shapes(spec), attention_points(preset), clock() + preset.cpu_budget_s
     model = probed_model(spec, shapes, preset.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []
@@ -76,21 +73,6 @@ def measure_profile(
         disk_read_bytes_per_s=disk,
         warnings=(*_warnings(cpu, metrics.times), *([metrics.warning] if metrics.warning else [])),
     )
-
-
-def attention_points(preset: Preset) -> list[tuple[int, int]]:
-    """(rows, context) that attention is timed at: those asked for, and the shortest context of each number of rows."""
-    return sorted({*preset.attention, *((m, max(m, BASE_TOKENS)) for m in preset.rows)})
-
-
-def product_shapes(spec: ModelSpec) -> list[ProductShape]:
-    """The products of a pass, each once, in its order."""
-    counts: dict[tuple[str, int, int], int] = {}
-    for part in model_parts(spec, "fp32"):
-        for product in part.products:
-            key = product.layout, product.n_rows, product.n_columns
-            counts[key] = counts.get(key, 0) + 1
-    return [ProductShape(*key, count) for key, count in counts.items()]
 
 
 def _disk_rate(file: Path | None, origin: Origin, clock: Callable[[], float]) -> Measurement:

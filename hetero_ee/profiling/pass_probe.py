@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
-from hetero_ee.profiling.pass_sampling import PassSampling
+from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight

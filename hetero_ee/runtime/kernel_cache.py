@@ -18,7 +18,7 @@ def kernel_cache_folder(cache: Path) -> Path:
     spec = find_spec("hetero_ee_cpu_ops")
     assert spec is not None and spec.origin is not None
     digest = hashlib.sha256()
-    for file in sorted(Path(spec.origin).parent.glob("*.py")):
+    for file in sorted(Path(spec.origin).parent.rglob("*.py")):
         digest.update(file.name.encode() + file.read_bytes())
     return cache / "kernels" / digest.hexdigest()[:16]
 

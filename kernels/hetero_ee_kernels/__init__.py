@@ -1,1 +1,1 @@
-"""GPU operations in Triton, one operation a file. They see raw tensors and sizes only; none is written yet."""
+"""GPU operations in Triton, one operation a file, on raw tensors and sizes only."""

@@ -82,9 +82,7 @@ def compilations() -> list[Compilation]:
             arguments,
             {"F": 11008, "KIND": kind, "GATED": gated, "BLOCK": BLOCK},
             N_WARPS,
-            1,
-            True,
-            True,
+            is_memory_bound=True,
         )
         for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
     ]

@@ -64,6 +64,6 @@ def compilations() -> list[Compilation]:
     pieces = {"logits_ptr": "*fp32", "best_ptr": "*i64", "n": "i32"}
     rows = {"best_ptr": "*i64", "out_ptr": "*i64", "n_pieces": "i32"}
     return [
-        Compilation("argmax_pieces", piece_kernel, pieces, {"PIECE": PIECE}, N_WARPS, 1, False, True),
-        Compilation("argmax_rows", row_kernel, rows, {"PIECES": 32}, ROW_WARPS, 1, False, True),
+        Compilation("argmax_pieces", piece_kernel, pieces, {"PIECE": PIECE}, N_WARPS),
+        Compilation("argmax_rows", row_kernel, rows, {"PIECES": 32}, ROW_WARPS),
     ]

@@ -237,10 +237,10 @@ def compilations() -> list[Compilation]:
         else:
             constants["scales_ptr"] = None
         name = f"attention_{kind}_group_{group}"
-        records.append(Compilation(name, attention_kernel, signature, constants, N_WARPS, N_STAGES, True, True))
+        records.append(Compilation(name, attention_kernel, signature, constants, N_WARPS, is_memory_bound=True))
     arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
     shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128}
     records.append(
-        Compilation("attention_combine", combine_kernel, arguments, shape, COMBINE_WARPS, N_STAGES, True, True)
+        Compilation("attention_combine", combine_kernel, arguments, shape, COMBINE_WARPS, is_memory_bound=True)
     )
     return records

@@ -108,6 +108,5 @@ def compilations() -> list[Compilation]:
     arguments = {"logits_ptr": "*fp32", "previous_ptr": "*fp32", "first_ptr": "*fp16", "first_bias_ptr": "*fp16"}
     arguments |= {"second_ptr": "*fp16", "second_bias_ptr": "*fp16", "out_ptr": "*fp32"}
     return [
-        Compilation(f"exit_predictor_{h}", exit_predictor_kernel, arguments, _sizes(4, h), N_WARPS, 1, False, True)
-        for h in (512, 64)
+        Compilation(f"exit_predictor_{h}", exit_predictor_kernel, arguments, _sizes(4, h), N_WARPS) for h in (512, 64)
     ]

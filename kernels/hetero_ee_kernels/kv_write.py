@@ -2,8 +2,10 @@
 
 fp32: as they are. fp16: to nearest, ties to even; beyond 65504 becomes infinity. int8, for each position and head:
 scale = max |x| / 127, code = x / scale to nearest, ties to even; a head below 1e-30 everywhere is stored as zero.
-The turn is that of rope.py: queries in place, keys on their way into the page (x keeps them as they were). It is fused
-because both touch the same few kilobytes: a launch of about 2 us less for every layer and token.
+The turn is rotary position embedding (arXiv 2104.09864, section 3.2; pairing as in Llama) of pairs (i, i + n/2) of the
+first n features of each head: queries in place, keys on their way into the page (x keeps them as they were). Cosines
+and sines come from rope_table.py: a kernel's own sine of a large angle costs registers and a slow path. Fused, because
+both touch the same few kilobytes: a launch of about 2 us less for every layer and token.
 
 Layout: pages.py. x fp32 (m, features): query heads from feature 0, key heads from first_key, value heads from
 first_value. One program a row and head. Values must be finite for int8.
@@ -17,10 +19,15 @@ import triton.language as tl
 from hetero_ee_kernels.checks import check
 from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages, check_rows
-from hetero_ee_kernels.rope import turned
 
 N_WARPS = 1  # a head is 64 to 256 features
 SMALLEST = 1e-30  # 127 / 1e-30 is still a finite fp32
+
+
+@triton.jit
+def turned(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
+    """The two halves of a head after the turn."""
+    return low * cosine - high * sine, high * cosine + low * sine
 
 
 @triton.jit
@@ -175,5 +182,5 @@ def compilations() -> list[Compilation]:
             else:
                 constants[name] = None
         name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
-        records.append(Compilation(name, kv_write_kernel, signature, constants, N_WARPS, 1, False, True))
+        records.append(Compilation(name, kv_write_kernel, signature, constants, N_WARPS))
     return records

@@ -33,8 +33,17 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
-from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output
+from hetero_ee_kernels.tile_matrix import (
+    BYTES,
+    CODEBOOK,
+    GCN,
+    LINEAR,
+    PTX,
+    TileMatrix,
+    check_rows,
+    instructions,
+    output,
+)
 
 MAX_ROWS = 8  # a program; 16 would need more registers than there are
 MAX_ROWS_AMD = 2  # likewise
@@ -162,14 +171,10 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     Raises ValueError where they don't fit.
     """
     check_rows(x, weight)
-    return multiply_codes(*quantize(x), weight, out)
-
-
-def multiply_codes(codes: Any, code_scales: Any, weight: TileMatrix, out: Any = None) -> Any:
-    """The same for activations that `quantize` has quantized."""
-    m = len(codes)
-    out = output(out, (m, weight.n_rows), codes.device)
+    m = len(x)
+    out = output(out, (m, weight.n_rows), x.device)
     if m:
+        codes, code_scales = quantize(x)
         width = min(MAX_ROWS_AMD if instructions(codes) == GCN else MAX_ROWS, triton.next_power_of_2(m))
         matmul_kernel[(weight.n_blocks * -(-m // width),)](
             weight.words,
@@ -203,10 +208,8 @@ def compilations() -> list[Compilation]:
             signature,
             {"M": n_rows, "KIND": kind, "ISA": isa},
             N_WARPS,
-            1,
             is_memory_bound=True,
-            runs_on_hip=isa == GCN,
-            runs_on_cuda=isa == PTX,
+            isa=isa,
         )
         for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
         for n_rows, isa in ((1, PTX), (MAX_ROWS, PTX), (MAX_ROWS_AMD, GCN))

@@ -131,7 +131,11 @@ def compilations() -> list[Compilation]:
     rms = {name: kind for name, kind in pointers.items() if name != "bias_ptr"} | {"eps": "fp32"}
     head_arguments = {"x_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"}
     return [
-        Compilation("rms_norm", norm_kernel, rms, wide | {"CENTERED": False, "bias_ptr": None}, 8, 1, True, True),
-        Compilation("layer_norm", norm_kernel, pointers | {"eps": "fp32"}, wide | {"CENTERED": True}, 8, 1, True, True),
-        Compilation("rms_norm_heads", heads_kernel, head_arguments, heads, HEAD_WARPS, 1, True, True),
+        Compilation(
+            "rms_norm", norm_kernel, rms, wide | {"CENTERED": False, "bias_ptr": None}, 8, is_memory_bound=True
+        ),
+        Compilation(
+            "layer_norm", norm_kernel, pointers | {"eps": "fp32"}, wide | {"CENTERED": True}, 8, is_memory_bound=True
+        ),
+        Compilation("rms_norm_heads", heads_kernel, head_arguments, heads, HEAD_WARPS, is_memory_bound=True),
     ]

@@ -73,9 +73,6 @@ def compilations() -> list[Compilation]:
             {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"},
             {"GROUPS": GROUPS},
             N_WARPS,
-            1,
-            is_memory_bound=False,
-            runs_on_hip=True,
         )
         for dtype in ("fp32", "fp16")
     ]

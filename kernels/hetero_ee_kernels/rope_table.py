@@ -1,4 +1,4 @@
-"""Cosines and sines by position, for rope.py and kv_write.py."""
+"""Cosines and sines by position, for kv_write.py."""
 
 from collections.abc import Sequence
 from typing import Any

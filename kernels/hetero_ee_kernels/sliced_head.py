@@ -1,8 +1,8 @@
 """Logits of a few candidate tokens: out[t, c] = 2^e x[t] . W[id], id = ids[t, c] or, where all rows share them, ids[c].
 
-The arithmetic and its order are those of matmul.py (int8 activations) or float_matmul.py (x as it is), step for step,
-so the bits are those of the whole product. A tile's line of 64 bytes holds 4 columns of 16 rows and memory is read 32
-bytes at a time: a row costs the memory's time of 8. An id that has no row gives NaN: the CPU never sees the ids.
+The arithmetic and its order are those of matmul.py, step for step, so the bits are those of the whole product. A tile's
+line of 64 bytes holds 4 columns of 16 rows and memory is read 32 bytes at a time: a row costs the memory's time of 8.
+An id that has no row gives NaN: the CPU never sees the ids.
 A program takes 4 candidates of one row of x: a head's candidates are few (arXiv 2504.08850).
 """
 
@@ -18,8 +18,6 @@ from hetero_ee_kernels.tile_group import (
     MAGIC_BITS,
     N_WARPS,
     SLOTS,
-    add_bytes,
-    add_codes,
     dot4,
     entry_words,
     load_table,
@@ -27,12 +25,21 @@ from hetero_ee_kernels.tile_group import (
     sum_slots,
     to_float,
 )
-from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PTX
-from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, instructions, output, whole_groups
+from hetero_ee_kernels.tile_matrix import (
+    BYTES,
+    CODEBOOK,
+    GCN,
+    LINEAR,
+    PTX,
+    TileMatrix,
+    check_rows,
+    instructions,
+    output,
+)
 
 
 @triton.jit
-def quantized_share(
+def add_share(
     total: tl.tensor,
     w_at: tl.tensor,
     scale: tl.tensor,
@@ -58,31 +65,6 @@ def quantized_share(
     return tl.fma(to_float(sums), scale * x_scale, total)
 
 
-@triton.jit
-def float_share(
-    total: tl.tensor,
-    w_at: tl.tensor,
-    scale: tl.tensor,
-    x_at: tl.tensor,
-    inside: tl.tensor,
-    table: tl.tensor,
-    KIND: tl.constexpr,
-    ISA: tl.constexpr,
-) -> Any:
-    """The same with float activations: add_float_groups of float_matmul.py for one row of x."""
-    part = tl.zeros(total.shape, tl.float32)
-    mask4 = inside[:, :, None]
-    for line in tl.static_range(8 if KIND == 2 else 4):
-        words = tl.load(w_at + 16 * line, mask=inside)
-        x = split4(tl.load(x_at + 4 * line, mask=mask4, other=0.0).to(tl.float32))
-        if KIND == 2:
-            part = add_bytes(part, words, x, ISA)
-        else:
-            y = split4(tl.load(x_at + (16 + 4 * line), mask=mask4, other=0.0).to(tl.float32))
-            part = add_codes(part, words, x, y, table, KIND, ISA)
-    return tl.fma(part, scale, total)
-
-
 @triton.jit(do_not_specialize=["n_candidates", "ids_stride", "n_rows", "n_groups", "one"])
 def sliced_kernel(
     words_ptr: tl.tensor,
@@ -99,10 +81,9 @@ def sliced_kernel(
     n_groups: tl.tensor,
     one: tl.tensor,
     KIND: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """x: int8 codes as words where QUANTIZED, else fp16 or fp32. one: 1, unknown to the compiler; see matmul_kernel."""
+    """x: int8 codes as words. one: 1, unknown to the compiler; see matmul_kernel."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.program_id(1) * 4 + tl.arange(0, 4)
     wanted = candidate < n_candidates
@@ -110,7 +91,6 @@ def sliced_kernel(
     known = (token >= 0) & (token < n_rows)
     token = tl.where(known, token, 0)
     LINES: tl.constexpr = 8 if KIND == 2 else 4
-    WORDS: tl.constexpr = 8 if QUANTIZED else 32
     slot, four = tl.arange(0, SLOTS), tl.arange(0, 4)
     tile = (token // 16 * n_groups)[None, :] + slot[:, None]
     place = row * n_groups + slot[:, None] * one + (four * 0)[None, :]
@@ -121,12 +101,8 @@ def sliced_kernel(
         w_at = words_ptr + ((tile + first) * (16 * LINES) + (token % 16)[None, :])
         scales_at = scales_ptr + ((tile + first) * 16 + (token % 16)[None, :])
         scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
-        x_at = x_ptr + (((place + first) * WORDS)[:, :, None] + four[None, None, :])
-        if QUANTIZED:
-            x_scales_at = x_scales_ptr + (place + first)
-            total = quantized_share(total, w_at, scale, x_at, x_scales_at, inside, table, KIND, ISA)
-        else:
-            total = float_share(total, w_at, scale, x_at, inside, table, KIND, ISA)
+        x_at = x_ptr + (((place + first) * 8)[:, :, None] + four[None, None, :])
+        total = add_share(total, w_at, scale, x_at, x_scales_ptr + (place + first), inside, table, KIND, ISA)
     y = sum_slots(total[None]) * factor
     y = tl.where(known[None, :], y, float("nan"))
     tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted[None, :])
@@ -138,17 +114,6 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
     The bits of matmul(x, weight) at those columns. Raises ValueError where the shapes don't fit.
     """
     check_rows(x, weight)
-    codes, code_scales = quantize(x)
-    return _launch(codes.view(torch.int32), code_scales, weight, ids, out)
-
-
-def float_sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
-    """The same with the bits of float_matmul(x, weight)."""
-    check_rows(x, weight)
-    return _launch(whole_groups(x), None, weight, ids, out)
-
-
-def _launch(x: Any, x_scales: Any, weight: TileMatrix, ids: Any, out: Any) -> Any:
     m = len(x)
     fits = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == m)
     if not fits or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != x.device:
@@ -156,23 +121,22 @@ def _launch(x: Any, x_scales: Any, weight: TileMatrix, ids: Any, out: Any) -> An
     n_candidates = ids.shape[-1]
     out = output(out, (m, n_candidates), x.device)
     if m and n_candidates:
-        quantized = x_scales is not None
+        codes, code_scales = quantize(x)
         sliced_kernel[(m, -(-n_candidates // 4))](
             weight.words,
             weight.scales,
             weight.table,
-            x,
-            x_scales,
+            codes.view(torch.int32),
+            code_scales,
             ids,
             out,
-            weight.quantized_factor if quantized else weight.factor,
+            weight.quantized_factor,
             n_candidates,
             n_candidates if ids.dim() == 2 else 0,
             weight.n_rows,
             weight.n_groups,
             1,
             KIND=weight.kind,
-            QUANTIZED=quantized,
             ISA=instructions(x),
             num_warps=N_WARPS,
         )
@@ -180,26 +144,19 @@ def _launch(x: Any, x_scales: Any, weight: TileMatrix, ids: Any, out: Any) -> An
 
 
 def compilations() -> list[Compilation]:
-    """Every kind of tile in both arithmetics."""
-    common = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32"}
-    rest = {"ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
-    rest |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
-    quantized = common | {"x_ptr": "*i32", "x_scales_ptr": "*fp32"} | rest
-    floating = common | {"x_ptr": "*fp16"} | rest
+    """Every kind of tile."""
+    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "x_ptr": "*i32"}
+    signature |= {"x_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
+    signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
     return [
         Compilation(
-            f"{'' if signature is quantized else 'float_'}sliced_head_{name}{'' if isa == PTX else '_amd'}",
+            f"sliced_head_{name}{'' if isa == PTX else '_amd'}",
             sliced_kernel,
             signature,
-            {"KIND": kind, "QUANTIZED": signature is quantized, "ISA": isa}
-            | ({} if signature is quantized else {"x_scales_ptr": None}),
+            {"KIND": kind, "ISA": isa},
             N_WARPS,
-            1,
-            is_memory_bound=False,
-            runs_on_hip=isa == GCN,
-            runs_on_cuda=isa == PTX,
+            isa=isa,
         )
         for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-        for signature in (quantized, floating)
         for isa in (PTX, GCN)
     ]

@@ -1,10 +1,8 @@
-"""Steps over the groups of a tile that the matmuls and the sliced head share: the same steps, hence the same bits.
+"""Steps over the groups of a tile that matmul and the sliced head share: the same steps, hence the same bits.
 
 A 32-bit word of a tile is 4 columns of one row: of an int8 tile 4 signed bytes, of an int4 tile 4 codes in the low
-nibbles and 4 codes, 16 columns on, in the high ones (docs/FORMAT.md). Two arithmetics within a group of 32 columns:
-
-quantized   the integer sum of entry x int8 activation, exact whatever the order, then one fma with the two scales;
-float       one fma a column in fp32, line after line, low nibbles before high ones; then one fma with the scale.
+nibbles and 4 codes, 16 columns on, in the high ones (docs/FORMAT.md). Within a group of 32 columns: the integer sum of
+entry x int8 activation, exact whatever the order, then one fma with the two scales.
 
 Group g is added to slot g mod 32, groups in order; the slots are then summed pair by pair. That order is written out
 here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear entries come out of
@@ -165,56 +163,6 @@ def entry_words(words: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.
 def to_float(sums: tl.tensor) -> Any:
     """Integers that began at MAGIC_BITS -> fp32, exactly."""
     return sums.to(tl.float32, bitcast=True) - MAGIC
-
-
-@triton.jit
-def nibble_value(words: tl.tensor, SHIFT: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """The code at bit SHIFT <= 16, less 8, in fp32: the bits stay where they are and the exponent makes them whole."""
-    bits = and_xor(words, 15 << SHIFT, (150 - SHIFT) << 23, ISA)
-    return bits.to(tl.float32, bitcast=True) - ((1 << (23 - SHIFT)) + 8.0)
-
-
-@triton.jit
-def byte_value(words: tl.tensor, SHIFT: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """The signed byte at bit SHIFT, 0 or 8, in fp32."""
-    bits = and_xor(words, 255 << SHIFT, ((150 - SHIFT) << 23) + (128 << SHIFT), ISA)
-    return bits.to(tl.float32, bitcast=True) - ((1 << (23 - SHIFT)) + 128.0)
-
-
-@triton.jit
-def add_bytes(part: tl.tensor, words: tl.tensor, x: tl.tensor, ISA: tl.constexpr) -> Any:
-    """part + 4 signed bytes times x, a tuple of 4, one fma each."""
-    upper = words >> 16
-    part = tl.fma(byte_value(words, 0, ISA), x[0], part)
-    part = tl.fma(byte_value(words, 8, ISA), x[1], part)
-    part = tl.fma(byte_value(upper, 0, ISA), x[2], part)
-    return tl.fma(byte_value(upper, 8, ISA), x[3], part)
-
-
-@triton.jit
-def add_codes(
-    part: tl.tensor,
-    words: tl.tensor,
-    x: tl.tensor,
-    y: tl.tensor,
-    table: tl.tensor,
-    KIND: tl.constexpr,
-    ISA: tl.constexpr,
-) -> Any:
-    """part + the entries of 4 low nibbles times x + those of 4 high nibbles times y, one fma each."""
-    if KIND == 0:
-        upper = words >> 12
-        part = tl.fma(nibble_value(words, 0, ISA), x[0], part)
-        part = tl.fma(nibble_value(words, 8, ISA), x[1], part)
-        part = tl.fma(nibble_value(words, 16, ISA), x[2], part)
-        part = tl.fma(nibble_value(upper, 12, ISA), x[3], part)
-        part = tl.fma(nibble_value(words, 4, ISA), y[0], part)
-        part = tl.fma(nibble_value(words, 12, ISA), y[1], part)
-        part = tl.fma(nibble_value(upper, 8, ISA), y[2], part)
-        return tl.fma(nibble_value(upper, 16, ISA), y[3], part)
-    else:
-        low, high = codebook_entries(words, table, ISA)
-        return add_bytes(add_bytes(part, low, x, ISA), high, y, ISA)
 
 
 @triton.jit

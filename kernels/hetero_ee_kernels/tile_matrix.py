@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from hetero_ee_kernels.tile_kinds import BYTES, CODEBOOK, GCN, LINEAR, PLAIN, PTX
-
+LINEAR, CODEBOOK, BYTES = 0, 1, 2  # the kernels' KIND of tile: int4 of -8 .. 7, int4 of a codebook, int8
+PLAIN, PTX, GCN = 0, 1, 2  # the kernels' ISA, whose instructions one may hold: nobody's, NVIDIA's, AMD's
 GROUP = 32
 LINEAR_CODEBOOK = tuple(range(-8, 8))
 
@@ -43,19 +43,15 @@ class TileMatrix:
         self.n_bytes = tiles.nbytes + scales.nbytes
 
 
-def check_rows(x: Any, weight: TileMatrix, dtypes: tuple[Any, ...] = (torch.float32, torch.float16)) -> None:
-    """Raises ValueError unless x is contiguous (m, K) with K in the weight's groups, on the weight's device."""
-    fits = x.dim() == 2 and x.dtype in dtypes and x.is_contiguous() and x.device == weight.tiles.device
+def check_rows(x: Any, weight: TileMatrix) -> None:
+    """Raises ValueError unless x is contiguous fp32 or fp16 (m, K) on the weight's device, K in its groups."""
+    fits = x.dim() == 2 and x.dtype in (torch.float32, torch.float16)
+    fits = fits and x.is_contiguous() and x.device == weight.tiles.device
     if not fits or -(-x.shape[1] // GROUP) != weight.n_groups:
         raise ValueError(
-            f"activations are {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous {dtypes[0]} (m, K) "
+            f"activations are {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous torch.float32 (m, K) "
             f"on {weight.tiles.device}, K in {weight.n_groups} groups of 32."
         )
-
-
-def whole_groups(x: Any) -> Any:
-    """x (m, K) with zeros up to a whole number of groups."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)) if x.shape[1] % GROUP else x
 
 
 def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What is known of the machine by measuring it."""
+"""What is known of a machine: asked of its system, measured, or derived from data sheets."""

@@ -27,16 +27,13 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MatmulTime:
-    """Seconds of y[m, N] = x[m, K] W^T, N = n_rows, K = n_columns, the weights cycling through cycle_bytes.
+    """Seconds of y[m, n_rows] = x[m, n_columns] W^T."""
 
-    layout: "int4" or "int8".
-    """
-
-    layout: str
+    layout: str  # of W: "int4" or "int8"
     n_rows: int
     n_columns: int
     m: int
-    cycle_bytes: int
+    cycle_bytes: int  # weights that took turns: what caches hold of fewer is not timed
     time: Measurement
 
     def __post_init__(self) -> None:
@@ -45,17 +42,14 @@ class MatmulTime:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Seconds of one layer's attention of m rows over a cache that holds context_tokens with them.
-
-    kv_type: of the keys and values in it.
-    """
+    """Seconds of one layer's attention of m tokens over a cache that holds context_tokens, these included."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     m: int
     context_tokens: int
-    kv_type: str
+    kv_type: str  # of KV_TYPES
     time: Measurement
 
     def __post_init__(self) -> None:
@@ -67,7 +61,7 @@ class AttentionTime:
 
 @dataclass(frozen=True, slots=True)
 class OverheadTime:
-    """Seconds of m rows that are neither matmul nor attention: of one layer, or of a pass outside of the layers."""
+    """Seconds of m tokens that are neither matmul nor attention: of one layer, or of a pass outside of the layers."""
 
     hidden_size: int
     ffn_size: int
@@ -81,10 +75,10 @@ class OverheadTime:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Times of one device. threads: that the CPU used, 0 for a GPU. free_bytes: memory that can be had there."""
+    """Times of one device."""
 
-    threads: int
-    free_bytes: int
+    threads: int  # that the CPU used, 0 for a GPU
+    free_bytes: int  # memory available there
     read_bytes_per_s: Measurement
     matmuls: tuple[MatmulTime, ...]
     attentions: tuple[AttentionTime, ...]
@@ -121,9 +115,10 @@ class DeviceTimes:
     def attention_s(
         self, n_heads: int, n_kv_heads: int, head_dim: int, m: int, context_tokens: int, *, few: bool
     ) -> float:
-        """Seconds of one layer's attention, linear between the measured contexts and rows.
+        """Seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
 
-        From heads that were not measured: in proportion to the keys and values where rows are few, else to the queries.
+        few: whether m is a decode batch's. From heads that were not measured: in proportion to the keys and values for
+        a decode batch, else to the queries.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
@@ -153,34 +148,30 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Between CPU and GPU. Rates of pinned and pageable memory, of pinned both ways at once their sum.
-
-    latency: a small copy that the CPU waits for. launch: handing over one kernel; synchronize: one kernel that the CPU
-    waits for. transfer: until a row of hidden states that one device has computed can be used on the other.
-    """
+    """Between CPU and GPU: bytes per second of pinned memory and of pageable memory, and seconds."""
 
     to_gpu_bytes_per_s: Measurement
     to_cpu_bytes_per_s: Measurement
     pageable_to_gpu_bytes_per_s: Measurement
     pageable_to_cpu_bytes_per_s: Measurement
-    both_ways_bytes_per_s: Measurement
-    latency: Measurement
-    launch: Measurement
-    synchronize: Measurement
-    transfer: Measurement
+    both_ways_bytes_per_s: Measurement  # of pinned memory both ways at once, their sum
+    latency: Measurement  # of a small copy that the CPU waits for
+    launch: Measurement  # of handing over one kernel
+    synchronize: Measurement  # of one kernel that the CPU waits for
+    transfer: Measurement  # until one token's hidden state that one device has computed can be used on the other
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """kind: "measured" or "derived". cpu: times for one thread count each, ascending. link: None without a GPU."""
+    """What a machine does in which time."""
 
     version: int
     name: str
-    kind: str
+    kind: str  # MEASURED or DERIVED
     machine: Machine
-    cpu: tuple[DeviceTimes, ...]
+    cpu: tuple[DeviceTimes, ...]  # one for each number of threads, ascending
     gpu: DeviceTimes | None
-    link: LinkTimes | None
+    link: LinkTimes | None  # None without a GPU
     disk_read_bytes_per_s: Measurement
     warnings: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""This machine as a profile names it: what must stay the same for its figures to hold."""
+"""This machine as a profile names it: what must stay the same for its measurements to hold."""
 
 from hetero_ee_profiles.gpu.inventory import gpu_inventory
 from hetero_ee_profiles.hardware import Machine

@@ -1,4 +1,4 @@
-"""One measured figure with its spread and where it comes from."""
+"""One measured quantity with its spread and where it comes from."""
 
 import math
 import statistics
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where figures come from: the command that printed them, the day (ISO), and the versions in use."""
+    """Where a measurement comes from."""
 
-    command: str
-    date: str
-    versions: str
+    command: str  # that made it
+    date: str  # ISO
+    versions: str  # of the software in use
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """value: the median of `count` samples, in `unit`; p20 and p80: their quantiles. All above 0.
+    """Median and quantiles of samples, all above 0; of a derived quantity the quantiles are the value.
 
-    Of a derived figure count is 0 and the quantiles are the value. Raises ValueError.
+    Raises ValueError where they are out of order.
     """
 
     value: float
-    unit: str
+    unit: str  # "s" or "B/s"
     p20: float
     p80: float
-    count: int
+    count: int  # of samples, 0 where derived
     origin: Origin
 
     def __post_init__(self) -> None:
@@ -56,5 +56,5 @@ def measured(samples: Sequence[float], unit: str, origin: Origin) -> Measurement
 
 
 def derived(value: float, unit: str, origin: Origin) -> Measurement:
-    """A figure that was computed, not measured."""
+    """A quantity that was computed, not measured."""
     return Measurement(value, unit, value, value, 0, origin)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_ROWS, TILE_COLUMNS = 256, 512, 16, 32
-CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
 MAX_CACHE_LAYERS = 8  # layers of keys and values that attention takes turns over
 
 Clock = Callable[[], float]

@@ -1,22 +1,226 @@
-"""The profiles that ship with the package: derived from data sheets, for planning on paper."""
+"""Profiles of machines people plan for on paper, derived from data sheets by one rule. Nothing is measured.
 
-from importlib import resources
+Rule: every bandwidth is 0.8 of the data sheet's. A product takes the longer of reading its weights and computing: a CPU
+computes at the operations per cycle and 64 bytes of vector width that this repository's CPU kernels were measured at,
+times its cores, clock and vector width; a GPU at 0.8 of its fp32 rate for up to 16 rows and 0.6 of its dense fp16
+tensor rate above. What no data sheet has (launches, transfers, overhead of a layer) is assumed and named below.
+"""
 
-from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.records import from_json
+from dataclasses import dataclass
 
-FOLDER = "reference_profiles"
+from hetero_ee_profiles.hardware import (
+    DERIVED,
+    PROFILE_VERSION,
+    AttentionTime,
+    DeviceTimes,
+    HardwareProfile,
+    LinkTimes,
+    Machine,
+    MatmulTime,
+    OverheadTime,
+)
+from hetero_ee_profiles.measurement import Measurement, Origin, derived
+
+GIB = 2**30
+COMMAND = "derived from data sheets by hetero_ee_profiles/reference.py"
+DATE = "2026-11-21"  # of the rule and the numbers in it
+VERSIONS = "data sheets; CPU kernels as in docs/benchmarks.md of 2026-11-21"
+BANDWIDTH_SHARE = 0.8
+FP32_SHARE, TENSOR_SHARE = 0.8, 0.6
+# 596 GOPS at 16 rows on one Zen 5 thread with 64-byte vectors at 4.1 GHz (tests/bench/bench_cpu_ops.py, 2026-11-21).
+OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
+# AVX2 without byte dot products, linear codes: 262 GOPS there, with 32-byte vectors.
+AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES = 128.0
+CPU_LAYER_OVERHEAD_S = 17e-6  # measured on the same machine
+CPU_CALL_S = 4e-6  # assumed
+GPU_LAUNCH_S = 3e-6  # assumed: one kernel out of a CUDA graph
+GPU_LAYER_OVERHEAD_S = 15e-6  # assumed: five small kernels
+GPU_PASS_OVERHEAD_S = 60e-6  # assumed: sampling, its synchronization, the embedding
+TRANSFER_S = 25e-6  # assumed: a copy of hidden states that the other device waits for
+COPY_LATENCY_S = 10e-6  # assumed
+CPU_LAUNCH_S = 5e-6  # assumed: what one launch outside of a graph keeps the CPU busy
+SYNCHRONIZE_S = 15e-6  # assumed
+GPU_FREE_SHARE = 0.93  # assumed: what a desktop and the driver leave
+RAM_FREE_SHARE = 0.8  # assumed
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (128, 1024, 4096)
+LAYOUT_BYTES = {"int4": 4.5 / 8, "int8": 8.5 / 8}  # a weight, scales included
+
+
+@dataclass(frozen=True, slots=True)
+class DataSheet:
+    """Decimal units: GB/s, GHz, TFLOPS; GiB for memory."""
+
+    name: str
+    cpu_model: str
+    n_cores: int
+    ghz: float  # that all cores hold
+    vector_bytes: int  # of the widest integer instructions
+    has_dot: bool  # whether one instruction multiplies bytes and adds (VNNI)
+    ram_gib: int
+    ram_gb_s: float
+    gpu_model: str
+    vram_gib: int
+    vram_gb_s: float
+    fp32_tflops: float
+    link_gb_s: float
+    disk_gb_s: float  # of a drive of its day
+
+
+# Sources: the makers' product pages; GPU boost clocks; PCIe 4.0 at 1.97 GB/s a lane; DDR at its rated transfer rate.
+# The 7950X executes 64-byte instructions in two halves.
+DATA_SHEETS = (
+    DataSheet(
+        "rtx-4060-laptop-8gb",
+        "Intel Core i7-13700H (6 performance cores counted)", n_cores=6, ghz=3.6, vector_bytes=32, has_dot=True,
+        ram_gib=32, ram_gb_s=83.2,
+        gpu_model="NVIDIA GeForce RTX 4060 Laptop GPU", vram_gib=8, vram_gb_s=256, fp32_tflops=14.6,
+        link_gb_s=15.8, disk_gb_s=3.5,
+    ),
+    DataSheet(
+        "rtx-3060-12gb",
+        "AMD Ryzen 5 5600X", n_cores=6, ghz=4.2, vector_bytes=32, has_dot=False,
+        ram_gib=32, ram_gb_s=51.2,
+        gpu_model="NVIDIA GeForce RTX 3060", vram_gib=12, vram_gb_s=360, fp32_tflops=12.7,
+        link_gb_s=31.5, disk_gb_s=3.5,
+    ),
+    DataSheet(
+        "rtx-4070-12gb",
+        "Intel Core i5-13600K (6 performance cores counted)", n_cores=6, ghz=5.0, vector_bytes=32, has_dot=True,
+        ram_gib=32, ram_gb_s=89.6,
+        gpu_model="NVIDIA GeForce RTX 4070", vram_gib=12, vram_gb_s=504, fp32_tflops=29.1,
+        link_gb_s=31.5, disk_gb_s=7.0,
+    ),
+    DataSheet(
+        "rtx-4090-24gb",
+        "AMD Ryzen 9 7950X", n_cores=16, ghz=4.8, vector_bytes=32, has_dot=True,
+        ram_gib=64, ram_gb_s=83.2,
+        gpu_model="NVIDIA GeForce RTX 4090", vram_gib=24, vram_gb_s=1008, fp32_tflops=82.6,
+        link_gb_s=31.5, disk_gb_s=7.0,
+    ),
+)  # fmt: skip
 
 
 def reference_names() -> list[str]:
     """Names that `--hardware` takes besides files."""
-    files = resources.files("hetero_ee_profiles").joinpath(FOLDER).iterdir()
-    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+    return sorted(sheet.name for sheet in DATA_SHEETS)
 
 
 def reference_profile(name: str) -> HardwareProfile:
-    """The shipped profile of that name. Raises KeyError."""
-    if name not in reference_names():
-        raise KeyError(name)
-    text = resources.files("hetero_ee_profiles").joinpath(FOLDER, f"{name}.json").read_text(encoding="utf-8")
-    return from_json(HardwareProfile, text)
+    """The reference profile of that name. Raises KeyError."""
+    return derived_profile({sheet.name: sheet for sheet in DATA_SHEETS}[name], DATE)
+
+
+def derived_profile(sheet: DataSheet, date: str) -> HardwareProfile:
+    """The profile that the rule makes of a data sheet; date: ISO, of the derivation."""
+    origin = Origin(COMMAND, date, VERSIONS)
+    return HardwareProfile(
+        version=PROFILE_VERSION,
+        name=sheet.name,
+        kind=DERIVED,
+        machine=Machine(
+            cpu_model=sheet.cpu_model,
+            n_cores=sheet.n_cores,
+            instruction_set="avx-vnni" if sheet.has_dot else "avx2",
+            ram_bytes=sheet.ram_gib * GIB,
+            gpu_model=sheet.gpu_model,
+            vram_bytes=sheet.vram_gib * GIB,
+            driver=None,
+            versions=VERSIONS,
+        ),
+        cpu=(_cpu_times(sheet, origin),),
+        gpu=_gpu_times(sheet, origin),
+        link=_link_times(sheet, origin),
+        disk_read_bytes_per_s=_rate(sheet.disk_gb_s, origin),
+        warnings=(),
+    )
+
+
+def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
+    per_cycle = OPERATIONS_PER_CYCLE_AND_64_BYTES if sheet.has_dot else AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES
+    operations_per_s = per_cycle * sheet.vector_bytes / 64 * sheet.n_cores * sheet.ghz * 1e9
+    return _times(
+        origin,
+        threads=sheet.n_cores,
+        free_bytes=int(sheet.ram_gib * GIB * RAM_FREE_SHARE),
+        bytes_per_s=_rate(sheet.ram_gb_s, origin),
+        operations_per_s=dict.fromkeys(ROWS, operations_per_s),
+        call_s=CPU_CALL_S,
+        layer_s=CPU_LAYER_OVERHEAD_S,
+        pass_s=2 * CPU_LAYER_OVERHEAD_S,
+    )
+
+
+def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
+    fp32 = sheet.fp32_tflops * 1e12
+    return _times(
+        origin,
+        threads=0,
+        free_bytes=int(sheet.vram_gib * GIB * GPU_FREE_SHARE),
+        bytes_per_s=_rate(sheet.vram_gb_s, origin),
+        operations_per_s={m: fp32 * FP32_SHARE if m <= 16 else 2 * fp32 * TENSOR_SHARE for m in ROWS},
+        call_s=GPU_LAUNCH_S,
+        layer_s=GPU_LAYER_OVERHEAD_S,
+        pass_s=GPU_PASS_OVERHEAD_S,
+    )
+
+
+def _times(
+    origin: Origin,
+    *,
+    threads: int,
+    free_bytes: int,
+    bytes_per_s: Measurement,
+    operations_per_s: dict[int, float],
+    call_s: float,
+    layer_s: float,
+    pass_s: float,
+) -> DeviceTimes:
+    """One shape stands for all: time is in proportion to its weights. Overhead grows by 5 % a token."""
+
+    def seconds(value: float) -> Measurement:
+        return derived(value, "s", origin)
+
+    side, n_heads, head_dim, rate = 4096, 32, 128, bytes_per_s.value
+    matmuls = tuple(
+        MatmulTime(
+            layout, side, side, m, GIB,
+            seconds(call_s + max(side * side * n_bytes / rate, 2 * side * side * m / operations_per_s[m])),
+        )
+        for layout, n_bytes in LAYOUT_BYTES.items()
+        for m in ROWS
+    )  # fmt: skip
+    attentions = tuple(
+        AttentionTime(
+            n_heads, n_heads, head_dim, m, context, "fp32",
+            seconds(
+                call_s
+                + max(2 * side * 4 * context / rate, 4 * m * context * side / operations_per_s[m])
+            ),
+        )
+        for m in (1, 16, 512)
+        for context in CONTEXTS
+    )  # fmt: skip
+    overheads = tuple(
+        OverheadTime(side, 11008, m, seconds(layer_s * (1 + m / 20)), seconds(pass_s * (1 + m / 20))) for m in ROWS
+    )
+    return DeviceTimes(threads, free_bytes, bytes_per_s, matmuls, attentions, overheads)
+
+
+def _link_times(sheet: DataSheet, origin: Origin) -> LinkTimes:
+    rate, pageable = _rate(sheet.link_gb_s, origin), _rate(sheet.link_gb_s / 2, origin)
+    return LinkTimes(
+        to_gpu_bytes_per_s=rate,
+        to_cpu_bytes_per_s=rate,
+        pageable_to_gpu_bytes_per_s=pageable,
+        pageable_to_cpu_bytes_per_s=pageable,
+        both_ways_bytes_per_s=_rate(sheet.link_gb_s * 1.5, origin),
+        latency=derived(COPY_LATENCY_S, "s", origin),
+        launch=derived(CPU_LAUNCH_S, "s", origin),
+        synchronize=derived(SYNCHRONIZE_S, "s", origin),
+        transfer=derived(TRANSFER_S, "s", origin),
+    )
+
+
+def _rate(gb_per_s: float, origin: Origin) -> Measurement:
+    return derived(gb_per_s * 1e9 * BANDWIDTH_SHARE, "B/s", origin)

@@ -15,8 +15,8 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.kv_table import DTYPES, SequenceCache, kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
-from hetero_ee_cpu_ops.places import DTYPES, SequenceCache, place_rows
 from tests.cpu_support import Guarded, assert_close, assert_same_bits, teams
 
 TOLERANCE = 3e-6
@@ -56,7 +56,7 @@ class Case:
         writer = KvWrite(N_LAYERS, self.n_kv_heads, self.head_dim, self.kind)
         for text in self.texts:
             cache = empty_cache(self.kind, self.n_kv_heads, len(text) + spare, self.head_dim)
-            table = place_rows([cache] * len(text), range(len(text)), self.shape, self.kind)
+            table = kv_table([cache] * len(text), range(len(text)), self.shape, self.kind)
             writer.write(text, table, LAYER, 0, self.n_kv_heads * self.head_dim)
             made.append(cache)
         return made
@@ -68,7 +68,7 @@ class Case:
     def attend(self, caches, rows=None, pool=None, window="own"):
         chosen = range(len(self.rows)) if rows is None else rows
         places = [self.rows[row] for row in chosen]
-        table = place_rows([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
+        table = kv_table([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
         n_heads = self.group * self.n_kv_heads
         attention = Attention(N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, pool)
         out = Guarded((len(places), n_heads * self.head_dim), np.float32)
@@ -204,7 +204,7 @@ def test_matches_the_torch_reference():
         shaped = torch.from_numpy(queries).view(n, n_heads, head_dim)
         expected = TorchOps().attention(shaped, cache, 0, rows, window).reshape(n, -1)
         held = cache._sequences[0]
-        table = place_rows(
+        table = kv_table(
             [SequenceCache(*(part.numpy() for part in held.parts))] * n, range(n), (1, n_kv_heads, head_dim), "fp32"
         )
         found = Attention(1, n_heads, n_kv_heads, head_dim, "fp32").attend(queries, table, 0, window)
@@ -232,7 +232,7 @@ def test_writes_what_the_kind_can_hold(kind, head_dim):
         untouched = empty_cache(kind, n_kv_heads, 9, head_dim)
         places = [(0, 2), (1, 8), (0, 3), (1, 0), (0, 0)]
         shape = (N_LAYERS, n_kv_heads, head_dim)
-        table = place_rows([caches[s] for s, _ in places], [p for _, p in places], shape, kind)
+        table = kv_table([caches[s] for s, _ in places], [p for _, p in places], shape, kind)
         KvWrite(N_LAYERS, n_kv_heads, head_dim, kind).write(x, table, LAYER, 4, 4 + width)
         for row, (sequence, position) in enumerate(places):
             for part, first in (("keys", 4), ("values", 4 + width)):
@@ -263,7 +263,7 @@ def test_fp16_rounds_to_nearest_even_and_overflows():
     x = np.resize(np.concatenate([x, -x]), (1, 2 * -(-x.size // 8) * 8)).astype(np.float32)
     half = x.shape[1] // 2
     cache = SequenceCache(*np.zeros((2, 1, 1, 1, half), np.uint16))
-    KvWrite(1, 1, half, "fp16").write(x, place_rows([cache], [0], (1, 1, half), "fp16"), 0, 0, half)
+    KvWrite(1, 1, half, "fp16").write(x, kv_table([cache], [0], (1, 1, half), "fp16"), 0, 0, half)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16).view(np.uint16)[0]
     assert_same_bits(np.concatenate([cache.keys.ravel(), cache.values.ravel()]), expected)
@@ -271,7 +271,7 @@ def test_fp16_rounds_to_nearest_even_and_overflows():
 
 def test_wrong_arguments_are_refused():
     cache, shape = empty_cache("fp32", 2, 10, 8), (N_LAYERS, 2, 8)
-    table = place_rows([cache], [4], shape, "fp32")
+    table = kv_table([cache], [4], shape, "fp32")
     attention, writer, q = (
         Attention(N_LAYERS, 4, 2, 8, "fp32"),
         KvWrite(N_LAYERS, 2, 8, "fp32"),
@@ -291,14 +291,14 @@ def test_wrong_arguments_are_refused():
         lambda: writer.write(q, table, 3, 0, 16),
         lambda: writer.write(q, table, 0, 0, 17),
         lambda: writer.write(q, table[:, :5].copy(), 0, 0, 16),
-        lambda: place_rows([cache], [10], shape, "fp32"),
-        lambda: place_rows([cache], [-1], shape, "fp32"),
-        lambda: place_rows([cache], [0, 1], shape, "fp32"),
-        lambda: place_rows([cache], [0], shape, "fp16"),
-        lambda: place_rows([cache], [0], (N_LAYERS, 1, 8), "fp32"),
-        lambda: place_rows([SequenceCache(cache.keys, cache.values[:, :, :9])], [0], shape, "fp32"),
-        lambda: place_rows([SequenceCache(cache.keys, cache.values[:, :, ::-1])], [0], shape, "fp32"),
-        lambda: place_rows([replace(empty_cache("int8", 2, 10, 8), key_scales=None)], [0], shape, "int8"),
+        lambda: kv_table([cache], [10], shape, "fp32"),
+        lambda: kv_table([cache], [-1], shape, "fp32"),
+        lambda: kv_table([cache], [0, 1], shape, "fp32"),
+        lambda: kv_table([cache], [0], shape, "fp16"),
+        lambda: kv_table([cache], [0], (N_LAYERS, 1, 8), "fp32"),
+        lambda: kv_table([SequenceCache(cache.keys, cache.values[:, :, :9])], [0], shape, "fp32"),
+        lambda: kv_table([SequenceCache(cache.keys, cache.values[:, :, ::-1])], [0], shape, "fp32"),
+        lambda: kv_table([replace(empty_cache("int8", 2, 10, 8), key_scales=None)], [0], shape, "int8"),
     ):
         with pytest.raises(ValueError):
             bad()

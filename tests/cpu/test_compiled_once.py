@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
@@ -25,7 +24,6 @@ def used_once(pool: ThreadPool) -> None:
     x = np.ones((1, 32), np.float32)
     for codebook in CODEBOOKS.values():
         Matmul(pool)(x, matrix(codebook))
-        FloatMatmul(pool)(x, matrix(codebook))
     Read(pool)(np.zeros(256, np.uint8))
 
 

@@ -1,4 +1,4 @@
-"""Embedding lookup: bit-equal to TileWeight.rows and DenseWeight.rows."""
+"""Embedding lookup: bit-equal to TileWeight.rows."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
-from hetero_ee_cpu_ops.embed import embed_dense, embed_int4, embed_int8
+from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
 from tests.cpu_support import Guarded, assert_same_bits
 
 
@@ -46,17 +46,6 @@ def test_bits_are_the_reference_s(int4):
             assert_same_bits(looked_up(matrix, np.array([token]))[0], out.array[row])
 
 
-def test_dense():
-    for seed in range(50):
-        rng = np.random.default_rng(seed)
-        values = rng.normal(size=(int(rng.integers(1, 50)), int(rng.integers(1, 99)))).astype(np.float32)
-        ids = rng.integers(0, len(values), int(rng.integers(1, 18)))
-        out = Guarded((len(ids), values.shape[1]), np.float32)
-        embed_dense(values, ids, out.array)
-        out.check()
-        assert_same_bits(out.array, values[ids])
-
-
 @pytest.mark.parametrize("int4", [True, False])
 def test_wrong_arguments_are_refused(int4):
     _, matrix = weight(3, int4=int4)
@@ -69,10 +58,6 @@ def test_wrong_arguments_are_refused(int4):
     ):  # fmt: skip
         with pytest.raises(ValueError):
             looked_up(matrix, ids, target)
-    with pytest.raises(ValueError):
-        embed_dense(np.zeros((3, 4), np.float32), np.array([3]))
-    with pytest.raises(ValueError):
-        embed_dense(np.zeros((3, 4)), np.array([0]))
 
 
 @pytest.mark.parametrize("bug", ["nibble", "neighbour's scale", "row", "exponent", "codebook"])

@@ -11,8 +11,8 @@ from hetero_ee.runtime.executors.cpu import _sequence_cache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee_cpu_ops.attention import Attention
+from hetero_ee_cpu_ops.kv_table import kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
-from hetero_ee_cpu_ops.places import place_rows
 from tests.cpu_support import assert_same_bits
 
 KINDS = ("fp32", "fp16", "int8")
@@ -43,7 +43,7 @@ def rows_of(m: int) -> Batch:
 
 def places(cache: CpuKvCache, batch: Batch) -> Any:
     views = [cache.view(sequence, _sequence_cache) for sequence in batch.sequences]
-    return place_rows(views, batch.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
+    return kv_table(views, batch.positions, (N_LAYERS, cache.n_kv_heads, cache.head_dim), cache.kind)
 
 
 def stored(cache: CpuKvCache, sequence: int) -> list[Any]:

@@ -1,24 +1,29 @@
 """Nothing compiles at import; an entry's signature refuses what it doesn't fit; first calls from many threads agree."""
 
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import types
 
+import hetero_ee_cpu_ops
+from hetero_ee.runtime import kernel_cache
 from hetero_ee_cpu_ops.lazy import Chunk, array_in, array_out, entry
-
-MODULES = "activate argmax attention embed exit_confidence kv_write norm places rope simd_float simd_tuples"
 
 
 def test_import_compiles_nothing():
-    program = f"""
-import importlib, numba.core.compiler as compiler
+    program = """
+import importlib, pkgutil, numba.core.compiler as compiler, hetero_ee_cpu_ops as ops
 def refuse(*_): raise AssertionError("compiled at import")
 compiler.compile_extra = refuse
-for name in {MODULES.split()}: importlib.import_module("hetero_ee_cpu_ops." + name)
+names = [module.name for module in pkgutil.walk_packages(ops.__path__, "hetero_ee_cpu_ops.")]
+for name in names: importlib.import_module(name)
+assert "hetero_ee_cpu_ops.simd.floats" in names
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr
@@ -39,6 +44,17 @@ def test_signature_is_held():
     for bad in ((x, x), (x.astype(np.float64), out), (x[::2], out), (x[None], out), (x,), (None, out)):
         with pytest.raises(ValueError, match="don't fit"):
             _double(*bad)
+
+
+def test_an_edit_in_any_room_leaves_the_kernel_cache_unused(tmp_path, monkeypatch):
+    """Numba overlooks edits to imported modules, such as those of simd/."""
+    package = tmp_path / "hetero_ee_cpu_ops"
+    shutil.copytree(Path(hetero_ee_cpu_ops.__file__).parent, package)
+    monkeypatch.setattr(kernel_cache, "find_spec", lambda name: SimpleNamespace(origin=str(package / "__init__.py")))
+    before = kernel_cache.kernel_cache_folder(tmp_path)
+    with (package / "simd" / "floats.py").open("a") as file:
+        file.write("# an edit\n")
+    assert kernel_cache.kernel_cache_folder(tmp_path) != before
 
 
 def _nothing(arguments, index):

@@ -13,12 +13,11 @@ import torch
 
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
-from hetero_ee_cpu_ops.float_matmul import FloatMatmul
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 KINDS = ("rtn", "codebook", "int8")
-QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND, EXACT_BOUND = 1e-9, 1e-4, 2e-4, 1e-9
+QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND = 1e-9, 1e-4, 2e-4
 SHAPES = ((16, 32), (17, 33), (250, 500), (48, 1056), (1, 32), (131, 96))
 
 
@@ -82,23 +81,13 @@ def test_quantizing_activations_costs_what_is_allowed(matmul: Matmul, kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_exact_activations_equal_float64(kind: str, shape: tuple[int, int]) -> None:
-    case = Case.random(kind, shape, 3)
-    assert nmse(case.run(FloatMatmul(ThreadPool(1))), case.reference(case.x)) <= EXACT_BOUND
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_bits_do_not_depend_on_batch_or_threads(kind: str) -> None:
     """Sizes on both sides of every width and of the size from which work is shared."""
     random = np.random.default_rng(1)
     operations = [Matmul(ThreadPool(threads)) for threads in (1, 2, 3)]
-    exact = [FloatMatmul(ThreadPool(threads)) for threads in (1, 3)]
     for shape in ((40, 64), (1040, 320)):
         case = Case.random(kind, shape, 40)
         alone = np.concatenate([operations[0](row[None], case.matrix()) for row in case.x])
-        exactly = exact[0](case.x[:4], case.matrix())
-        assert np.array_equal(exactly[2:3], exact[1](case.x[2:3], case.matrix()))
         for _ in range(170):  # times 2 shapes and 3 kinds: over 1,000 cases
             chosen = random.permutation(40)[: random.integers(1, 41)]
             product = operations[random.integers(3)](np.ascontiguousarray(case.x[chosen]), case.matrix())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed", "argmax")]
+FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed")]
 CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches"
 TARGETS = {
     "avx2": ("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),

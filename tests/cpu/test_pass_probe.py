@@ -14,17 +14,15 @@ from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model, speed_since
-from hetero_ee.profiling.measure import product_shapes
 from hetero_ee.profiling.pass_probe import N_LONG_HEADS, PassSamples, probe_pass
-from hetero_ee.profiling.pass_sampling import MOST_PASSES, USUAL_PASSES, PassSampling
-from hetero_ee.profiling.preset import QUICK
+from hetero_ee.profiling.preset import MOST_PASSES, QUICK, USUAL_PASSES, PassSampling, product_shapes
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.measurement import Origin
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_cpu import BYTE_S, EMBED_S, PLACE_S, PLACES_S, POSITION_S, WRITE_S, WorkClock
 

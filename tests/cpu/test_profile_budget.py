@@ -9,9 +9,16 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling import cpu as cpu_profiling
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
-from hetero_ee.profiling.measure import attention_points, product_shapes
-from hetero_ee.profiling.pass_sampling import LEAST_PASSES, LEAST_ROWS, USUAL_PASSES
-from hetero_ee.profiling.preset import FULL, QUICK, Preset
+from hetero_ee.profiling.preset import (
+    FULL,
+    LEAST_PASSES,
+    LEAST_TOKENS,
+    QUICK,
+    USUAL_PASSES,
+    Preset,
+    attention_points,
+    product_shapes,
+)
 from hetero_ee_profiles.hardware import DeviceTimes
 from tests.cpu.test_pass_probe import ORIGIN, spec_of
 from tests.stand_in_cpu import WorkClock
@@ -57,7 +64,7 @@ def is_least(found: DeviceTimes) -> bool:
     """Whether nothing more could have been given up."""
     rows = max(each.m for each in found.attentions)
     behind = [each for each in found.attentions if each.m > MAX_DECODE_TOKENS and each.context_tokens > each.m]
-    return rows == LEAST_ROWS and not behind and set(counts(found)) == {LEAST_PASSES}
+    return rows == LEAST_TOKENS and not behind and set(counts(found)) == {LEAST_PASSES}
 
 
 @pytest.mark.parametrize("slowness", [1, 3, 10])
@@ -84,11 +91,11 @@ def test_what_a_slower_machine_gives_up(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             found.append(measured(patch, "7b", slowness, QUICK)[0])
     most_rows = [max(each.m for each in times.attentions) for times in found]
-    assert most_rows == sorted(most_rows, reverse=True) and (most_rows[0], most_rows[-1]) == (128, LEAST_ROWS)
+    assert most_rows == sorted(most_rows, reverse=True) and (most_rows[0], most_rows[-1]) == (128, LEAST_TOKENS)
     decoding = [times.attentions[0].time.count for times in found]
     assert decoding == sorted(decoding, reverse=True)
     for rows, n_passes in zip(most_rows, decoding, strict=True):
-        assert n_passes >= USUAL_PASSES or rows == LEAST_ROWS
+        assert n_passes >= USUAL_PASSES or rows == LEAST_TOKENS
 
 
 def test_a_head_of_many_tokens_is_cut() -> None:

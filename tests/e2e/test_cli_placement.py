@@ -19,8 +19,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import Statistics, published_statistics
-from hetero_ee.profiling.machine_profile import known_profile, versions
-from hetero_ee.profiling.profile_store import keep_profile
+from hetero_ee.profiling.machine_profile import keep_profile, known_profile, versions
 from hetero_ee_cli.reports.expectation import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host

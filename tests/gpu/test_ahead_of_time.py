@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee_profiles.gpu.cards import CARD_CLASSES, CardClass
-from hetero_ee_profiles.gpu.compilation import Compiled, compilations, compile_for
+from hetero_ee_kernels.compilation import CARD_CLASSES, CardClass, Compiled, compile_for, every_compilation
 from tests.gpu_support import IS_INTERPRETED
 
 pytest.importorskip("triton")
@@ -18,9 +17,9 @@ if IS_INTERPRETED:
     pytest.skip("Triton compiles nothing where it interprets", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-CLASS_IN_CI = "sm_86"
-RECORDS = list(compilations())
-RECORDS_OF_CLASS = [record for record in RECORDS if record.runs_on(CLASS_IN_CI)]
+CARD_IN_CI = next(card for card in CARD_CLASSES if card.name == "sm_86")
+RECORDS = list(every_compilation())
+RECORDS_OF_CLASS = [record for record in RECORDS if CARD_IN_CI.runs(record)]
 RECORDS_IN_CI = [
     record
     for place, record in enumerate(RECORDS_OF_CLASS)
@@ -47,14 +46,14 @@ def check(record: Any, card: CardClass) -> Compiled:
 
 @pytest.mark.parametrize("record", RECORDS_IN_CI, ids=lambda record: record.name)
 def test_compiles_well(record: Any) -> None:
-    check(record, next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI))
+    check(record, CARD_IN_CI)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARD_CLASSES, ids=lambda card: card.name)
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 def test_compiles_well_for_every_class(record: Any, card: CardClass) -> None:
-    if record.runs_on(card.name):
+    if card.runs(record):
         check(record, card)
 
 
@@ -72,13 +71,12 @@ def test_too_few_registers_are_seen() -> None:
     import triton
 
     record = next(record for record in RECORDS if record.name == "attention_fp16_group_4")
-    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
     compile_kernel = triton.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             triton, "compile", lambda s, target, options: compile_kernel(s, target, options | {"maxnreg": 32})
         )
-        assert compile_for(record, card).stack_bytes > 0
+        assert compile_for(record, CARD_IN_CI).stack_bytes > 0
 
 
 def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
@@ -86,9 +84,8 @@ def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
     from dataclasses import replace
 
     record = next(record for record in RECORDS if record.name == "activate_relu")
-    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
     odd = replace(record, constants=dict(record.constants) | {"F": 11007})
-    assert compile_for(record, card).n_vector_loads and not compile_for(odd, card).n_vector_loads
+    assert compile_for(record, CARD_IN_CI).n_vector_loads and not compile_for(odd, CARD_IN_CI).n_vector_loads
 
 
 def test_the_page_covers_every_kernel_and_class() -> None:
@@ -106,7 +103,6 @@ def test_the_generator_writes_a_row_a_kernel() -> None:
     assert spec and spec.loader
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    card = next(card for card in CARD_CLASSES if card.name == CLASS_IN_CI)
-    compiled = Compiled("example", card, 4, 128, 0, 8192, 7)
+    compiled = Compiled("example", CARD_IN_CI, 4, 128, 0, 8192, 7)
     page = generator.page("3.7.1", [(record, []) for record in RECORDS[:1]] + [(RECORDS[0], [compiled])])
     assert "Triton 3.7.1" in page and "128 · 8 KiB · 33 %" in page

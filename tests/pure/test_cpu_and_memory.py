@@ -142,10 +142,10 @@ def test_limits_of_control_groups(name: str) -> None:
 
 def test_memory() -> None:
     kib = 1024
-    swap = 2097152 * kib, 1048576 * kib
+    swap = 2097152 * kib
     total, available = 32768000 * kib, 20480000 * kib
     free = memory_info(recorded(ryzen()))
-    assert free == MemoryInfo(total, available, *swap, None, "madvise")
+    assert free == MemoryInfo(total, available, swap, None, "madvise")
     assert free.usable_bytes == total
     limited = memory_info(recorded(in_cgroup_2(ryzen(), "max 100000", str(2 * GIB))))
     assert (limited.limit_bytes, limited.usable_bytes) == (2 * GIB, 2 * GIB)
@@ -153,8 +153,8 @@ def test_memory() -> None:
 
 
 def test_memory_without_proc_is_psutils() -> None:
-    counts = MemoryCounts(8 * GIB, 3 * GIB, GIB, 0)
-    assert memory_info(recorded(memory=counts)) == MemoryInfo(8 * GIB, 3 * GIB, GIB, 0, None, None)
+    counts = MemoryCounts(8 * GIB, 3 * GIB, GIB)
+    assert memory_info(recorded(memory=counts)) == MemoryInfo(8 * GIB, 3 * GIB, GIB, None, None)
     cut_off = recorded({"/proc/meminfo": "MemTotal: 1 kB\nMemAvail"}, memory=counts)
     assert memory_info(cut_off).total_bytes == 8 * GIB
 

@@ -51,7 +51,7 @@ def gpu(files: dict[str, str], commands: dict[str, Answer], build: TorchBuild) -
 
 
 def memory(available_bytes: int, **files: str) -> Finding:
-    return machine.memory(recorded(files, memory=MemoryCounts(16 * GIB, available_bytes, GIB, GIB)))
+    return machine.memory(recorded(files, memory=MemoryCounts(16 * GIB, available_bytes, GIB)))
 
 
 CHECKS: dict[str, tuple[Make, str, str, str]] = {

@@ -13,7 +13,7 @@ from hetero_ee.speculation.exits.features import (
     rich_features,
     source_agreement,
 )
-from hetero_ee_kernels.reference.exit_predictor import exit_predictor
+from hetero_ee_kernels.reference import exit_predictor
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:

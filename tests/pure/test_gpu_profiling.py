@@ -9,15 +9,15 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_free_memory
-from hetero_ee.profiling.measure import attention_points, product_shapes
-from hetero_ee.profiling.preset import Preset
+from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
+from hetero_ee.profiling.machine_profile import with_free_memory
+from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee.runtime.gpu.registry import default_registry
-from hetero_ee_kernels.reference import matmul as reference
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
+from hetero_ee_kernels import reference
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
 from hetero_ee_profiles.records import from_json, to_json
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_gpu import METHODS, StandInGpu
 
@@ -43,25 +43,24 @@ def test_a_gpu_that_works_is_measured_whole(family: str) -> None:
     gpu, spec = StandInGpu(), spec_of(family)
     found = metrics(gpu, family)
     assert found.warning == "" and found.times is not None and found.link is not None
-    expected = {(s.layout, s.n_rows, s.n_columns, m) for s in product_shapes(spec) for m in TINY.rows}
+    expected = {(s.layout, s.n_rows, s.n_columns, m) for s in product_shapes(spec) for m in TINY.tokens}
     assert {(t.layout, t.n_rows, t.n_columns, t.m) for t in found.times.matmuls} == expected
     assert [(a.m, a.context_tokens) for a in found.times.attentions] == attention_points(TINY)
-    assert [row.m for row in found.times.overheads] == list(TINY.rows)
+    assert [row.m for row in found.times.overheads] == list(TINY.tokens)
     assert found.times.threads == 0 and found.times.free_bytes == 2**28
     profile = replace(PROFILE, gpu=found.times, link=found.link)
     assert from_json(HardwareProfile, to_json(profile)) == profile
 
 
 def test_many_rows_are_multiplied_in_turns_as_a_segment_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, set[tuple[int, torch.dtype]]] = {"matmul": set(), "prefill_matmul": set()}
-    for name in seen:
+    seen: set[tuple[int, torch.dtype]] = set()
 
-        def multiply(x: Any, matrix: Any, out: Any, name: str = name) -> None:
-            seen[name].add((len(x), x.dtype))
+    def multiply(x: Any, matrix: Any, out: Any) -> None:
+        seen.add((len(x), x.dtype))
 
-        monkeypatch.setattr(reference, name, multiply)
+    monkeypatch.setattr(reference, "matmul", multiply)
     assert metrics(StandInGpu()).warning == ""
-    assert seen == {"matmul": {(1, torch.float32), (16, torch.float32)}, "prefill_matmul": set()}
+    assert seen == {(1, torch.float32), (16, torch.float32)}
 
 
 def test_every_figure_of_the_link_is_in_its_place() -> None:

@@ -3,17 +3,18 @@
 import pytest
 
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
-from hetero_ee.profiling.measure import attention_points
-from hetero_ee.profiling.pass_sampling import (
+from hetero_ee.profiling.preset import (
     CHUNKS_SHARE,
+    FULL,
     LEAST_PASSES,
-    LEAST_ROWS,
+    LEAST_TOKENS,
     MOST_PASSES,
+    QUICK,
     USUAL_PASSES,
     PassSampling,
     affordable_points,
+    attention_points,
 )
-from hetero_ee.profiling.preset import FULL, QUICK
 
 ROW_S, POSITION_S = 1e-3, 1e-6  # of a chunk's pass
 
@@ -57,13 +58,13 @@ def test_what_is_given_up_of_chunks_and_in_which_order(preset: object) -> None:
         assert [point for point in found if point[0] <= MAX_DECODE_TOKENS] == few
         assert least_s == pytest.approx((1 + LEAST_PASSES) * sum(pass_s(*point) for point in chunks))
         n_rows, is_behind = max(m for m, _ in chunks), any(m < tokens for m, tokens in chunks)
-        assert least_s <= CHUNKS_SHARE * left_s or (n_rows, is_behind) == (LEAST_ROWS, False)
+        assert least_s <= CHUNKS_SHARE * left_s or (n_rows, is_behind) == (LEAST_TOKENS, False)
         assert (n_rows, n_rows) in chunks  # what a context adds is seen beside a chunk without
         if (n_rows, is_behind) not in seen:
             seen.append((n_rows, is_behind))
         left_s /= 1.1
     assert seen == sorted(seen, reverse=True)
-    assert seen[0] == (max(m for m, _ in points), True) and seen[-2:] == [(LEAST_ROWS, True), (LEAST_ROWS, False)]
+    assert seen[0] == (max(m for m, _ in points), True) and seen[-2:] == [(LEAST_TOKENS, True), (LEAST_TOKENS, False)]
 
 
 def test_with_time_enough_every_point_is_as_asked_for() -> None:

@@ -19,9 +19,9 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, DataSheet, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
 from hetero_ee_profiles.records import from_json, to_json
+from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile
 
 GIB = 2**30
 ROUNDING = 1 + 2e-2  # the places are within a hundredth of the best, so two of them are within two

@@ -15,7 +15,7 @@ from hetero_ee.speculation.exits.predictors import (
     ThresholdPredictor,
     predictor_from_arrays,
 )
-from hetero_ee_kernels.reference.exit_predictor import exit_predictor
+from hetero_ee_kernels.reference import exit_predictor
 
 KINDS = ["mlp", "logistic", "threshold"]
 

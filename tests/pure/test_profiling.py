@@ -12,15 +12,14 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling import measure as profiling
 from hetero_ee.profiling.gpu import GpuMetrics
-from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+from hetero_ee.profiling.machine_profile import Wanted, keep_profile, kept_profile, machine_profile, profile_file
 from hetero_ee.profiling.preset import FULL, QUICK
-from hetero_ee.profiling.profile_store import keep_profile, kept_profile, profile_file
 from hetero_ee_profiles import machine as machine_module
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, Machine
 from hetero_ee_profiles.host import memory as memory_module
 from hetero_ee_profiles.host.memory import MemoryInfo
 from hetero_ee_profiles.measurement import Origin, measured
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
 
@@ -85,7 +84,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes so many bytes of memory free."""
 
     def set_free(n_bytes: int) -> None:
-        found = MemoryInfo(2**40, n_bytes, 0, 0, None, None)
+        found = MemoryInfo(2**40, n_bytes, 0, None, None)
         monkeypatch.setattr(memory_module, "memory_info", lambda host: found)
 
     return set_free

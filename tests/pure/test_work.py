@@ -14,8 +14,8 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.work import Attention, Overhead, Work, block_work, block_works, joined_name, work_s
-from hetero_ee_profiles.data_sheets import DATA_SHEETS, derived_profile
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.device_support import SPEC, round_profile, work
 
 BLOCKS = decoder_blocks(SPEC)

@@ -119,44 +119,40 @@ def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
     return builder.bitcast(words, ir.VectorType(I8, lanes))
 
 
-def load_half16(context: Any, builder: Any, address: Any, lanes: int = 16) -> Any:
-    """16 (or `lanes`) fp16 values as fp32."""
-    if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
-        return builder.fpext(load(builder, address, ir.VectorType(F16, lanes)), ir.VectorType(F32, lanes))
-    return _half_by_integers(builder, load(builder, address, ir.VectorType(I16, lanes)))
+def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
+    """fp16 bit patterns as fp32, subnormals, infinities and NaN included.
 
-
-def _half_by_integers(builder: Any, bits16: Any) -> Any:
-    """fp16 to fp32 without the conversion call that generic targets lack, for finite values (all that scales are).
-
-    Shifted into fp32's fields, the value is 2^-112 of itself; one multiplication rescales, and subnormals come right.
+    Without the instruction: shifted into fp32's fields, a value is 2^-112 of itself; one multiplication rescales, and
+    subnormals come right.
     """
-    words, floats = ir.VectorType(I32, bits16.type.count), ir.VectorType(F32, bits16.type.count)
+    count = bits16.type.count
+    words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+    if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
+        return builder.fpext(builder.bitcast(bits16, ir.VectorType(F16, count)), floats)
     bits = builder.zext(bits16, words)
     magnitude = builder.shl(builder.and_(bits, constant(words, 0x7FFF)), constant(words, 13))
     sign = builder.shl(builder.and_(bits, constant(words, 0x8000)), constant(words, 16))
     scaled = builder.fmul(builder.bitcast(magnitude, floats), constant(floats, 2.0**112))
-    return builder.bitcast(builder.or_(builder.bitcast(scaled, words), sign), floats)
+    special = builder.icmp_unsigned(">=", magnitude, constant(words, 0x7C00 << 13))
+    finite = builder.bitcast(scaled, words)
+    value = builder.select(special, builder.or_(magnitude, constant(words, 0x7F800000)), finite)
+    return builder.bitcast(builder.or_(value, sign), floats)
 
 
-@intrinsic
-def zeros8(typing: Any, rows: Any) -> Any:
-    """One f32x8 of zeros for each element of the tuple `rows`."""
+def _zeros(name: str, numba_type: Any, vector: Any) -> Any:
+    """An intrinsic that gives one vector of zeros for each element of a tuple."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.make_tuple(builder, signature.return_type, [constant(F32X8, 0.0)] * rows.count)
+    def function(typing: Any, rows: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return context.make_tuple(builder, signature.return_type, [constant(vector, 0.0)] * rows.count)
 
-    return types.UniTuple(f32x8, rows.count)(rows), codegen
+        return types.UniTuple(numba_type, rows.count)(rows), codegen
+
+    function.__name__ = name
+    return intrinsic(function)
 
 
-@intrinsic
-def zeros(typing: Any, rows: Any) -> Any:
-    """One f32x16 of zeros for each element of the tuple `rows`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.make_tuple(builder, signature.return_type, [constant(F32X16, 0.0)] * rows.count)
-
-    return types.UniTuple(f32x16, rows.count)(rows), codegen
+zeros, zeros8 = _zeros("zeros", f32x16, F32X16), _zeros("zeros8", f32x8, F32X8)
 
 
 @intrinsic
@@ -198,13 +194,3 @@ def word(typing: Any, address: Any, index: Any) -> Any:
         return load(builder, place, I64)
 
     return types.int64(types.intp, types.intp), codegen
-
-
-@intrinsic
-def float_of_bits(typing: Any, bits: Any) -> Any:
-    """The fp32 whose bits are the low half of an int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.trunc(arguments[0], I32), F32)
-
-    return types.float32(types.int64), codegen

@@ -12,9 +12,23 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.simd.bytes import F16, F32, F32X16, I8, I16, I32, I32X16, I64, call, f32x16, splat, target_has
+from hetero_ee_cpu_ops.simd.bytes import (
+    F16,
+    F32,
+    F32X16,
+    I8,
+    I16,
+    I32,
+    I32X16,
+    I64,
+    call,
+    f32x16,
+    half_to_float,
+    splat,
+    target_has,
+)
 
-I1X16, I8X16, I16X16 = (ir.VectorType(element, 16) for element in (ir.IntType(1), I8, I16))
+I8X16, I16X16 = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 MAGIC = 1.5 * 2.0**23  # adding it rounds to the nearest integer, ties to even; its low bits then hold that integer
 MAGIC_BITS = 0x4B400000
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # 9 bits and the rest: n * LN2_HIGH is exact
@@ -129,20 +143,6 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
     return values[0]
 
 
-def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
-    """16 fp16 bit patterns as fp32, subnormals, infinities and NaN included."""
-    if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
-        return builder.fpext(builder.bitcast(bits16, ir.VectorType(F16, 16)), F32X16)
-    bits = builder.zext(bits16, I32X16)
-    magnitude = builder.shl(builder.and_(bits, integers(0x7FFF)), integers(13))
-    sign = builder.shl(builder.and_(bits, integers(0x8000)), integers(16))
-    scaled = builder.fmul(builder.bitcast(magnitude, F32X16), ir.Constant(F32X16, [2.0**112] * 16))
-    special = builder.icmp_unsigned(">=", magnitude, integers(0x7C00 << 13))
-    finite = builder.bitcast(scaled, I32X16)
-    value = builder.select(special, builder.or_(magnitude, integers(0x7F800000)), finite)
-    return builder.bitcast(builder.or_(value, sign), F32X16)
-
-
 def float_to_half(context: Any, builder: Any, value: Any) -> Any:
     """fp32 to fp16 bit patterns, to nearest, ties to even; too large becomes infinity."""
     if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
@@ -186,7 +186,7 @@ def _letters(kind: Any) -> str:
     return "f32" if kind.element == F32 else f"i{kind.element.width}"
 
 
-def _operation(operands: int, formula: Any, name: str, meaning: str) -> Any:
+def operation(operands: int, formula: Any, name: str, meaning: str) -> Any:
     """An intrinsic of f32x16 operands computed by formula(Lanes, ...)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -203,13 +203,13 @@ def _operation(operands: int, formula: Any, name: str, meaning: str) -> Any:
     return intrinsic(function)
 
 
-add = _operation(2, lambda a, b: a + b, "add", "a + b.")
-subtract = _operation(2, lambda a, b: a - b, "subtract", "a - b.")
-multiply = _operation(2, lambda a, b: a * b, "multiply", "a * b.")
-multiply_add = _operation(3, lambda a, b, c: a.times_plus(b, c), "multiply_add", "a * b + c.")
-maximum = _operation(2, lambda a, b: a.where("<", b, b, a), "maximum", "The greater; a where either is NaN.")
-exponential = _operation(1, lambda a: a.exp(), "exponential", "e^a.")
-magnitude = _operation(1, lambda a: a.magnitude(), "magnitude", "|a|.")
+add = operation(2, lambda a, b: a + b, "add", "a + b.")
+subtract = operation(2, lambda a, b: a - b, "subtract", "a - b.")
+multiply = operation(2, lambda a, b: a * b, "multiply", "a * b.")
+multiply_add = operation(3, lambda a, b, c: a.times_plus(b, c), "multiply_add", "a * b + c.")
+maximum = operation(2, lambda a, b: a.where("<", b, b, a), "maximum", "The greater; a where either is NaN.")
+exponential = operation(1, lambda a: a.exp(), "exponential", "e^a.")
+magnitude = operation(1, lambda a: a.magnitude(), "magnitude", "|a|.")
 
 
 @intrinsic
@@ -371,7 +371,7 @@ def _scalar(kind: Any, numba_type: Any, name: str) -> tuple[Any, Any]:
 
 
 read_float, write_float = _scalar(F32, types.float32, "float")
-read_integer, write_integer = _scalar(I64, types.int64, "integer")
+write_integer = _scalar(I64, types.int64, "integer")[1]
 
 
 @intrinsic(prefer_literal=True)

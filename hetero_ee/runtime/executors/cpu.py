@@ -23,10 +23,10 @@ from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
+from hetero_ee_cpu_ops.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
-from hetero_ee_cpu_ops.places import SequenceCache, place_rows
 from hetero_ee_cpu_ops.rope import Rope
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
@@ -143,7 +143,7 @@ class CpuExecutor(HostExecutor):
     def _places(self, batch: Batch) -> Any:
         """Where each row's keys and values lie, for all layers."""
         caches = [self._sequence_cache(sequence) for sequence in batch.sequences]
-        return place_rows(caches, batch.positions, self._cache_shape, self.cache.kind)
+        return kv_table(caches, batch.positions, self._cache_shape, self.cache.kind)
 
     def _sequence_cache(self, sequence: int) -> SequenceCache:
         """The sequence's storage as the kernels take it."""

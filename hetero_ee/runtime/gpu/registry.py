@@ -150,11 +150,11 @@ def _loaded(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _gpu(operation: str, entry: str, reference: str = "", prepare: str = "") -> tuple[Implementation, Implementation]:
-    """Triton's and torch's; reference: where torch's has another place."""
+def _gpu(operation: str, entry: str, prepare: str = "") -> tuple[Implementation, Implementation]:
+    """Triton's, and torch's of the same name."""
     return (
         Implementation(operation, GPU_KINDS, "triton", f"hetero_ee_kernels.{entry}", prepare, is_capturable=True),
-        Implementation(operation, GPU_KINDS, "torch", f"hetero_ee_kernels.reference.{reference or entry}", prepare),
+        Implementation(operation, GPU_KINDS, "torch", f"hetero_ee_kernels.reference:{entry.split(':')[1]}", prepare),
     )
 
 
@@ -180,16 +180,12 @@ IMPLEMENTATIONS = (
     _BITSANDBYTES,
     _INT4[1],
     *_gpu("matmul_int8", "matmul:matmul", prepare=_TILES),
-    *_gpu("float_matmul", "float_matmul:float_matmul", "matmul:float_matmul", _TILES),
-    *_gpu("prefill_matmul", "prefill_matmul:prefill_matmul", "matmul:prefill_matmul", _TILES),
     *_gpu("sliced_head", "sliced_head:sliced_head", prepare=_TILES),
-    *_gpu("embed", "embed:embed", prepare=_TILES),
     *_gpu("quantize", "quantize:quantize"),
     *_gpu("argmax", "argmax:argmax"),
     *_gpu("rms_norm", "norm:rms_norm"),
     *_gpu("layer_norm", "norm:layer_norm"),
     *_gpu("rms_norm_heads", "norm:rms_norm_heads"),
-    *_gpu("rope", "rope:rope"),
     *_gpu("activate", "activate:activate"),
     *_gpu("kv_write", "kv_write:kv_write"),
     *_gpu("attention", "attention:attention"),
@@ -203,5 +199,4 @@ IMPLEMENTATIONS = (
     *_cpu("activate", "activate:activate"),
     *_cpu("kv_write", "kv_write:KvWrite", "hetero_ee.runtime.kv.cpu:CpuKvCache"),
     *_cpu("attention", "attention:Attention"),
-    *_cpu("argmax", "argmax:argmax", "torch:argmax"),
 )

@@ -1,4 +1,4 @@
-"""Times a GPU's operations at a model's shapes: copying its memory, int4 and int8 products, attention, launches.
+"""Times a GPU's operations at a model's shapes: copying its memory, int4 and int8 products, attention.
 
 A product's weights take turns over as many bytes as the model has, where there is room: only a small model's lie in the
 L2 cache. Launches are recorded in a graph over a whole turn, as when tokens are generated, and the GPU's own clock
@@ -29,31 +29,29 @@ L2_TURNS = 4  # a turn of so many times the L2 cache finds nothing in it
 FREE_SHARE = 4  # one probe takes at most a fourth of what is free
 MAX_MATRICES = 512  # in a turn, two launches each
 MAX_WARM_UP_RUNS = 1000
-LAUNCHES = 100  # in a row, of one sample
 KV_KIND, KV_VALUE_BYTES = "fp16", 2
-PIECE_BYTES = 2**25  # the least that is asked for where free memory is tried out
+PIECE_BYTES = 2**25  # the smallest piece that is taken to see whether memory is free
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """repeats: samples of each figure, fewer where they would take more than max_s together."""
+    """How often each measurement is repeated."""
 
     repeats: int
-    max_s: float
+    max_s: float  # of all repeats together: fewer are made where they would take longer
 
 
 @dataclass(frozen=True, slots=True)
 class ProductKernel:
-    """multiply(x, matrix, out), x fp32; prepared(shape, tiles, scales): the matrix it takes, of tensors on the GPU laid
-    out as in docs/FORMAT.md; is_capturable: its launches may be recorded in a graph."""
+    """How products with weights of one layout are computed."""
 
-    multiply: Callable[..., Any]
-    prepared: Callable[[ProductShape, Any, Any], Any]
-    is_capturable: bool
+    multiply: Callable[..., Any]  # (x, matrix, out), x fp32
+    prepared: Callable[[ProductShape, Any, Any], Any]  # (shape, tiles, scales) on the GPU (docs/FORMAT.md) -> matrix
+    is_capturable: bool  # its launches may be recorded in a graph
 
 
 def probe_free_bytes(platform: GpuPlatform) -> int:
-    """What can be had, to 32 MiB: ever smaller pieces are taken up to what the driver says is free, and given back."""
+    """What is available, to 32 MiB: ever smaller pieces are taken, as far as the driver says, and given back."""
     limit_bytes, n_bytes, held = platform.free_bytes(), 0, []
     piece_bytes = 1 << limit_bytes.bit_length()
     while piece_bytes >= PIECE_BYTES:
@@ -81,35 +79,6 @@ def probe_gpu_copy_bytes_per_s(platform: GpuPlatform, repeats: int, warm_up_s: f
         copy()
         platform.synchronize()
     return [2 * n_bytes / seconds for seconds in platform.seconds(copy, repeats)]
-
-
-def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Seconds of the CPU for handing over one launch, of many in a row."""
-    x = platform.allocate((1,), torch.float32)
-    platform.launch(x)
-    found = []
-    for _ in range(repeats):
-        platform.synchronize()
-        start_s = clock()
-        for _ in range(LAUNCHES):
-            platform.launch(x)
-        found.append((clock() - start_s) / LAUNCHES)
-    platform.synchronize()
-    return found
-
-
-def probe_synchronize_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
-    """Seconds from before one launch until the CPU knows that it is done."""
-    x = platform.allocate((1,), torch.float32)
-    found = []
-    for repeat in range(repeats + 1):
-        platform.synchronize()
-        start_s = clock()
-        platform.launch(x)
-        platform.synchronize()
-        if repeat:
-            found.append(clock() - start_s)
-    return found
 
 
 def probe_gpu_products(

@@ -35,12 +35,11 @@ class CoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCounts:
-    """Bytes of memory and swap."""
+    """Bytes of memory and of swap in all."""
 
     total: int
     available: int
-    swap_total: int
-    swap_free: int
+    swap: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,5 +138,5 @@ def _core_counts() -> CoreCounts:
 
 
 def _memory_counts() -> MemoryCounts:
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    return MemoryCounts(memory.total, memory.available, swap.total, swap.free)
+    memory = psutil.virtual_memory()
+    return MemoryCounts(memory.total, memory.available, psutil.swap_memory().total)

@@ -8,14 +8,13 @@ from hetero_ee_profiles.host.host import Host
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """limit_bytes: a container's limit, None without one. huge_pages: "always", "madvise", "never"; None: unknown."""
+    """Memory of the machine and of this process's container."""
 
     total_bytes: int
     available_bytes: int
     swap_total_bytes: int
-    swap_free_bytes: int
-    limit_bytes: int | None
-    huge_pages: str | None
+    limit_bytes: int | None  # a container's limit, None without one
+    huge_pages: str | None  # "always", "madvise" or "never"; None: unknown
 
     @property
     def usable_bytes(self) -> int:
@@ -29,10 +28,9 @@ def memory_info(host: Host) -> MemoryInfo:
     limit = cgroup_limits(host).memory_bytes
     pages = _chosen(host.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     if {"MemTotal", "MemAvailable"} <= fields.keys():
-        swap = fields.get("SwapTotal", 0), fields.get("SwapFree", 0)
-        return MemoryInfo(fields["MemTotal"], fields["MemAvailable"], *swap, limit, pages)
+        return MemoryInfo(fields["MemTotal"], fields["MemAvailable"], fields.get("SwapTotal", 0), limit, pages)
     counts = host.memory_counts()
-    return MemoryInfo(counts.total, counts.available, counts.swap_total, counts.swap_free, limit, pages)
+    return MemoryInfo(counts.total, counts.available, counts.swap, limit, pages)
 
 
 def _meminfo(text: str) -> dict[str, int]:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.activate import KINDS, activate
-from hetero_ee_kernels.reference import activate as reference
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
 
 TOLERANCE = 1e-6

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.attention import attention
 from hetero_ee_kernels.kv_write import kv_write
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, PART_TOKENS, Pages, attention_workspace, new_pages
-from hetero_ee_kernels.reference import attention as reference
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, int32, random
 
 TOLERANCE = 3e-6
@@ -92,7 +92,7 @@ class Case:
 
 def kv_write_quickly(text: Any, pages: Pages, slots: Any, positions: Any, width: int) -> None:
     """By the reference: the interpreter would take a second for a text. One row by the kernel, so that they agree."""
-    from hetero_ee_kernels.reference.kv_write import kv_write as write
+    from hetero_ee_kernels.reference import kv_write as write
 
     write(text, pages, slots, positions, LAYER, 0, width)
     kv_write(text[-1:].clone(), pages, slots[-1:].clone(), positions[-1:].clone(), LAYER, 0, width)

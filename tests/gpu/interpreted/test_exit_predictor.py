@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.exit_predictor import exit_predictor
-from hetero_ee_kernels.reference import exit_predictor as reference
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, guarded_copy, random
 
 TOLERANCE = 1e-5

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.profiling import gpu_overhead as gpu_overhead_probe
+from hetero_ee.profiling import gpu as gpu_profiling
 from hetero_ee.profiling.gpu import measured_gpu
-from hetero_ee.profiling.measure import product_shapes
-from hetero_ee.profiling.preset import QUICK, Preset
+from hetero_ee.profiling.preset import QUICK, Preset, product_shapes
 from hetero_ee.runtime.gpu.registry import default_registry
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin
@@ -25,7 +24,7 @@ ORIGIN = Origin("a test", "2026-11-21", "versions")
 
 
 def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_overhead_probe, "MANY_LAYERS", 2)
+    monkeypatch.setattr(gpu_profiling, "MANY_LAYERS", 2)
     platform: Any = StandInGpu(l2_bytes=1) if IS_INTERPRETED else cuda_platform(None)
     spec = read_spec(config_of("qwen3", **SMALL))
     registry = default_registry(lambda name: name == "triton")

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.kv_write import kv_write
 from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, Pages, new_pages
-from hetero_ee_kernels.reference import kv_write as reference
-from hetero_ee_kernels.reference.rope import turned
 from hetero_ee_kernels.rope_table import rope_table
 from tests.gpu_support import DEVICE, assert_same_bits, guarded_copy, int32, random
 
@@ -71,7 +70,7 @@ def test_turns_queries_in_place_and_keys_on_their_way(kind: str, head_dim: int, 
     pages, held = poisoned(kind, head_dim), guarded_copy(x)
     kv_write(held.tensor, pages, int32(*SLOTS), int32(*POSITIONS), LAYER, first, first + width, turns=turns)
     after = held.check()
-    heads = turned(x[:, : first + width].reshape(5, -1, head_dim), int32(*POSITIONS), turns).flatten(1)
+    heads = reference.rotated(x[:, : first + width].reshape(5, -1, head_dim), int32(*POSITIONS), turns).flatten(1)
     assert (after[:, :first] - heads[:, :first]).abs().max() <= 1e-6
     assert_same_bits(after[:, first:], x[:, first:])
     plain = poisoned(kind, head_dim)

@@ -1,67 +1,57 @@
-"""The products for few rows, in both arithmetics: against float64, and the rule that a row's bits are its own.
+"""The product: against float64, and the rule that a row's bits are its own.
 
 1e-9 on the activations as they were multiplied is the bound that catches defects; the CPU's tests have the same.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hetero_ee_kernels.float_matmul import float_matmul
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.matmul import matmul
-from hetero_ee_kernels.reference import matmul as reference
 from hetero_ee_kernels.tile_matrix import TileMatrix
 from tests.gpu_support import DEVICE, IS_INTERPRETED, Guarded, assert_same_bits, random
 from tests.gpu_tiles import CODEBOOKS, EXPONENT, KINDS, activations, nmse, random_matrix
 
 BOUND = 1e-9
-OPERATIONS: dict[str, Callable[..., Any]] = {"quantized": matmul, "float": float_matmul}
-REFERENCES: dict[str, Callable[..., Any]] = {"quantized": reference.matmul, "float": reference.float_matmul}
 SHAPES = [(16, 32, 1), (17, 33, 2), (3, 1054, 3), (33, 64, 9), (16, 2080, 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_products_equal_float64(name: str, kind: str, shape: tuple[int, int, int]) -> None:
+def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:
     n_rows, n_columns, m = shape
     weight = random_matrix(kind, (n_rows, n_columns))
     x = activations(1, m, n_columns)
     out = Guarded((m, n_rows))
-    assert OPERATIONS[name](x, weight, out.tensor) is out.tensor
-    assert nmse(out.check(), REFERENCES[name](x, weight)) <= BOUND
+    assert matmul(x, weight, out.tensor) is out.tensor
+    assert nmse(out.check(), reference.matmul(x, weight)) <= BOUND
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_any_number_of_rows(name: str) -> None:
+def test_any_number_of_rows() -> None:
     weight = random_matrix("linear", (16, 64))
     for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17):
         x = random(m, m, 64)
-        found = OPERATIONS[name](x, weight)
-        assert found.shape == (m, 16) and nmse(found, REFERENCES[name](x, weight)) <= BOUND
+        found = matmul(x, weight)
+        assert found.shape == (m, 16) and nmse(found, reference.matmul(x, weight)) <= BOUND
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rows_bits_do_not_depend_on_the_others(name: str, kind: str) -> None:
+def test_a_rows_bits_do_not_depend_on_the_others(kind: str) -> None:
     weight = random_matrix(kind, (16, 1088))
     x = activations(2, 17, 1088)
-    alone = [OPERATIONS[name](x[row : row + 1].clone(), weight) for row in (0, 4, 16)]
+    alone = [matmul(x[row : row + 1].clone(), weight) for row in (0, 4, 16)]
     for chosen in ([16, 4, 0], list(range(17))):
-        product = OPERATIONS[name](x[chosen].clone(), weight)
+        product = matmul(x[chosen].clone(), weight)
         for row, bits in zip((0, 4, 16), alone, strict=True):
             if row in chosen:
                 place = chosen.index(row)
                 assert_same_bits(product[place : place + 1], bits)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_fp16_activations_are_those_numbers_in_fp32(name: str) -> None:
+def test_fp16_activations_are_those_numbers_in_fp32() -> None:
     weight, x = random_matrix("int8", (20, 96)), random(3, 3, 96).half()
-    assert_same_bits(OPERATIONS[name](x, weight), OPERATIONS[name](x.float(), weight))
+    assert_same_bits(matmul(x, weight), matmul(x.float(), weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,19 +81,17 @@ def test_the_largest_sums_are_exact(kind: str) -> None:
     weight.scales.fill_(1.0)
     x = torch.ones((2, 64), device=DEVICE) * 127
     x[1, 32:] = -127
-    for name in OPERATIONS:
-        assert torch.equal(OPERATIONS[name](x, weight), REFERENCES[name](x, weight))
+    assert torch.equal(matmul(x, weight), reference.matmul(x, weight))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_zeros_and_what_is_not_finite(name: str, kind: str) -> None:
+def test_zeros_and_what_is_not_finite(kind: str) -> None:
     weight, x = random_matrix(kind, (32, 96)), random(5, 5, 96)
     x[0] = 0
     x[1, 32:64] = 0
     x[2, 70], x[3, 7] = float("nan"), float("inf")
-    expected = REFERENCES[name](x, weight)
-    found = OPERATIONS[name](x, weight)
+    expected = reference.matmul(x, weight)
+    found = matmul(x, weight)
     assert not found[0].any() and nmse(found[1], expected[1]) <= BOUND and nmse(found[4], expected[4]) <= BOUND
     assert found[2].isnan().all()
     assert torch.equal(found[3].isnan(), expected[3].isnan()) and torch.equal(found[3].isinf(), expected[3].isinf())
@@ -111,22 +99,20 @@ def test_zeros_and_what_is_not_finite(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e15])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_very_small_and_very_large_activations(name: str, scale: float) -> None:
+def test_very_small_and_very_large_activations(scale: float) -> None:
     weight, x = random_matrix("linear", (16, 64)), random(6, 2, 64) * scale
-    expected = REFERENCES[name](x, weight)
-    assert nmse(OPERATIONS[name](x, weight).double() / scale, expected.double() / scale) <= BOUND
+    expected = reference.matmul(x, weight)
+    assert nmse(matmul(x, weight).double() / scale, expected.double() / scale) <= BOUND
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_wrong_operands_are_refused(name: str) -> None:
+def test_wrong_operands_are_refused() -> None:
     weight, x = random_matrix("linear", (16, 64)), random(7, 2, 64)
     for wrong in (x.double(), x[:, :32].clone(), random(7, 2, 128)[:, ::2], x[0]):
         with pytest.raises(ValueError, match="activations are"):
-            OPERATIONS[name](wrong, weight)
+            matmul(wrong, weight)
     for out in (torch.empty(2, 32), torch.empty(2, 16, dtype=torch.float64), torch.empty(16, 2).T):
         with pytest.raises(ValueError, match="out is"):
-            OPERATIONS[name](x, weight, out.to(DEVICE))
+            matmul(x, weight, out.to(DEVICE))
 
 
 def test_wrong_matrices_are_refused() -> None:
@@ -151,8 +137,7 @@ def test_wrong_matrices_are_refused() -> None:
 def test_instructions_and_plain_arithmetic_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         weight, x = random_matrix(kind, (48, 1100)), activations(8, 5, 1100)
-        for operation in OPERATIONS.values():
-            fast = operation(x, weight)
-            with monkeypatch.context() as patch:
-                patch.setattr(f"hetero_ee_kernels.{operation.__name__}.instructions", lambda tensor: 0)
-                assert_same_bits(operation(x, weight), fast)
+        fast = matmul(x, weight)
+        with monkeypatch.context() as patch:
+            patch.setattr("hetero_ee_kernels.matmul.instructions", lambda tensor: 0)
+            assert_same_bits(matmul(x, weight), fast)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.norm import layer_norm, rms_norm, rms_norm_heads
-from hetero_ee_kernels.reference import norm as reference
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, error, guarded_copy, random
 
 TOLERANCE = 2e-6

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.reference import quantize as reference
 from tests.gpu_support import DEVICE, assert_same_bits, random
 
 

@@ -1,22 +1,16 @@
 """Logits of candidates: the bits of the whole product at those columns."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from hetero_ee_kernels.float_matmul import float_matmul
+from hetero_ee_kernels import reference
 from hetero_ee_kernels.matmul import matmul
-from hetero_ee_kernels.reference import sliced_head as reference
-from hetero_ee_kernels.sliced_head import float_sliced_head, sliced_head
+from hetero_ee_kernels.sliced_head import sliced_head
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
 from tests.gpu_tiles import KINDS, activations, nmse, random_matrix
 
-WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "quantized": (sliced_head, matmul),
-    "float": (float_sliced_head, float_matmul),
-}
 N_ROWS = 20
 
 
@@ -26,36 +20,29 @@ def ids(*values: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("n_columns", [64, 1088])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", WHOLE)
-def test_bits_of_the_whole_product(name: str, kind: str, n_columns: int) -> None:
-    sliced, whole = WHOLE[name]
+def test_bits_of_the_whole_product(kind: str, n_columns: int) -> None:
     weight, x = random_matrix(kind, (N_ROWS, n_columns)), activations(1, 3, n_columns)
-    expected = whole(x, weight)
+    expected = matmul(x, weight)
     shared = ids(19, 0, 7, 7, 16)
     out = Guarded((3, 5))
-    assert sliced(x, weight, shared, out.tensor) is out.tensor
+    assert sliced_head(x, weight, shared, out.tensor) is out.tensor
     assert_same_bits(out.check(), expected[:, shared])
     own = ids([1, 15], [18, 1], [19, 19])
-    assert_same_bits(sliced(x, weight, own), expected.gather(1, own))
+    assert_same_bits(sliced_head(x, weight, own), expected.gather(1, own))
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_an_id_without_a_row_gives_nan(name: str) -> None:
-    sliced, whole = WHOLE[name]
+def test_an_id_without_a_row_gives_nan() -> None:
     weight, x = random_matrix("codebook", (N_ROWS, 64)), random(2, 2, 64)
     wrong = ids(3, -1, N_ROWS, 2**40, 5)
-    found = sliced(x, weight, wrong)
+    found = sliced_head(x, weight, wrong)
     assert found.isnan().tolist() == [[False, True, True, True, False]] * 2
-    assert_same_bits(found[:, [0, 4]], whole(x, weight)[:, [3, 5]])
+    assert_same_bits(found[:, [0, 4]], matmul(x, weight)[:, [3, 5]])
 
 
 def test_the_reference_agrees() -> None:
     weight, x, own = random_matrix("int8", (N_ROWS, 96)), random(3, 2, 96), ids([19, 4, 99], [0, 1, 2])
-    for found, expected in (
-        (sliced_head(x, weight, own), reference.sliced_head(x, weight, own)),
-        (float_sliced_head(x, weight, own), reference.float_sliced_head(x, weight, own)),
-    ):
-        assert torch.equal(found.isnan(), expected.isnan()) and nmse(found.nan_to_num(), expected.nan_to_num()) <= 1e-9
+    found, expected = sliced_head(x, weight, own), reference.sliced_head(x, weight, own)
+    assert torch.equal(found.isnan(), expected.isnan()) and nmse(found.nan_to_num(), expected.nan_to_num()) <= 1e-9
 
 
 def test_wrong_ids_are_refused() -> None:

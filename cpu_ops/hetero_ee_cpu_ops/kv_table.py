@@ -25,9 +25,7 @@ class SequenceCache:
     value_scales: Any = None
 
 
-def place_rows(
-    caches: Sequence[SequenceCache], positions: Sequence[int], shape: tuple[int, int, int], kind: str
-) -> Any:
+def kv_table(caches: Sequence[SequenceCache], positions: Sequence[int], shape: tuple[int, int, int], kind: str) -> Any:
     """The table of m rows: caches[r] and positions[r] are row r's. shape: (n_layers, n_kv_heads, head_dim).
 
     The table holds addresses: the arrays must live, and stay where they are, for as long as it is used. Raises

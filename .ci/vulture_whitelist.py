@@ -1,0 +1,28 @@
+"""What vulture finds no use of in the packages, and why it stays. Vulture reads a name here as a use of it."""
+# ruff: noqa: B018, F821
+
+# Called or read by a framework.
+__getattr__  # Python's, for a package whose names are imported at first use
+__dir__
+__call__  # of a Protocol, whose callers call the object
+_.align  # llvmlite's, of a load or store
+_Model  # numba's, registered by its decorator
+arguments_address, offset_8, offset_128  # numba's, operands of an intrinsic: its types name them, its code takes a list
+_.CACHE_DIR  # numba's setting
+_.tags, _.parse  # jinja2's, of an extension
+update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
+
+# Loaded by name: strings in hetero_ee/runtime/gpu/registry.py.
+bitsandbytes_matrix
+tile_matrix
+exit_predictor  # of the GPU: for exits that are judged there
+
+# Read by scripts/generate_gpu_kernel_docs.py and tests/gpu/test_ahead_of_time.py, which compile without a GPU.
+every_compilation, compile_for, CARD_CLASSES
+is_memory_bound, program_shared_bytes, stack_bytes, n_vector_loads
+
+# Part of a record that is compared or written as a whole.
+vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
+
+# For sparsity, which follows.
+_.neuron_frequencies

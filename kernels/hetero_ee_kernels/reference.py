@@ -1,0 +1,211 @@
+"""The kernels' operations in plain torch, on the same raw tensors: what kernels are checked against, and the fallback.
+
+Arguments and results are those of the kernels, which each file of this package describes; nothing is checked here.
+"""
+
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
+from hetero_ee_kernels.tile_matrix import TileMatrix
+
+SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
+
+
+def dequantize(weight: TileMatrix) -> Any:
+    """All of W with its padding, fp32 (N padded to 16, K padded to 32): (scale x 2^exponent) x entry."""
+    n_blocks, n_groups = weight.n_blocks, weight.n_groups
+    if weight.codebook is None:
+        lines = weight.tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
+        entries = lines.permute(0, 3, 1, 2, 4)
+    else:
+        lines = weight.tiles.view(n_blocks, n_groups, 4, 16, 4)
+        codes = torch.stack([lines & 15, lines >> 4], dim=2).permute(0, 4, 1, 2, 3, 5)  # b r g half j c
+        entries = torch.tensor(weight.codebook, device=codes.device)[codes.int()]
+    factors = weight.scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
+    return (entries.reshape(n_blocks * 16, n_groups, 32).float() * factors).view(n_blocks * 16, n_groups * 32)
+
+
+def quantize(x: Any) -> tuple[Any, Any]:
+    """x: fp32 or fp16 (m, K) -> codes int8 (m, G, 32), scales fp32 (m, G)."""
+    x = F.pad(x.float(), (0, -x.shape[1] % 32))
+    codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
+    return codes.nan_to_num(0.0).to(torch.int8), scales
+
+
+def _int8(x: Any) -> tuple[Any, Any]:
+    """x (..., n) -> rounded codes (..., n), still fp32, and scales (...)."""
+    largest = x.abs().amax(-1)
+    is_zero = largest < SMALLEST
+    top = torch.full_like(largest, 127.0)  # torch multiplies by a rounded inverse where one side is a number
+    codes = (x * torch.where(is_zero, 0.0, top / largest)[..., None]).round()
+    return codes, torch.where(is_zero, 0.0, largest / top)
+
+
+def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
+    """The product of the quantized activations in float64. Returns out, fp32 (m, n_rows)."""
+    codes, scales = quantize(x)
+    x = (codes.double() * scales.double()[..., None]).flatten(1)
+    product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
+    return product if out is None else out.copy_(product)
+
+
+def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
+    """Columns `ids` of the whole product, fp32 (m, c); NaN for an unknown id."""
+    logits = matmul(x, weight)
+    ids = ids.expand(len(logits), ids.shape[-1])
+    known = (ids >= 0) & (ids < logits.shape[1])
+    chosen = torch.where(known, logits.gather(1, torch.where(known, ids, 0)), torch.nan)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def rms_norm(x: Any, scale: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
+    """One row at a time: torch's own sums round by the shape of the batch."""
+    out = torch.empty_like(x) if out is None else out
+    if delta is not None:
+        x += delta
+    for row, target in zip(x, out, strict=True):
+        target.copy_(F.rms_norm(row, row.shape, scale, eps))
+    return out
+
+
+def layer_norm(x: Any, scale: Any, bias: Any, eps: float, out: Any = None, *, delta: Any = None) -> Any:
+    """As rms_norm, with bias: fp32 (n,) or None."""
+    out = torch.empty_like(x) if out is None else out
+    if delta is not None:
+        x += delta
+    for row, target in zip(x, out, strict=True):
+        target.copy_(F.layer_norm(row, row.shape, scale, bias, eps))
+    return out
+
+
+def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> None:
+    """In place, each of n_heads heads of len(scale) features from feature `first` of x (m, features) on."""
+    n = scale.numel()
+    for row in x:
+        heads = row[first : first + n_heads * n].view(n_heads, n)
+        heads.copy_(F.rms_norm(heads, (n,), scale, eps))
+
+
+def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: float = 0.0) -> Any:
+    """One row at a time, on a clone, which is aligned as a view need not be: the bits depend on the row alone."""
+    n_outputs = x.shape[1] // 2 if gated else x.shape[1]
+    out = x.new_empty(len(x), n_outputs) if out is None else out
+    for row, target in zip(x, out, strict=True):
+        active = _activated(row[:n_outputs].clone(), kind, threshold)
+        target.copy_(active * row[n_outputs:] if gated else active)
+    return out
+
+
+def _activated(x: Any, kind: str, threshold: float) -> Any:
+    match kind:
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+        case "fatrelu":
+            return torch.where(x >= threshold, x, 0.0)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+    raise ValueError(f"no activation called {kind}.")
+
+
+def rotated(heads: Any, positions: Any, table: Any) -> Any:
+    """Heads (m, n_heads, head_dim) after rotary position embedding, as a new tensor; positions (m,).
+
+    table: rope_table's, fp32 (positions, 2, pairs).
+    """
+    half = table.shape[2]
+    cosine, sine = table[positions.long()][:, :, None].unbind(1)  # (m, 1, half) each
+    low, high, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine, rest], -1)
+
+
+def kv_write(
+    x: Any,
+    pages: Pages,
+    slots: Any,
+    positions: Any,
+    layer: int,
+    first_key: int,
+    first_value: int,
+    *,
+    turns: Any = None,
+) -> None:
+    """x: fp32 (m, features), its queries (before first_key) rotated in place where there is a table."""
+    n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
+    width = n_kv_heads * head_dim
+    keys, values = (x[:, at : at + width].reshape(-1, n_kv_heads, head_dim) for at in (first_key, first_value))
+    if turns is not None:
+        keys = rotated(keys, positions, turns)
+        queries = x[:, :first_key]
+        queries.copy_(rotated(queries.reshape(len(x), -1, head_dim), positions, turns).flatten(1))
+    page = pages.table[slots.long(), positions.long() // PAGE_TOKENS].long()
+    within = positions.long() % PAGE_TOKENS
+    for part, codes in enumerate((keys, values)):
+        if pages.scales is not None:
+            codes, scales = _int8(codes)
+            pages.scales[page, layer, part, :, within] = scales
+        pages.codes[page, layer, part, :, within] = codes.to(pages.codes.dtype)
+
+
+def attention(
+    queries: Any,
+    pages: Pages,
+    slots: Any,
+    positions: Any,
+    layer: int,
+    window: int | None,
+    out: Any,
+    *,
+    first: int = 0,
+    workspace: Any = None,
+) -> Any:
+    """One row and its whole softmax at a time. workspace: what only the kernel needs."""
+    n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        low = 0 if window is None else max(0, position + 1 - window)
+        keys, values = read(pages, slot, layer, low, position + 1)
+        grouped = queries[row, first : first + out.shape[1]].reshape(n_kv_heads, -1, head_dim)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)) / sqrt(head_dim)
+        out[row] = torch.bmm(torch.softmax(scores, -1), values).flatten()
+    return out
+
+
+def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any, Any]:
+    """Keys and values fp32 (n_kv_heads, end - first, head_dim) of positions first..end-1."""
+    positions = torch.arange(first, end, device=pages.codes.device)
+    page = pages.table[slot, positions // PAGE_TOKENS].long()
+    codes = pages.codes[page, layer, :, :, positions % PAGE_TOKENS].float()  # (positions, 2, heads, features)
+    if pages.scales is not None:
+        codes = codes * pages.scales[page, layer, :, :, positions % PAGE_TOKENS][..., None]
+    keys, values = codes.permute(1, 2, 0, 3).unbind(0)
+    return keys.contiguous(), values.contiguous()
+
+
+def argmax(logits: Any, out: Any = None) -> Any:
+    """The first NaN of a row, or the first of its largest values; torch's own leaves open which of equal ones wins."""
+    is_nan = logits.isnan()
+    largest = torch.where(is_nan, -torch.inf, logits).amax(1, keepdim=True)
+    wins = torch.where(is_nan.any(1, keepdim=True), is_nan, logits == largest)
+    first = wins.int().cumsum(1).eq(0).sum(1)
+    return first if out is None else out.copy_(first)
+
+
+def exit_predictor(
+    logits: Any, previous: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, out: Any = None
+) -> Any:
+    """logits, previous: fp32 (m, c), previous becomes the softmax; first (h, 3c) .. second_bias (1,); out (m,)."""
+    out = logits.new_empty(len(logits)) if out is None else out
+    softmax = torch.softmax(logits, -1)
+    features = torch.cat([logits, softmax, softmax - previous], -1)
+    previous.copy_(softmax)
+    for row, target in zip(features, out, strict=True):
+        inner = torch.relu(torch.mv(first.float(), row) + first_bias.float())
+        target.copy_(torch.sigmoid(inner @ second.float() + second_bias.float()[0]))
+    return out

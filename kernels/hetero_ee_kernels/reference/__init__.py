@@ -1,1 +1,0 @@
-"""The same operations in plain torch, on the same raw tensors: the kernels' yardstick, and the last resort."""
