@@ -38,15 +38,14 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[None]:
-    cache = tmp_path_factory.mktemp("cache")
-    (run_folder / "kernels").mkdir(exist_ok=True)
-    (cache / "kernels").symlink_to(run_folder / "kernels")
+def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[Path]:
+    cache = run_folder / "cache"
+    cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HETERO_EE_CACHE_DIR", str(cache))
         patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
-        yield
+        yield cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,9 +65,11 @@ def _workers_keep_compiled_kernels_in_turns() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernels(run_folder: Path) -> Path:
+def kernels(_cache_of_this_run: Path) -> Path:
     """Where all tests of this run find the CPU kernels compiled by the first that needs them."""
-    return run_folder / "kernels"
+    folder = _cache_of_this_run / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture
@@ -79,6 +80,15 @@ def cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (folder / "kernels").symlink_to(kernels)
     monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def converted_demo(cache: Path, demo: Path, _cache_of_this_run: Path) -> None:
+    """Puts the demo model in int4 into the test's own cache: to convert it would take seconds in each test."""
+    from hetero_ee.weights.store.library import make_store
+
+    store = make_store(demo, cache=_cache_of_this_run)
+    shutil.copytree(store, cache / "stores" / store.name)
 
 
 @pytest.fixture
