@@ -30,6 +30,19 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but a few cases of the tests that say how few."""
+    grids: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if few := item.get_closest_marker("few"):
+            grids.setdefault((item.nodeid.partition("[")[0], *few.args), []).append(item)
+    for (_, n), cases in grids.items():
+        for number, case in enumerate(cases):
+            if number * n % len(cases) >= n:
+                case.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A folder that all worker processes of this run share."""

@@ -23,6 +23,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {"quantized": reference.matmul, "flo
 SHAPES = [(16, 32, 1), (17, 33, 2), (3, 1054, 3), (33, 64, 9), (16, 2080, 1)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -44,6 +45,7 @@ def test_any_number_of_rows(name: str) -> None:
         assert found.shape == (m, 16) and nmse(found, REFERENCES[name](x, weight)) <= BOUND
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rows_bits_do_not_depend_on_the_others(name: str, kind: str) -> None:

@@ -13,6 +13,7 @@ BOUND = 5e-7  # a rounding to 11 bits is 3e-8 to 6e-8
 SHAPES = [(16, 32, 1), (70, 1054, 17), (128, 96, 33), (1, 64, 65), (131, 250, 130)]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:

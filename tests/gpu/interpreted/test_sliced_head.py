@@ -24,6 +24,7 @@ def ids(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("n_columns", [64, 1088])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WHOLE)
