@@ -7,7 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import filelock
 import hypothesis
 import pytest
 
@@ -15,6 +17,8 @@ from hetero_ee.config import demo_model_folder
 from tests.command_line import N_TOKENS, PROMPT, Cli, Ended
 
 SHARED_MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, which is not imported yet: the workers share the cores
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -26,19 +30,57 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but a few cases of the tests that say how few."""
+    grids: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if few := item.get_closest_marker("few"):
+            grids.setdefault((item.nodeid.partition("[")[0], *few.args), []).append(item)
+    for (_, n), cases in grids.items():
+        for number, case in enumerate(cases):
+            if number * n % len(cases) >= n:
+                case.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """A folder that all worker processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(pytestconfig, "workerinput") else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Path) -> Iterator[Path]:
+    cache = run_folder / "cache"
+    cache.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HETERO_EE_CACHE_DIR", str(cache))
         patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
+        yield cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_keep_compiled_kernels_in_turns() -> Iterator[None]:
+    """Numba numbers the files of a function's variants without a lock: two processes could take the same number."""
+    from numba.core.caching import IndexDataCacheFile
+
+    save = IndexDataCacheFile.save
+
+    def save_alone(self: Any, key: Any, data: Any) -> None:
+        with filelock.FileLock(f"{self._index_path}.lock"):
+            save(self, key, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "save", save_alone)
         yield
 
 
 @pytest.fixture(scope="session")
-def kernels(_cache_of_this_run: None) -> Path:
-    """Where all tests of a session find the CPU kernels compiled by the first that needs them."""
-    folder = Path(os.environ["HETERO_EE_CACHE_DIR"]) / "kernels"
+def kernels(_cache_of_this_run: Path) -> Path:
+    """Where all tests of this run find the CPU kernels compiled by the first that needs them."""
+    folder = _cache_of_this_run / "kernels"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -51,6 +93,15 @@ def cache(tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (folder / "kernels").symlink_to(kernels)
     monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def converted_demo(cache: Path, demo: Path, _cache_of_this_run: Path) -> None:
+    """Puts the demo model in int4 into the test's own cache: to convert it would take seconds in each test."""
+    from hetero_ee.weights.store.library import make_store
+
+    store = make_store(demo, cache=_cache_of_this_run)
+    shutil.copytree(store, cache / "stores" / store.name)
 
 
 @pytest.fixture

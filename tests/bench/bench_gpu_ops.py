@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (5120, 13824), (32000, 4096), (28672, 8192))
-SMALL_SHAPES = ((40, 96), (17, 1058))
+SMALL_SHAPES = ((17, 290),)
 DECODE_ROWS = (1, 2, 4, 8, 16)
 CODEBOOKS: dict[str, tuple[int, ...] | None] = {
     "linear": tuple(range(-8, 8)),

@@ -21,28 +21,31 @@ TARGETS = {
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR
-for kind in (LINEAR, CODEBOOK, BYTES):
+for kind in ({kinds},):
     assembly = _chunk_function(kind)._library.get_asm_str()
     words = ("mov", "vpdpbusd", "vpmaddubsw", "vpshufb", "vpsignb", "%zmm", "%ymm", "vcvtph2ps", "__extendhfsf2")
     print(*(assembly.count(word) for word in words))
 """
 
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86 targets are compiled on x86 only")
 
-def counts(target: str, cache: Path) -> list[dict[str, int]]:
-    """How often each word stands in the assembly of the linear, codebook and int8 kernels.
+
+def counts(target: str, cache: Path, kinds: str = "LINEAR, CODEBOOK, BYTES") -> list[dict[str, int]]:
+    """How often each word stands in the assembly of the kernels for each kind of tile.
 
     cache: an empty folder; kernels loaded from a filled one come without their assembly.
     """
     name, features = TARGETS[target]
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(kinds=kinds)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     words = ("lines", "dot", "pair", "shuffle", "sign", "wide", "half_wide", "convert", "missing")
     return [dict(zip(words, map(int, line.split()), strict=True)) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86 targets are compiled on x86 only")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "generic"])
 def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -> None:
     linear, codebook, int8 = counts(target, tmp_path)
     assert linear["lines"] > 100
@@ -52,10 +55,14 @@ def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -
         assert codebook["shuffle"] and not linear["pair"]
     elif target == "AVX-VNNI":
         assert all(kernel["dot"] >= 2 * 8 * 15 and not kernel["wide"] for kernel in (linear, codebook, int8))
-    elif target == "AVX2":
+    else:
         assert all(kernel["pair"] >= 2 * 8 * 15 and not kernel["dot"] for kernel in (linear, codebook, int8))
         assert codebook["sign"] and int8["sign"] and not linear["sign"] and linear["convert"]
-    else:
-        assert not any(
-            kernel[word] for kernel in (linear, codebook, int8) for word in ("dot", "pair", "wide", "half_wide")
-        )
+
+
+@pytest.mark.few(1)  # half a minute together
+@pytest.mark.parametrize("kind", ["CODEBOOK", "LINEAR", "BYTES"])
+def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
+    (kernel,) = counts("generic", tmp_path, kind)
+    assert kernel["lines"] > 100
+    assert not any(kernel[word] for word in ("missing", "dot", "pair", "wide", "half_wide"))

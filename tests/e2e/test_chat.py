@@ -56,6 +56,7 @@ def said(chat: Conversation) -> list[str]:
 # Turns.
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("model", "quantizer"),

@@ -116,6 +116,7 @@ def renderers(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("end", ["/exit\r", "/quit\r", CTRL_D], ids=["exit", "quit", "ctrl-d"])
 def test_a_chat_and_its_ends(terminal: Terminal, end: str) -> None:
     assert "/help lists the commands" in terminal.shown

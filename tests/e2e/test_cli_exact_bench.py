@@ -15,6 +15,8 @@ from tests.command_line import Cli
 
 TINY_BENCH = ["bench", "-p", "4", "-n", "6", "-r", "1", "-t", "1", "--quick"]
 
+pytestmark = pytest.mark.usefixtures("converted_demo")
+
 
 def test_bench_of_all_modes(cli: Cli, demo: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"

@@ -47,21 +47,9 @@ def metrics() -> HardwareProfile:
     return replace(profile, kind=MEASURED, machine=machine, cpu=cpu, gpu=None, link=None)
 
 
-@pytest.fixture(scope="module")
-def converted(demo: Path, tmp_path_factory: pytest.TempPathFactory, kernels: Path) -> Path:
-    """A cache that holds the demo model in int4."""
-    folder = tmp_path_factory.mktemp("converted")
-    (folder / "kernels").symlink_to(kernels)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETERO_EE_CACHE_DIR", str(folder))
-        Engine.from_pretrained(demo, threads=1).close()
-    return folder
-
-
 @pytest.fixture
-def kept(data: Path, cache: Path, converted: Path, demo: Path, metrics: HardwareProfile) -> Path:
+def kept(data: Path, converted_demo: None, demo: Path, metrics: HardwareProfile) -> Path:
     """The file where such a profile is kept for the demo model, which lies converted in the cache."""
-    (cache / "stores").symlink_to(converted / "stores")
     return keep_profile(data, metrics, read_spec(demo), quick=True)
 
 
@@ -72,6 +60,7 @@ def story(demo: Path) -> str:
         return engine.generate(PROMPT, max_new_tokens=24).text
 
 
+@pytest.mark.usefixtures("converted_demo")
 def test_without_flags_and_profile_nothing_is_planned(cli: Cli, data: Path, story: str) -> None:
     ended = cli("generate", *ARGUMENTS, "--json")
     document = json.loads(ended.out)
@@ -178,6 +167,7 @@ def test_keys_and_values_are_stored_as_asked(kept: Path, demo: Path, metrics: Ha
     assert 0 < sizes["int8"] < sizes["fp32"] / 2
 
 
+@pytest.mark.usefixtures("converted_demo")
 def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path) -> None:
     ended = cli("generate", *ARGUMENTS, "--mode", "exact")
     assert ended.code == 0 and re.search(r"exact \(.+, up to \d+ tokens\)", ended.err)
@@ -205,6 +195,7 @@ def test_a_kept_profile_that_does_not_fit_changes_nothing(
     assert (document["text"], document["plan_hash"]) == (story, None)
 
 
+@pytest.mark.usefixtures("converted_demo")
 def test_a_plan_that_nobody_asked_for_never_fails(
     cli: Cli, data: Path, demo: Path, metrics: HardwareProfile, story: str
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless: list[object], tmp_path
     assert message == b""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_a_conversion_says_that_it_can_be_gone_on_with(
     demo: Path, tmp_path: Path, sent: signal.Signals, code: int
@@ -144,6 +145,7 @@ def test_a_signal_in_a_conversion_says_that_it_can_be_gone_on_with(
     assert rest == f"hetero-ee: the conversion to {store} has stopped; running it again goes on from there.\n".encode()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_in_the_compilation_keeps_the_store(
     tiny: Path, tmp_path: Path, sent: signal.Signals, code: int

@@ -59,6 +59,7 @@ def check(found: list[float]) -> None:
     assert max(found) < USUAL and median(found) < MEDIAN
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("hardware", reference_names())
 @pytest.mark.parametrize("model", MODELS)
 def test_prediction_and_emulation_agree(model: str, hardware: str) -> None:

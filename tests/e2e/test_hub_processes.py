@@ -112,6 +112,7 @@ def test_a_refusal_is_one_line_and_a_code(
     assert hub.fetched() <= {"config.json"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_download_and_the_next_run_goes_on(
     start: Start, hub: Hub, hub_cache: Path, tiny: Path, sent: signal.Signals, code: int

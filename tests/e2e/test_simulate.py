@@ -24,6 +24,8 @@ SHORT = ["-n", 12, "-t", 1]
 SHAPES = ["--random-weights", "tinyllama-1.1b", "--prompt-tokens", 64, "-n", 4, "--mode", "full"]
 MIXED = ["-o", r"layers\.[0-7]\..*=gpu", "-o", r"layers\.(8|9)\..*=stream", "-o", r"layers\.1\d\..*=cpu"]
 
+pytestmark = pytest.mark.usefixtures("converted_demo")
+
 
 @pytest.fixture(scope="module")
 def plan_file(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -69,6 +69,7 @@ def fail_everywhere(model_folder: Path, folder: Path, whole: dict[str, bytes], r
     return failed
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
@@ -80,6 +81,7 @@ def test_a_failing_call_leaves_nothing(
     assert failed == (KINDS_OF_CALL - {"create_folder"} | RESUMING if resume else KINDS_OF_CALL)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("resume", [False, True], ids=["anew", "resumed"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
 def test_a_disk_that_stays_broken_gives_a_store_error(

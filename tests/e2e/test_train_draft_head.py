@@ -1,11 +1,12 @@
 """The draft head's training script: a few steps on a tiny text give a head that drafts for its model."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from hetero_ee import Engine
@@ -16,15 +17,26 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORY = "Once upon a time there was a {0}. The {0} saw a dog. They had a lot of fun.\n<|endoftext|>\n"
 
 
-def run(script: str, *arguments: str) -> str:
-    """What the script prints."""
-    command, environment = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[..., str]
 
 
-def test_a_short_training_makes_a_head_that_drafts(tiny: Path, tmp_path: Path, cache: Path) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a script in this process; what it prints."""
+
+    def run_script(script: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    monkeypatch.syspath_prepend(SCRIPTS)
+    n_threads = torch.get_num_threads()
+    yield run_script
+    torch.set_num_threads(n_threads)
+
+
+def test_a_short_training_makes_a_head_that_drafts(run: Run, tiny: Path, tmp_path: Path, cache: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "head"
     text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))
     arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output)]

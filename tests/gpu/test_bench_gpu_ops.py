@@ -20,6 +20,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("flags", [(), ("--json",), ("--json", "--quick")])
 def test_without_a_gpu_it_says_so(flags: tuple[str, ...]) -> None:
@@ -32,7 +33,7 @@ def test_without_a_gpu_it_says_so(flags: tuple[str, ...]) -> None:
 def test_it_compares_small_products() -> None:
     done = run("--small")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 24
+    assert len(done.stdout.splitlines()) == 12
 
 
 def test_goals_and_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

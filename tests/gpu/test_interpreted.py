@@ -15,36 +15,25 @@ from tests.gpu_support import can_run_kernels
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
-MAX_PROCESSES = 4
+LONG = ("test_gpu_probes", "test_gpu_segment", "test_matmul")  # each of them takes as long as all others together
 TIMEOUT_S = 1800
 
 pytestmark = pytest.mark.skipif(can_run_kernels(), reason="the tests below interpreted/ run in this very process")
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Of each file that was asked for: a line for each of its tests, beginning with what became of it."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    mine = [item for item in request.session.items if item.path == Path(__file__)]
-    asked = sorted({item.callspec.params["file"] for item in mine if isinstance(item, pytest.Function)})
-    n_processes = min(len(asked), os.cpu_count() or 1, MAX_PROCESSES)
-    reports = [folder / f"{number}.xml" for number in range(n_processes)]
-    started = [start(asked[number::n_processes], report) for number, report in enumerate(reports)]
-    lines: dict[str, list[str]] = {}
-    for process, report in zip(started, reports, strict=True):
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        assert report.exists(), output
-        for case in ElementTree.parse(report).iter("testcase"):
-            lines.setdefault(Path(case.get("file", "")).name, []).append(outcome(case))
-    return lines
-
-
-def start(files: list[Path], report: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pytest", *map(str, files), f"--junitxml={report}", "-o", "junit_family=xunit1"]
+def run(files: list[Path], report: Path, *options: str) -> dict[str, list[str]]:
+    """Of each file that has any: a line for each of its tests, beginning with what became of it."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", *map(str, files), *options]
+    command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert report.exists(), ended.stdout + ended.stderr
+    lines: dict[str, list[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        lines.setdefault(Path(case.get("file", "")).name, []).append(outcome(case))
+    failures = [line for of_file in lines.values() for line in of_file if line.startswith("FAILED")]
+    assert not failures, "\n\n".join(failures)
+    return lines
 
 
 def outcome(case: ElementTree.Element) -> str:
@@ -52,8 +41,12 @@ def outcome(case: ElementTree.Element) -> str:
     return "\n".join([f"FAILED {case.get('name')}", *problems]) if problems else f"passed {case.get('name')}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_in_the_interpreter(file: Path, results: dict[str, list[str]]) -> None:
-    lines = results.get(file.name, [])
-    failures = [line for line in lines if line.startswith("FAILED")]
-    assert lines and not failures, "\n\n".join(failures) or f"{file.name} ran no test"
+@pytest.mark.parametrize("long", [*LONG, None])
+def test_in_the_interpreter(long: str | None, tmp_path: Path) -> None:
+    files = [file for file in FILES if (file.stem == long if long else file.stem not in LONG)]
+    assert set(run(files, tmp_path / "report.xml")) == {file.name for file in files}
+
+
+@pytest.mark.slow
+def test_whole_grids_in_the_interpreter(tmp_path: Path) -> None:
+    assert run(FILES, tmp_path / "report.xml", "-m", "slow")

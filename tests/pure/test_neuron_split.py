@@ -136,6 +136,7 @@ def assert_near_optimum(seed: int) -> None:
     assert found <= 1.01 * optimum(instance), seed
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_within_a_hundredth_of_the_optimum(first: int) -> None:
     for seed in range(first, first + 50):

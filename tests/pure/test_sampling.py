@@ -102,6 +102,7 @@ def test_the_survival_function_has_the_tabulated_values() -> None:
         assert chi_square_survival(statistic, freedom) == pytest.approx(tabulated, rel=1e-5)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_drawn_tokens_follow_the_exact_distribution(name: str) -> None:
     params = COMBINATIONS[name]

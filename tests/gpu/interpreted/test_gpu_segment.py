@@ -108,6 +108,7 @@ def test_hidden_states_are_those_of_the_executor_but_for_int8_activations(model:
             assert squared_error(found, expected) <= INT8_ACTIVATIONS
 
 
+@pytest.mark.few(2)
 def test_a_row_has_the_same_bits_whatever_m_and_the_other_rows_are(model: Model) -> None:
     """A ragged batch of three sequences, and one row after the other."""
     prompts = [PROMPT[:2], PROMPT[:1], PROMPT[3:5]]

@@ -35,6 +35,7 @@ def same_pages(first: Pages, second: Pages) -> None:
         assert_same_bits(first.scales, second.scales)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("head_dim", [8, 10, 20, 64, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_what_the_kind_can_hold_and_nothing_else(kind: str, head_dim: int) -> None:
@@ -60,6 +61,7 @@ def test_writes_what_the_kind_can_hold_and_nothing_else(kind: str, head_dim: int
     same_pages(pages, untouched)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("head_dim", "n_pairs"), [(8, 4), (20, 5), (10, 5), (12, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_turns_queries_in_place_and_keys_on_their_way(kind: str, head_dim: int, n_pairs: int) -> None:

@@ -17,6 +17,7 @@ BOUND = 1e-9
 SHAPES = [(16, 32, 1), (17, 33, 2), (3, 1054, 3), (33, 64, 9), (16, 2080, 1)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_equal_float64(kind: str, shape: tuple[int, int, int]) -> None:
@@ -36,6 +37,7 @@ def test_any_number_of_rows() -> None:
         assert found.shape == (m, 16) and nmse(found, reference.matmul(x, weight)) <= BOUND
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_bits_do_not_depend_on_the_others(kind: str) -> None:
     weight = random_matrix(kind, (16, 1088))

@@ -18,6 +18,7 @@ def ids(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("n_columns", [64, 1088])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_the_whole_product(kind: str, n_columns: int) -> None:
