@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetero_ee.speculation.drafting import ExitLevels
 from hetero_ee.speculation.exits.features import exit_features
-from hetero_ee.speculation.exits.schedule import RecentExits
+from hetero_ee.speculation.exits.recent_exits import RecentExits
 from hetero_ee.speculation.sources.candidates import HeadCandidates
 
 

@@ -12,8 +12,8 @@ from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
 from hetero_ee.speculation.draft_pace import Pace
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
-from hetero_ee.speculation.exits.confidence import ExitConfidence
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -60,9 +60,9 @@ def exit_levels(calibration: Calibration, plan: Plan, *, compiled: bool = False)
 
 
 def _level(fitted: FittedExitLayer, *, compiled: bool) -> ExitLevel:
-    known = fitted.sliced_predictor
+    known = fitted.partial_predictor
     sliced = None if known is None else ExitConfidence(known, compiled=compiled).of_candidates
-    return ExitLevel(_exit_head(fitted, compiled=compiled), fitted.threshold, sliced, fitted.sliced_threshold)
+    return ExitLevel(_exit_head(fitted, compiled=compiled), fitted.threshold, sliced, fitted.partial_threshold)
 
 
 def _gate(

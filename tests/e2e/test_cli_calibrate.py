@@ -70,7 +70,7 @@ def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, 
     ended = calibrated(cli, tiny, text)
     assert ended.code == 0
     lines = ended.out.splitlines()
-    assert lines[0].split()[:2] == ["exit_layer", "agreement"]
+    assert lines[0].split()[:3] == ["exit", "layer", "agreement"]
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
     assert re.search(r"mean depth [\d.]+ of 3 layers", ended.out)
     (folder,) = calibrations(cache)
@@ -85,11 +85,11 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     other.write_text(text_of(400, seed=3))
     ended = calibrated(cli, tiny, text, "--json", "--text", other)
     found = json.loads(ended.out)
-    assert found["schema"] == 1 and found["text"]["description"] == "words.txt, more.txt"
+    assert found["schema"] == 2 and found["text"]["description"] == "words.txt, more.txt"
     assert [each["exit_layer"] for each in found["exit_layers"]] == [1, 2]
     assert {"agreement", "exit_rate", "precision", "recall", "acceptance"} <= found["exit_layers"][0].keys()
     assert set(found["schedule"]) <= {1, 2}
-    assert {"exit_rate", "precision", "n_evaluated"} <= found["exit_layers"][1]["walk"].keys()
+    assert {"map_rank", "threshold", "partial_threshold"} <= found["exit_layers"][1].keys()
     assert found["folder"] == str(calibrations(cache)[0]) and found["seconds"] > 0
     assert json.loads((calibrations(cache)[0] / JSON_FILE).read_text())["depths"] == found["depths"]
 
@@ -135,4 +135,4 @@ def test_fp32_weights_are_refused(cli: Cli, tiny: Path, text: Path) -> None:
 
 def test_the_text_may_come_from_standard_input(cli: Cli, tiny: Path) -> None:
     ended = cli("calibrate", tiny, "--text", "-", "--tokens", 600, "-t", 1, stdin=text_of(700).encode())
-    assert ended.code == 0 and "exit_layer" in ended.out
+    assert ended.code == 0 and "exit layer" in ended.out

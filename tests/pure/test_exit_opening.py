@@ -48,21 +48,21 @@ def test_every_boundary_before_the_plans_is_a_level_and_the_plans_own_are_schedu
     assert levels is not None and levels.scheduled == (1, 3) and sorted(levels.by_exit_layer) == [1, 2, 3]
     for exit_layer, level in levels.by_exit_layer.items():
         fitted = CALIBRATION.at(exit_layer)
-        assert (level.threshold, level.sliced_threshold) == (fitted.threshold, fitted.sliced_threshold)
-        assert (level.sliced is None) == (fitted.sliced_predictor is None)
+        assert (level.threshold, level.sliced_threshold) == (fitted.threshold, fitted.partial_threshold)
+        assert (level.sliced is None) == (fitted.partial_predictor is None)
         assert (level.head.map is None) == (fitted.exit_map is None)
     assert exit_levels(CALIBRATION, replace(exit_plan(), exit_levels=())) is None
 
 
 def test_confidences_are_the_predictors() -> None:
     levels, fitted = exit_levels(CALIBRATION, exit_plan()), CALIBRATION.at(2)
-    assert levels is not None and fitted.sliced_predictor is not None
+    assert levels is not None and fitted.partial_predictor is not None
     level, logits = levels.by_exit_layer[2], torch.linspace(0, 3, 32)
     best = logits.topk(4).values.numpy()
     first = fitted.predictor.probability(exit_features(best[None], np.zeros((1, 4), np.float32)))
     assert level.head.confidence_of(torch.zeros(3), logits, 0, True) == pytest.approx(float(first[0]), rel=1e-5)
     softmax = np.array([0.7, 0.1, 0.1, 0.1], np.float32)
-    later = fitted.sliced_predictor.probability(exit_features(best[None], softmax[None].copy()))
+    later = fitted.partial_predictor.probability(exit_features(best[None], softmax[None].copy()))
     assert level.sliced is not None and level.sliced(best, softmax) == pytest.approx(float(later[0]), rel=1e-5)
     assert softmax == pytest.approx(torch.softmax(torch.from_numpy(best), 0).numpy())  # for the next level
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
@@ -37,11 +37,11 @@ def calibrate(
     offline: Offline = None,
     quantizer: Quantizer = None,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as a JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as a JSON document.")] = False,
 ) -> None:
-    """Measure and fit a model's early exits, and keep the result beside its store. Run again, it goes on after a stop.
+    """Measure and fit a model's early exits, and keep the result beside its store. An interrupted run can be resumed.
 
-    Half of the text trains exit maps and predictors, a quarter sets thresholds, and the last gives the figures.
+    Half of the text trains exit maps and predictors, a quarter sets thresholds, and the last gives the metrics.
     """
     options = engine_options(
         model=model, revision=revision, offline=offline, quantizer=quantizer, ctx_size=None, threads=threads
@@ -82,8 +82,8 @@ def _print_table(calibration: "Calibration") -> None:
     print("exit layer  agreement  with map  exit rate  precision  recall  acceptance")
     for each in calibration.exit_layers:
         print(_row(each))
-    levels = ", ".join(str(level) for level in calibration.schedule.exit_layers)
-    print(f"\nworth judging rows at: {levels or 'one exit layer alone'}")
+    schedule = ", ".join(str(exit_layer) for exit_layer in calibration.schedule)
+    print(f"\nexit layers worth judging tokens at: {schedule or 'any one alone'}")
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
     print(f"{means} ({depths.oracle_mean_depth:.2f} with perfect gates)")
@@ -107,11 +107,9 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         {
             "exit_layer": each.exit_layer,
             "map_rank": each.exit_map.rank if each.exit_map else None,
-            "predictor": each.predictor.kind,
             "threshold": each.threshold,
-            "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
+            "partial_threshold": each.partial_threshold if each.partial_predictor else None,
             **asdict(each.metrics),
-            "walk": asdict(each.walk),
         }
         for each in calibration.exit_layers
     ]
@@ -123,6 +121,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         "seconds": outcome.seconds,
         "text": asdict(calibration.text),
         "exit_layers": exit_layers,
-        "schedule": calibration.schedule.exit_layers,
+        "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
     }
