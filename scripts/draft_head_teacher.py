@@ -74,9 +74,3 @@ class Teacher:
         for number in numbers:
             self.executor.cache.close(number)
         return whole
-
-
-def read_texts(files: Sequence[Path], separator: str) -> list[str]:
-    """The texts of all files, without the separators and line ends between them."""
-    pieces = (piece.strip() for file in files for piece in file.read_text(encoding="utf-8").split(separator))
-    return [piece for piece in pieces if piece]

@@ -16,15 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draft_head_teacher import read_texts
+from common import read_stories
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS, draft_head_facts
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.tiles import TILE_ROWS
-
-SEPARATOR = "<|endoftext|>"
 
 
 def frequent_tokens(token_lists: Iterable[Sequence[int]], coverage: float, vocab_size: int) -> list[int] | None:
@@ -53,7 +51,7 @@ def trim(model: Path, head: Path, texts: Sequence[Path], coverage: float) -> int
     spec = read_spec(model)
     tokenizer = Tokenizer.load(model, spec.vocab_size)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    token_lists = ([*tokenizer.encode(text), *end] for text in read_texts(texts, SEPARATOR))
+    token_lists = ([*tokenizer.encode(text), *end] for text in read_stories(texts))
     token_ids = frequent_tokens(token_lists, coverage, spec.vocab_size)
     config = json.loads((head / CONFIG_FILE).read_text())
     config.pop(DRAFT_TOKEN_IDS, None)

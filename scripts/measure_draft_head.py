@@ -1,9 +1,9 @@
-"""Measure how many of a draft head's guesses its model takes.
+"""Measure how many of a draft head's tokens its model accepts.
 
     python scripts/measure_draft_head.py --model DIR --head DIR --text FILE
 
-The model goes on from the beginnings of the texts. At every token of that, the head drafts a chain as it does in exact
-mode, int4 and all, and its drafts are checked against what the model says: at position j of a chain, the share of
+The model continues the beginnings of the texts. At every token of that, the head drafts a sequence as it does in exact
+mode, int4 and all, and its drafts are checked against what the model says: at position j of a sequence, the share of
 drafts that are right among those whose predecessors are. Greedy, and sampled with the noise that both sides share.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_head_teacher import Teacher, read_texts
+from common import read_stories
+from draft_head_teacher import Teacher
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
@@ -28,16 +29,14 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-SEPARATOR = "<|endoftext|>"
-
 
 @dataclass(frozen=True)
 class Size:
-    """prompts: texts that are gone on from, each from its first prompt_tokens, for up to new_tokens."""
+    """How much is measured."""
 
-    prompts: int = 40
-    prompt_tokens: int = 16
-    new_tokens: int = 128
+    prompts: int = 40  # texts that are continued
+    prompt_tokens: int = 16  # of a text, before that
+    new_tokens: int = 128  # after that, at most
     draft_length: int = 4
 
 
@@ -83,7 +82,7 @@ def measure(
     model: Path, head: Path, text: Path, size: Size, temperatures: Sequence[float], threads: int
 ) -> dict[str, Any]:
     """Figures by temperature."""
-    texts, pool = read_texts([text], SEPARATOR), ThreadPool(threads)
+    texts, pool = read_stories([text]), ThreadPool(threads)
     with Engine.from_pretrained(model, threads=threads) as engine:
         teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, pool)
         metrics = {
@@ -97,13 +96,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the acceptance of a draft head's chains.")
+    parser = argparse.ArgumentParser(description="Measure the acceptance of a draft head.")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--head", type=Path, required=True, help="folder of the draft head")
-    parser.add_argument("--text", type=Path, required=True, help="file whose texts are gone on from")
+    parser.add_argument("--text", type=Path, required=True, help="file whose texts are continued")
     parser.add_argument("--prompts", type=int, default=Size.prompts, help="texts")
     parser.add_argument("--new-tokens", type=int, default=Size.new_tokens, help="tokens after each prompt")
-    parser.add_argument("--draft-tokens", type=int, default=Size.draft_length, help="tokens of a chain")
+    parser.add_argument(
+        "--draft-length", "--draft-tokens", type=int, default=Size.draft_length, help="tokens in a draft sequence"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     given = parser.parse_args()

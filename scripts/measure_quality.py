@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from common import read_stories
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
@@ -30,7 +31,6 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantize
 from hetero_ee.weights.weight import Weight
 
-SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
 CANDIDATES = [
     Quantization(matrices, vocabulary) for matrices in reversed(INT4_QUANTIZERS) for vocabulary in (matrices, "int8")
 ]
@@ -55,8 +55,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     spec = read_spec(arguments.model)
     tokenizer = Tokenizer.load(arguments.model, spec.vocab_size)
-    text = arguments.text.read_text(encoding="utf-8")
-    windows = list(token_windows(tokenizer, text, arguments.window, arguments.tokens))
+    windows = list(token_windows(tokenizer, read_stories([arguments.text]), arguments.window, arguments.tokens))
     n_tokens = sum(len(window) - 1 for window in windows)
     n_text_bytes = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
     checkpoint = Checkpoint(arguments.model, spec)
@@ -83,11 +82,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def token_windows(tokenizer: Tokenizer, text: str, window: int, n_tokens: int) -> Iterator[list[int]]:
-    """Windows of the text's tokens, until n_tokens are covered; every story begins one."""
+def token_windows(tokenizer: Tokenizer, stories: list[str], window: int, n_tokens: int) -> Iterator[list[int]]:
+    """Windows of the stories' tokens, until n_tokens are covered; every story begins one."""
     n_covered = 0
-    for story in text.split(SEPARATOR):
-        ids = tokenizer.encode(story.strip()) if story.strip() else []
+    for story in stories:
+        ids = tokenizer.encode(story)
         for first in range(0, len(ids) - 1, window):
             yield ids[first : first + window]
             n_covered += min(window, len(ids) - first)
@@ -123,7 +122,7 @@ def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int
 
 
 def compare(executor: Executor, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
-    """The figures of `executor` on the windows; truth: the exact log-probabilities of each."""
+    """The metrics of `executor` on the windows; truth: the exact log-probabilities of each."""
     kl = same = nats = exact_nats = 0.0
     n_tokens = 0
     for window, theirs in zip(windows, truth, strict=True):

@@ -17,12 +17,13 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,7 +58,7 @@ class Settings:
     log_every: int = field(default=100, metadata={"help": "steps between validations"})
     begin: str = field(default="<s>", metadata={"help": "token before every story and every prompt"})
     end: str = field(default="</s>", metadata={"help": "token after every story"})
-    separator: str = field(default="<|endoftext|>", metadata={"help": "what separates the stories of a text"})
+    separator: str = field(default=SEPARATOR, metadata={"help": "what separates the stories of a text"})
     evaluate_characters: int = field(default=600_000, metadata={"help": "length of the text that is evaluated on"})
     save_seconds: float = field(default=300.0, metadata={"help": "seconds between checkpoints"})
 
@@ -65,12 +66,6 @@ class Settings:
         """A run of seconds, to test the path from text to loadable model."""
         tiny = replace(self, vocab_size=300, num_hidden_layers=4, hidden_size=32, intermediate_size=64, context=64)
         return replace(tiny, num_attention_heads=4, num_key_value_heads=2, batch=2, steps=4, warmup=1, holdout_every=4)
-
-
-def read_stories(path: Path, settings: Settings) -> list[str]:
-    """The stories of a file, without the separators and line ends between them."""
-    pieces = path.read_text(encoding="utf-8", errors="ignore").split(settings.separator)
-    return [piece.strip() for piece in pieces if piece.strip()]
 
 
 def train_tokenizer(stories: list[str], settings: Settings) -> PreTrainedTokenizerFast:
@@ -337,9 +332,7 @@ def evaluate(folder: Path, text: Path, settings: Settings) -> list[dict[str, Any
 def train_and_export(texts: list[Path], output: Path, settings: Settings, compiled: bool) -> dict[str, Any]:
     """The whole way from texts to a model folder; returns what the run was."""
     output.mkdir(parents=True, exist_ok=True)
-    kept = [story for text in texts for story in read_stories(text, settings)]
-    held_out = kept[settings.holdout_every - 1 :: settings.holdout_every] or kept[-1:]
-    del kept[settings.holdout_every - 1 :: settings.holdout_every]
+    kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.holdout_every)
     tokenizer = train_tokenizer(kept, settings)
     settings = replace(settings, vocab_size=len(tokenizer))
     stories = encode_stories(tokenizer, kept)
@@ -372,11 +365,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="text to measure the model on")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (and a C++ compiler)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps; overrides the shape")
-    for item in fields(Settings):
-        flag = "--" + item.name.replace("_", "-")
-        parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
+    add_settings(parser, Settings)
     arguments = parser.parse_args()
-    settings = Settings(**{item.name: getattr(arguments, item.name) for item in fields(Settings)})
+    settings = given_settings(arguments, Settings)
     return arguments, settings.smoke() if arguments.smoke else settings
 
 

@@ -18,14 +18,15 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
 from draft_head_module import TrainingHead
-from draft_head_teacher import Teacher, Trace, read_texts
+from draft_head_teacher import Teacher, Trace
 from draft_vocabulary import frequent_tokens, written
 from measure_draft_head import Size, measure
 from safetensors.torch import load_file, save_file
@@ -66,7 +67,7 @@ class Settings:
     held_out: int = field(default=80, metadata={"help": "every n-th text is kept to watch the training"})
     watched: int = field(default=5000, metadata={"help": "tokens of each kind that the training is watched on"})
     log_every: int = field(default=200, metadata={"help": "steps between two lines of progress"})
-    separator: str = field(default="<|endoftext|>", metadata={"help": "what separates the texts of a file"})
+    separator: str = field(default=SEPARATOR, metadata={"help": "what separates the texts of a file"})
 
     def smoke(self) -> Settings:
         """A run of seconds, to test the path from texts to a head."""
@@ -216,9 +217,7 @@ def save(
 def run(model: Path, texts: list[Path], output: Path, settings: Settings, start: Path | None = None) -> dict[str, Any]:
     """The whole way from texts to a head; returns what the run was. start: a head to go on from."""
     torch.manual_seed(settings.seed)
-    kept = read_texts(texts, settings.separator)
-    held_out = kept[settings.held_out - 1 :: settings.held_out] or kept[-1:]
-    del kept[settings.held_out - 1 :: settings.held_out]
+    kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.held_out)
     random.Random(settings.seed).shuffle(kept)
     with Engine.from_pretrained(model, threads=settings.threads) as engine:
         torch.set_num_threads(settings.threads)
@@ -260,11 +259,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
     parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to go on from")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
-    for item in fields(Settings):
-        flag = "--" + item.name.replace("_", "-")
-        parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
+    add_settings(parser, Settings)
     arguments = parser.parse_args()
-    settings = Settings(**{item.name: getattr(arguments, item.name) for item in fields(Settings)})
+    settings = given_settings(arguments, Settings)
     return arguments, settings.smoke() if arguments.smoke else settings
 
 

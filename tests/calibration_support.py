@@ -1,35 +1,39 @@
 """What the tests of calibrations share: one made of random numbers, and a disk that fails on demand."""
 
 import errno
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.metrics import MAX_DRAFTS, DepthMetrics, ExitLayerMetrics
-from hetero_ee.calibration.predictor_fitting import MlpTraining, fit_logistic, fit_mlp
-from hetero_ee.calibration.predictor_quality import NO_EXIT
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.statistics import WalkRates
-from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
+from hetero_ee.speculation.exits.calibration import (
+    MAX_DRAFTS,
+    NO_EXIT,
+    Calibration,
+    CalibrationText,
+    DepthMetrics,
+    ExitLayerCalibration,
+    ExitLayerMetrics,
+)
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.exits.predictors import Predictor, ThresholdPredictor
-from hetero_ee.speculation.exits.schedule import ExitSchedule
-from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.speculation.exits.predictor import ExitPredictor
+from hetero_ee.weights.store.filesystem import LocalFileSystem
 from tests.families import config_of
 
 KEY = "ab" * 32
 
 
 def small_spec() -> ModelSpec:
-    """Five layers, so that every kind of map and predictor has an exit layer."""
+    """Five layers, so that every kind of map has an exit layer."""
     return read_spec(config_of("llama", num_hidden_layers=5))
 
 
 def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
-    """Every exit layer with another kind of map and predictor."""
+    """Every exit layer with another kind of map and size of predictor."""
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
     size = spec.hidden_size
@@ -45,17 +49,14 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
             kept_drafts=tuple(range(MAX_DRAFTS + 1)),
             **{name: float(share) for name, share in shares.items()},
         )
-        sliced = _predictor(exit_layer + 1, seed) if exit_layer > 1 else None
-        rate = float(random.random())
-        walk = WalkRates(rate, 0.9, 0.3, mean_exit_depth=exit_layer * 0.75, n_evaluated=1.0)
-        fits = (exit_map, _predictor(exit_layer, seed), 0.6, sliced, 0.7 if sliced else NO_EXIT)
-        exit_layers.append(ExitLayerCalibration(exit_layer, *fits, metrics, walk))
+        partial = _predictor(exit_layer + 1, seed) if exit_layer > 1 else None
+        fits = (exit_map, _predictor(exit_layer, seed), 0.6, partial, 0.7 if partial else NO_EXIT)
+        exit_layers.append(ExitLayerCalibration(exit_layer, *fits, metrics=metrics))
     histogram = tuple(range(1, spec.n_layers + 1))
     depths = DepthMetrics(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
     activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
     text = CalibrationText("a text", 200, 100, 90, 150)
-    schedule = ExitSchedule((1, 3), (5.0, 2.0), 6.0)
-    return Calibration(spec.n_layers, size, text, tuple(exit_layers), schedule, depths, activations)
+    return Calibration(spec.n_layers, size, text, tuple(exit_layers), (1, 3), depths, activations)
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -63,7 +64,7 @@ def same(one: Calibration, other: Calibration) -> bool:
     return _plain(one) == _plain(other)
 
 
-class FailingDisk(FileSystem):
+class FailingDisk(LocalFileSystem):
     """A disk on which one call of one kind fails: the `at`-th write, rename and so on, counted from 0."""
 
     def __init__(self, operation: str, at: int = 0, number: int = errno.ENOSPC) -> None:
@@ -92,34 +93,28 @@ class FailingDisk(FileSystem):
                 raise OSError(self._errno, "injected")
 
 
-def _predictor(exit_layer: int, seed: int) -> Predictor:
-    random = np.random.default_rng(seed + exit_layer)
-    features, labels = random.normal(size=(80, 12)).astype(np.float32), random.random(80) < 0.5
-    match exit_layer % 3:
-        case 0:
-            return fit_mlp(features, labels, training=MlpTraining(n_hidden=4, n_steps=5))
-        case 1:
-            return fit_logistic(features, labels)
-        case _:
-            return ThresholdPredictor(4, 0.75, 0.5)
+def _predictor(exit_layer: int, seed: int) -> ExitPredictor:
+    random, n_hidden = np.random.default_rng(seed + exit_layer), 3 + exit_layer
+    shapes = (n_hidden, 12), n_hidden, n_hidden, 1
+    return ExitPredictor(*(random.normal(size=shape).astype(np.float32) for shape in shapes))
 
 
 def _plain(calibration: Calibration) -> object:
     def tensor(part: torch.Tensor | None) -> object:
         return None if part is None else part.tolist()
 
+    def network(predictor: ExitPredictor | None) -> object:
+        return predictor and [getattr(predictor, field.name).tolist() for field in fields(predictor)]
+
     exit_layers = [
         (
             each.exit_layer,
             each.exit_map and [tensor(part) for part in (each.exit_map.down, each.exit_map.up, each.exit_map.bias)],
-            each.predictor.kind,
-            {name: array.tolist() for name, array in each.predictor.arrays().items()},
+            network(each.predictor),
             each.threshold,
-            each.sliced_predictor and each.sliced_predictor.kind,
-            each.sliced_predictor and {name: array.tolist() for name, array in each.sliced_predictor.arrays().items()},
-            each.sliced_threshold,
+            network(each.partial_predictor),
+            each.partial_threshold,
             each.metrics,
-            each.walk,
         )
         for each in calibration.exit_layers
     ]

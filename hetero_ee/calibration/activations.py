@@ -1,10 +1,8 @@
 """What goes through the matrices of a model: second moments of their inputs, and how often FFN neurons are active.
 
-The moments weight quantization errors (which column matters), the frequencies tell sparsity. Measured on the reference
-operations, as these see every matrix with its input.
+The moments weight quantization errors (which column matters), the frequencies are for sparsity. Measured on the
+reference operations, as these see every matrix with its input.
 """
-
-from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +12,20 @@ from hetero_ee.calibration.traces import FIRST_COUNTED
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.speculation.exits.calibration import FREQUENCY
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
 ACTIVE_SHARE = 0.05  # of a token's largest activation in that layer: below, a neuron counts as inactive
-MOMENT, FREQUENCY = "second_moment", "active_share"
+MOMENT = "second_moment"
 
 Sums = dict[str, npt.NDArray[np.float64]]
 
 
 class ActivationRecorder(BatchedTorchOps):
-    """Operations that sum up, in float64, what passes the matrices of the layers. `sums` and `n_rows` grow with use.
+    """Operations that sum up, in float64, what passes the matrices of the layers. `sums` and `n_tokens` grow with use.
 
-    To be used with one whole chunk a pass: the first row, position 0, is left out.
+    To be used with one whole chunk a pass: the first token, position 0, is left out.
 
     sums: by name, "<matrix>.second_moment" the sums of squares of its inputs' features, and
     "layers.*.ffn.active_share" the tokens at which a neuron was active: above 0 for ReLU, else ACTIVE_SHARE.
@@ -41,7 +40,7 @@ class ActivationRecorder(BatchedTorchOps):
                     if tensor.name in weights.matrices:
                         self._names[id(weights.matrices[tensor.name])] = tensor.name
         self.sums: Sums = {}
-        self.n_rows = 0
+        self.n_tokens = 0
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         name = self._names.get(id(weight))
@@ -51,7 +50,7 @@ class ActivationRecorder(BatchedTorchOps):
             if name.endswith(".ffn.down"):
                 self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
             if name == "layers.0.attention.qkv":
-                self.n_rows += len(counted)
+                self.n_tokens += len(counted)
         return super().linear(x, weight, bias)
 
     def _active(self, inner: Tensor) -> Tensor:
@@ -76,8 +75,3 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
                 if short == "down":
                     sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = tensor.shape[1]
     return sizes
-
-
-def averages(sums: Mapping[str, npt.NDArray[np.float64]], n_rows: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Means a token of what was summed, float32."""
-    return {name: (values / max(1, n_rows)).astype(np.float32) for name, values in sums.items()}

@@ -1,7 +1,7 @@
 """A calibration on disk: a folder with calibration.json and calibration.safetensors, beside the store it belongs to.
 
-The folder appears whole or not at all. The JSON has every figure and the checksum of the tensors' file; what is read is
-believed in nothing: versions, key, fields, ranges, checksum, names, types and shapes are looked at first.
+The folder appears whole or not at all. The JSON has every metric and the checksum of the tensors' file. Nothing that is
+read is trusted: versions, key, fields, ranges, checksum, names, types and shapes are checked first.
 """
 
 import hashlib
@@ -14,20 +14,22 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.metrics import DepthMetrics, ExitLayerMetrics
-from hetero_ee.calibration.predictor_quality import NO_EXIT
-from hetero_ee.calibration.tensors import parsed_safetensors, read_whole, safetensors_bytes, write_whole
-from hetero_ee.errors import ModelError, StoreError, shown
+from hetero_ee.calibration.tensor_files import Arrays, parsed_safetensors, read_whole, safetensors_bytes, write_whole
+from hetero_ee.errors import StoreError, shown
 from hetero_ee.hub.json_text import parse_json
 from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.statistics import WalkRates
-from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText, ExitLayerCalibration
-from hetero_ee.speculation.exits.candidates import N_CANDIDATES
+from hetero_ee.speculation.exits.calibration import (
+    NO_EXIT,
+    Calibration,
+    CalibrationText,
+    DepthMetrics,
+    ExitLayerCalibration,
+    ExitLayerMetrics,
+)
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.exits.features import feature_names
-from hetero_ee.speculation.exits.predictors import Predictor, predictor_from_arrays
-from hetero_ee.speculation.exits.schedule import ExitSchedule
+from hetero_ee.speculation.exits.features import N_FEATURES
+from hetero_ee.speculation.exits.predictor import ExitPredictor
 from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem, make_folders, store_errors
 from hetero_ee_profiles.records import from_json, to_json
@@ -36,33 +38,25 @@ FORMAT_NAME = "hetero_ee calibration"
 FORMAT_VERSION = 3
 MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 10**6
 MAX_TENSORS_BYTES = 4 * 2**30
+MAX_HIDDEN = 4096  # units of a predictor
 TYPES: dict[str, Any] = {"F16": np.float16, "F32": np.float32}
-N_FEATURES = len(feature_names(N_CANDIDATES))
 WAY_OUT = "run hetero-ee calibrate"
-
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExitLayerRecord:
-    """ExitLayerCalibration without its tensors: kinds in the place of predictors. map_rank: None without a map,
-    hidden_size for a full matrix."""
+    """ExitLayerCalibration without its tensors."""
 
     exit_layer: int
-    map_rank: int | None
-    predictor: str
+    map_rank: int | None  # None without a map, hidden_size for a full matrix
     threshold: float
-    sliced_predictor: str | None
-    sliced_threshold: float
+    partial_threshold: float | None  # None without a partial predictor
     metrics: ExitLayerMetrics
-    walk: WalkRates
 
     def __post_init__(self) -> None:
-        for threshold in (self.threshold, self.sliced_threshold):
+        for threshold in (self.threshold, self.partial_threshold or 0.0):
             if not 0 <= threshold <= NO_EXIT:
                 raise ValueError(f"threshold is {threshold}, expected 0 to {NO_EXIT}")
-        if self.walk.mean_exit_depth > self.exit_layer or self.walk.n_evaluated > self.exit_layer:
-            raise ValueError(f"a walk to exit layer {self.exit_layer} passes no more exit layers than that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +70,30 @@ class CalibrationRecord:
     hidden_size: int
     text: CalibrationText
     exit_layers: tuple[ExitLayerRecord, ...]
-    schedule: ExitSchedule
+    schedule: tuple[int, ...]
     depths: DepthMetrics
     tensors_sha256: str
 
     def __post_init__(self) -> None:
         n_exit_layers = len(self.exit_layers)  # compared first: n_layers may be any number
         if n_exit_layers != self.n_layers - 1 or any(
-            each.exit_layer != place for place, each in enumerate(self.exit_layers, 1)
+            each.exit_layer != expected for expected, each in enumerate(self.exit_layers, 1)
         ):
             raise ValueError(f"exit layers have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
-        if max(self.schedule.exit_layers, default=1) >= self.n_layers:
-            raise ValueError(
-                f"the schedule names exit layer {max(self.schedule.exit_layers)} of {self.n_layers} layers"
-            )
-        for exit_layer in self.schedule.exit_layers[1:]:
-            if self.exit_layers[exit_layer - 1].sliced_predictor is None:
-                raise ValueError(f"the schedule names exit layer {exit_layer}, which has no sliced predictor")
+        if list(self.schedule) != sorted(set(self.schedule)):
+            raise ValueError("the exit layers of a schedule have to ascend")
+        for exit_layer in self.schedule:
+            if not 1 <= exit_layer < self.n_layers:
+                raise ValueError(f"the schedule names exit layer {exit_layer} of {self.n_layers} layers")
+        for exit_layer in self.schedule[1:]:
+            if self.exit_layers[exit_layer - 1].partial_threshold is None:
+                raise ValueError(f"the schedule names exit layer {exit_layer}, which has no partial predictor")
 
 
 def write_calibration(calibration: Calibration, key: str, folder: Path, files: FileSystem | None = None) -> None:
-    """Writes `folder` whole or not at all, in the place of what was there. Raises StoreError, DiskFullError."""
+    """Writes `folder` whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
     files = files or FileSystem()
     data = safetensors_bytes(_tensors_of(calibration))
     record = _record_of(calibration, key, hashlib.sha256(data).hexdigest())
@@ -137,12 +132,12 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
         _check_belongs(record, file, spec, key)
         tensors = _read_tensors(folder, record)
         return _calibration(record, spec, tensors)
-    except (ValueError, ModelError) as error:
+    except ValueError as error:
         raise StoreError(f"the calibration in {folder} is damaged ({error}); {WAY_OUT} again.") from error
 
 
 def _take_back(folder: Path, unfinished: Path, replaced: Path, files: FileSystem) -> None:
-    """After a failure the former calibration is where it was; a disk that refuses this keeps the first error."""
+    """After a failure the former calibration is where it was; where the disk refuses this the first error stays."""
     try:
         if replaced.is_dir() and not folder.exists():
             files.rename(replaced, folder)
@@ -157,12 +152,9 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
         ExitLayerRecord(
             each.exit_layer,
             each.exit_map.rank if each.exit_map else None,
-            each.predictor.kind,
             each.threshold,
-            each.sliced_predictor.kind if each.sliced_predictor else None,
-            each.sliced_threshold,
+            each.partial_threshold if each.partial_predictor else None,
             each.metrics,
-            each.walk,
         )
         for each in calibration.exit_layers
     )
@@ -185,14 +177,13 @@ def _tensors_of(calibration: Calibration) -> Arrays:
     for each in calibration.exit_layers:
         prefix = f"exit_layers.{each.exit_layer}"
         if each.exit_map is not None:
-            parts = {"up": each.exit_map.up, "bias": each.exit_map.bias}
-            if each.exit_map.down is not None:
-                parts["down"] = each.exit_map.down
-            arrays |= {f"{prefix}.map.{name}": part.numpy().astype(np.float16) for name, part in parts.items()}
-        arrays |= {f"{prefix}.predictor.{name}": array for name, array in each.predictor.arrays().items()}
-        if each.sliced_predictor is not None:
-            sliced = each.sliced_predictor.arrays()
-            arrays |= {f"{prefix}.sliced_predictor.{name}": array for name, array in sliced.items()}
+            for name in ("up", "bias", "down"):
+                if (part := getattr(each.exit_map, name)) is not None:
+                    arrays[f"{prefix}.map.{name}"] = part.numpy().astype(np.float16)
+        for kind, predictor in (("predictor", each.predictor), ("partial_predictor", each.partial_predictor)):
+            if predictor is not None:
+                for name in ("first", "first_bias", "second", "second_bias"):
+                    arrays[f"{prefix}.{kind}.{name}"] = getattr(predictor, name)
     return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
 
 
@@ -247,27 +238,26 @@ def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) ->
 
 
 def _exit_layer(record: ExitLayerRecord, hidden_size: int, rest: Arrays) -> ExitLayerCalibration:
-    prefix = f"exit_layers.{record.exit_layer}"
-    sliced = record.sliced_predictor
+    prefix, partial_threshold = f"exit_layers.{record.exit_layer}", record.partial_threshold
     return ExitLayerCalibration(
         record.exit_layer,
         _exit_map(record, f"{prefix}.map", hidden_size, rest),
-        _predictor(record.predictor, f"{prefix}.predictor.", rest),
+        _predictor(f"{prefix}.predictor", rest),
         record.threshold,
-        None if sliced is None else _predictor(sliced, f"{prefix}.sliced_predictor.", rest),
-        record.sliced_threshold,
-        record.metrics,
-        record.walk,
+        None if partial_threshold is None else _predictor(f"{prefix}.partial_predictor", rest),
+        NO_EXIT if partial_threshold is None else partial_threshold,
+        metrics=record.metrics,
     )
 
 
-def _predictor(kind: str, prefix: str, rest: Arrays) -> Predictor:
-    """Of the arrays whose names begin so, taken out of `rest`. Raises ValueError, ModelError."""
-    own = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
-    predictor = predictor_from_arrays(kind, own)
-    if predictor.n_features != N_FEATURES:
-        raise ValueError(f"{shown(prefix)} is of a predictor of {predictor.n_features} features, expected {N_FEATURES}")
-    return predictor
+def _predictor(prefix: str, rest: Arrays) -> ExitPredictor:
+    """Of the arrays whose names begin so, taken out of `rest`. Raises ValueError."""
+    second = rest.get(f"{prefix}.second")
+    n_hidden = 0 if second is None else second.size
+    if not 1 <= n_hidden <= MAX_HIDDEN:
+        raise ValueError(f"{prefix}.second is missing, or has {n_hidden} hidden units; expected 1 to {MAX_HIDDEN}")
+    shapes = {"first": (n_hidden, N_FEATURES), "first_bias": (n_hidden,), "second": (n_hidden,), "second_bias": (1,)}
+    return ExitPredictor(*(_taken(rest, f"{prefix}.{name}", shape, np.float32) for name, shape in shapes.items()))
 
 
 def _exit_map(record: ExitLayerRecord, prefix: str, hidden_size: int, rest: Arrays) -> ExitMap | None:

@@ -1,30 +1,37 @@
-"""Where the calibration of an opened store is looked for: beside the store, then in the checkpoint it was made from."""
+"""Whose a calibration is, and where it is looked for: beside the store, then in the checkpoint it was made from.
 
+Its key is a checksum of the weights and of everything that gives them their meaning.
+"""
+
+import hashlib
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hetero_ee.calibration.file import read_calibration
-from hetero_ee.calibration.key import checkpoint_key, store_key
-from hetero_ee.errors import StoreError
-from hetero_ee.hub.regular_file import find_file
+from hetero_ee.errors import CheckpointError, StoreError
+from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.regular_file import find_file, reason_of
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import QUANTIZER_VERSION
 from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_folder
-from hetero_ee.weights.store.manifest import read_manifest
+from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
 
 SHIPPED_FOLDER = "calibration"  # in a checkpoint's folder
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlace:
-    """checkpoint, quantization: what the store was made from, and how; None where a store was opened as it is."""
+    """Where the calibration of an opened store is."""
 
     spec: ModelSpec
     store: Path
-    checkpoint: Path | None = None
-    quantization: Quantization | None = None
+    checkpoint: Path | None = None  # what the store was made from; None where a store was opened as it is
+    quantization: Quantization | None = None  # how it was made from that
 
     @property
     def folder(self) -> Path:
@@ -57,3 +64,30 @@ class CalibrationPlace:
         except StoreError as error:
             warn(str(error))
             return None
+
+
+def store_key(manifest: Manifest) -> str:
+    """Of a store: its manifest without where it came from, so that the same weights made again have the same key."""
+    values = asdict(manifest)
+    del values["source"]
+    return _digest(["store", FORMAT_VERSION, values])
+
+
+def checkpoint_key(folder: Path, quantization: Quantization) -> str:
+    """Of every store that this quantization makes of the checkpoint in `folder`. Reads its weight files whole.
+
+    For calibrations that travel with a checkpoint: processors without AVX2 round a few codes of a store otherwise.
+    Raises CheckpointError.
+    """
+    sums = {}
+    for file in weight_files(folder):
+        try:
+            with file.open("rb") as opened:
+                sums[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
+    return _digest(["checkpoint", QUANTIZER_VERSION, asdict(quantization), read_config_file(folder), sums])
+
+
+def _digest(identity: object) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

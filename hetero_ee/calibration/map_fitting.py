@@ -1,7 +1,7 @@
-"""Fits exit maps in closed form: ridge regression on streamed normal equations, its rank reduced in the head's metric.
+"""Fits exit maps in closed form: ridge regression on streamed normal equations, rank reduced in the lm_head's metric.
 
 With rows z = (x, 1) and r = y - x, the least squares of |r - z B|^2 + ridge |B_x|^2 needs only S = sum z^T z and
-T = sum z^T r, which are summed in float64. What matters of an error e in y is what the head makes of it: e G e^T,
+T = sum z^T r, which are summed in float64. What matters of an error e in y is what the lm_head makes of it: e G e^T,
 G = sum over tokens of (w - mean w)^T (w - mean w), as a constant added to every logit changes nothing. With M = G^(1/2)
 the best W of rank k in that metric is B_x M V V^T M^-1, V the first k eigenvectors of M B_x^T (S_c + ridge I) B_x M,
 S_c centred. Source: reduced-rank regression (Izenman 1975), with ridge; derived for this metric.
@@ -25,12 +25,12 @@ WIDE_RANK_SHARES = (64, 32, 16)  # for such models, without full rank
 SUBSPACE_STEPS = 8  # of the iteration that finds their eigenvectors
 WORTH_A_RANK = 0.005  # agreement that a larger map has to bring
 SIGNIFICANT = 2.0  # standard deviations that a map has to be better by, as the best of several it flatters itself
-METRIC_BLOCK_TOKENS = 4096  # rows of the head expanded at once
-METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the head does not see stay invertible
+METRIC_BLOCK_TOKENS = 4096  # rows of the lm_head expanded at once
+METRIC_FLOOR = 1e-6  # of the mean eigenvalue: directions the lm_head does not see stay invertible
 
 
 class NormalEquations:
-    """The sums of one exit_layer: products, S, and targets, T, are changed in place by add()."""
+    """The sums of one exit layer: products, S, and targets, T, are changed in place by add()."""
 
     def __init__(self, hidden_size: int) -> None:
         self.products = torch.zeros(hidden_size + 1, hidden_size + 1, dtype=torch.float64)
@@ -73,24 +73,23 @@ class NormalEquations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadMetric:
-    """root: M, inverse: M^-1, float64 (hidden, hidden), both symmetric."""
+    """float64 (hidden, hidden), both symmetric."""
 
-    root: Tensor
-    inverse: Tensor
+    root: Tensor  # M
+    inverse: Tensor  # M^-1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SelectionRows:
-    """Rows that no equation has seen, to choose by: normed (m, hidden) at the exit layer, final at the end, the tokens
-    (m,) that the full model chooses."""
+class SelectionTokens:
+    """Tokens that no equation has seen, to choose by."""
 
-    normed: Tensor
-    final: Tensor
-    tokens: Tensor
+    normed: Tensor  # (m, hidden), states at the exit layer
+    final: Tensor  # (m, hidden), after the last layer
+    tokens: Tensor  # (m,), what the full model chooses
 
 
 def head_metric(head: Weight) -> HeadMetric:
-    """The metric of a head (vocab, hidden)."""
+    """The metric of an lm_head (vocab, hidden)."""
     n_tokens, hidden_size = head.shape
     gram, sums = (torch.zeros(*shape, dtype=torch.float64) for shape in ((hidden_size, hidden_size), (hidden_size,)))
     for first in range(0, n_tokens, METRIC_BLOCK_TOKENS):
@@ -105,7 +104,7 @@ def head_metric(head: Weight) -> HeadMetric:
 
 
 def fit_exit_map(
-    equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionRows, lm_head: Callable[[Tensor], Tensor]
+    equations: NormalEquations, metric: HeadMetric, chosen_by: SelectionTokens, lm_head: Callable[[Tensor], Tensor]
 ) -> ExitMap | None:
     """The smallest map that is about as often right as any, None where that is not clearly more often than no map is.
 
@@ -126,12 +125,12 @@ def fit_exit_map(
     return maps[place] if place is not None and _is_better(is_right[place], unmapped) else None
 
 
-def _is_right(logits: Tensor, rows: SelectionRows) -> Tensor:
+def _is_right(logits: Tensor, rows: SelectionTokens) -> Tensor:
     return chosen_tokens(logits) == rows.tokens
 
 
 def _is_better(mapped: Tensor, unmapped: Tensor) -> bool:
-    """Whether the map is right more often by more than chance: McNemar's test, which looks at the rows that differ."""
+    """Whether the map is right more often by more than chance: McNemar's test, which counts the tokens that differ."""
     gained, lost = int((mapped & ~unmapped).sum()), int((unmapped & ~mapped).sum())
     return gained - lost > SIGNIFICANT * math.sqrt(gained + lost)
 
@@ -160,8 +159,8 @@ def leading_vectors(symmetric: Tensor, n_vectors: int) -> Tensor:
     return basis @ within.flip(1)[:, :n_vectors]
 
 
-def _error(solution: Tensor, metric: HeadMetric, rows: SelectionRows) -> float:
-    """Squared error in the head's metric."""
+def _error(solution: Tensor, metric: HeadMetric, rows: SelectionTokens) -> float:
+    """Squared error in the lm_head's metric."""
     residual = (rows.final - rows.normed).double() - rows.normed.double() @ solution[:-1] - solution[-1]
     return float((residual @ metric.root).square().sum())
 

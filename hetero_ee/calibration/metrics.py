@@ -1,89 +1,45 @@
-"""Figures of early exit on held-out text: at each exit layer alone, and of exits at whichever exit layer comes first.
+"""Metrics of early exit on held-out text: at each exit layer alone, and of exits at whichever exit layer comes first.
 
 A depth counts layers that have run: a token that exits at exit layer b has depth b, one that never exits n_layers.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.speculation.exits.schedule import N_LAST, RADIUS
-
-MAX_DRAFTS = 8  # drafts in one simulated round
+from hetero_ee.speculation.exits.calibration import MAX_DRAFTS, DepthMetrics, ExitLayerMetrics, FittedExitLayer
+from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS, nearby
 
 Flags = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class ExitLayerMetrics:
-    """One exit layer on held-out tokens.
-
-    agreement: share of tokens whose likeliest token here, without a map, is the full model's; mapped_agreement: with
-    the exit map, None where there is none. exit_rate: share of tokens at which the gate lets exit; precision: share of
-    those whose draft is right; recall: share of the tokens with a right draft that exit.
-    acceptance: share of drafts kept in simulated rounds, which draft until the gate says no, or MAX_DRAFTS times, and
-    keep drafts up to the first wrong one. kept_drafts: number of rounds by the drafts that they kept, from 0 on.
-    refused_precision: share of the tokens that do not exit whose draft would have been right.
-    """
-
-    agreement: float
-    mapped_agreement: float | None
-    exit_rate: float
-    precision: float
-    recall: float
-    acceptance: float
-    kept_drafts: tuple[int, ...]
-    refused_precision: float
-
-    def __post_init__(self) -> None:
-        shares = (self.agreement, self.exit_rate, self.precision, self.recall, self.acceptance, self.refused_precision)
-        _check_shares(*shares, self.mapped_agreement or 0.0)
-        if len(self.kept_drafts) != MAX_DRAFTS + 1 or min(self.kept_drafts) < 0:
-            raise ValueError(f"kept_drafts has to be {MAX_DRAFTS + 1} counts")
-
-    @property
-    def drafted_agreement(self) -> float:
-        """Agreement of the drafts as they are made: with the map where there is one."""
-        return self.agreement if self.mapped_agreement is None else self.mapped_agreement
+def all_metrics(
+    exit_layers: Sequence[FittedExitLayer],
+    is_right: Sequence[Flags],
+    is_right_unmapped: Sequence[Flags],
+    gate: Sequence[Flags],
+) -> tuple[tuple[ExitLayerMetrics, ...], DepthMetrics]:
+    """Of exit layer 1, 2, ... and of them together. All flags: for each chunk (n_exit_layers, m)."""
+    found = []
+    for index, each in enumerate(exit_layers):
+        mapped, unmapped = (np.concatenate([flags[index] for flags in part]) for part in (is_right, is_right_unmapped))
+        found.append(
+            exit_layer_metrics(
+                [flags[index] for flags in is_right],
+                [flags[index] for flags in gate],
+                agreement=float(unmapped.mean()),
+                mapped_agreement=float(mapped.mean()) if each.exit_map else None,
+            )
+        )
+    return tuple(found), depth_metrics(is_right, gate)
 
 
-@dataclass(frozen=True, slots=True)
-class DepthMetrics:
-    """Exits at the first exit layer whose gate opens.
-
-    histogram: tokens by depth 1..n_layers. mean_depth: theirs; oracle_mean_depth: with gates that open where, and only
-    where, the draft is right. locality: share of tokens whose depth is within RADIUS of one of the N_LAST
-    before it in its sequence; near_share: the mean share of depths that these cover, which is the chance of a hit.
-    """
-
-    histogram: tuple[int, ...]
-    mean_depth: float
-    oracle_mean_depth: float
-    locality: float
-    near_share: float
-
-    def __post_init__(self) -> None:
-        n_layers = len(self.histogram)
-        if min(self.histogram, default=0) < 0 or not sum(self.histogram):
-            raise ValueError("the histogram has to hold counts, some above 0")
-        if not all(1 <= depth <= n_layers for depth in (self.mean_depth, self.oracle_mean_depth)):
-            raise ValueError(f"mean depths lie between 1 and {n_layers}")
-        _check_shares(self.locality, self.near_share)
-
-    @property
-    def exit_shares(self) -> tuple[float, ...]:
-        """For each exit layer from 0 on the share of tokens whose first open gate is there; the rest has none."""
-        n_tokens = sum(self.histogram)
-        return (0.0, *(count / n_tokens for count in self.histogram[:-1]))
-
-    @property
-    def survival(self) -> tuple[float, ...]:
-        """For each layer the share of tokens that pass it, if nothing is caught up on."""
-        n_tokens = sum(self.histogram)
-        return tuple(1 - sum(self.histogram[:layer]) / n_tokens for layer in range(len(self.histogram)))
+def opened(exit_layers: Sequence[FittedExitLayer], features: NDArray[np.float32]) -> Flags:
+    """Where the gate of each exit layer opens for tokens whose first it is: features (n_exit_layers, m, 12) ->
+    (n_exit_layers, m)."""
+    return np.stack([each.opens(own, is_partial=False) for each, own in zip(exit_layers, features, strict=True)])
 
 
 def exit_layer_metrics(
@@ -94,21 +50,21 @@ def exit_layer_metrics(
     kept = [0] * (MAX_DRAFTS + 1)
     n_drafts = 0
     for rights, gates in zip(is_right, gate, strict=True):
-        n_drafts += _add_rounds(rights, gates, kept)
+        n_drafts += _add_steps(rights, gates, kept)
     n_kept = sum(count * length for length, count in enumerate(kept))
     return ExitLayerMetrics(
         agreement=agreement,
         mapped_agreement=mapped_agreement,
-        exit_rate=share_of(int(opened.sum()), len(opened)),
-        precision=share_of(int((right & opened).sum()), int(opened.sum())),
-        recall=share_of(int((right & opened).sum()), int(right.sum())),
-        acceptance=share_of(n_kept, n_drafts),
+        exit_rate=_share(int(opened.sum()), len(opened)),
+        precision=_share(int((right & opened).sum()), int(opened.sum())),
+        recall=_share(int((right & opened).sum()), int(right.sum())),
+        acceptance=_share(n_kept, n_drafts),
         kept_drafts=tuple(kept),
-        refused_precision=share_of(int((right & ~opened).sum()), int((~opened).sum())),
+        refused_precision=_share(int((right & ~opened).sum()), int((~opened).sum())),
     )
 
 
-def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
+def depth_metrics(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetrics:
     """is_right, gate: for each chunk (n_layers - 1, m) by exit layer."""
     n_layers = len(gate[0]) + 1
     depths = [_first_depths(each) for each in gate]
@@ -119,7 +75,7 @@ def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetr
         for depth in each.tolist():
             if recent:
                 near.append(any(abs(depth - other) <= RADIUS for other in recent))
-                covered.append(len(_around(recent, n_layers)) / n_layers)
+                covered.append(len(nearby(recent, n_layers)) / n_layers)
             recent.append(depth)
     return DepthMetrics(
         histogram=tuple(histogram.tolist()),
@@ -130,15 +86,8 @@ def depth_figures(is_right: Sequence[Flags], gate: Sequence[Flags]) -> DepthMetr
     )
 
 
-def share_of(part: int, whole: int) -> float:
-    """part / whole, 0 of nothing."""
+def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def _check_shares(*shares: float) -> None:
-    for share in shares:
-        if not 0 <= share <= 1:
-            raise ValueError(f"a share is {share}, expected 0 to 1")
 
 
 def _first_depths(gate: Flags) -> NDArray[np.int64]:
@@ -146,14 +95,8 @@ def _first_depths(gate: Flags) -> NDArray[np.int64]:
     return np.where(gate.any(axis=0), gate.argmax(axis=0) + 1, len(gate) + 1)
 
 
-def _around(recent: deque[int], n_layers: int) -> set[int]:
-    """The depths within reach of the recent ones."""
-    reach = range(-RADIUS, RADIUS + 1)
-    return {depth + offset for depth in recent for offset in reach if 1 <= depth + offset <= n_layers}
-
-
-def _add_rounds(is_right: Flags, gate: Flags, kept: list[int]) -> int:
-    """Counts a chunk's rounds into `kept`; returns how many drafts they made."""
+def _add_steps(is_right: Flags, gate: Flags, kept: list[int]) -> int:
+    """Counts a chunk's simulated draft-verify steps into `kept`; returns how many drafts they made."""
     n_drafts = start = 0
     while start < len(gate):
         window = slice(start, start + MAX_DRAFTS)

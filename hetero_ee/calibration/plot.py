@@ -18,17 +18,16 @@ def require_matplotlib() -> ModuleType:
 
 
 def plot_png(calibration: Calibration, file: Path) -> None:
-    """Draws the curves over the exit layers. Raises UsageError where that can't be done or the file can't be
-    written."""
+    """Draws the curves over the exit layers. Raises UsageError without matplotlib, or if the file can't be written."""
     figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    places = [each.exit_layer for each in calibration.exit_layers]
+    exit_layers = [each.exit_layer for each in calibration.exit_layers]
     metrics = [each.metrics for each in calibration.exit_layers]
-    axes.plot(places, [each.agreement for each in metrics], marker="o", label="agreement without a map")
+    axes.plot(exit_layers, [each.agreement for each in metrics], marker="o", label="agreement without a map")
     if any(each.mapped_agreement is not None for each in metrics):
-        axes.plot(places, [each.drafted_agreement for each in metrics], marker="o", label="agreement with map")
-    axes.plot(places, [each.acceptance for each in metrics], marker="s", label="acceptance of gated drafts")
-    axes.plot(places, [each.exit_rate for each in metrics], marker="^", linestyle="--", label="exit rate")
+        axes.plot(exit_layers, [each.drafted_agreement for each in metrics], marker="o", label="agreement with map")
+    axes.plot(exit_layers, [each.acceptance for each in metrics], marker="s", label="acceptance of gated drafts")
+    axes.plot(exit_layers, [each.exit_rate for each in metrics], marker="^", linestyle="--", label="exit rate")
     n_tokens = calibration.text.n_held_out_tokens
     axes.set(xlabel="layers run before the exit", ylabel=f"share of {n_tokens} held-out tokens", ylim=(0, 1.02))
     axes.set_title(f"early exits of {calibration.n_layers} layers, calibrated on {calibration.text.description}")
@@ -37,4 +36,4 @@ def plot_png(calibration: Calibration, file: Path) -> None:
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
-        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another place.") from error
+        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error

@@ -1,157 +1,127 @@
-"""Predictors from calibration rows: features, and whether the layer's token was the full model's.
+"""Fits exit predictors: from features of tokens, and whether the exit layer's token was the full model's.
 
-Rows whose features are not finite are left out. Rows weigh alike, so that a probability is one: a class that is rare
-is not made up for, unless positive_weight says so, which then shifts every probability. Where all labels agree there is
-nothing to tell apart, and the predictor answers the same for every row: (n_right + 1/2) / (n + 1), which neither 0 nor
-1 row after row can prove.
-Same rows, same numbers: whatever is random comes from a seed.
+Tokens whose features are not finite are left out. The others weigh alike, so that a probability is one. Where all
+labels agree there is nothing to tell apart, and the predictor always answers (n_right + 1/2) / (n + 1), which neither
+0 nor 1 can be proven by. Everything random comes from a seed: the same tokens give the same numbers.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.mlp_training import MlpTraining, train_mlp
-from hetero_ee.calibration.predictor_quality import MIN_EXITS, NO_EXIT, reaches
 from hetero_ee.errors import UsageError
-from hetero_ee.speculation.exits.candidates import N_CANDIDATES
+from hetero_ee.speculation.exits.calibration import NO_EXIT
 from hetero_ee.speculation.exits.features import Floats, is_finite
-from hetero_ee.speculation.exits.predictors import LogisticPredictor, MlpPredictor, ThresholdPredictor, top_and_gap
+from hetero_ee.speculation.exits.predictor import ExitPredictor
 
-Doubles = NDArray[np.float64]
 Labels = NDArray[np.bool_]
 
-MAX_NEWTON_STEPS = 50
-MAX_HALVINGS = 30
-N_THRESHOLDS = 128  # tried for each of the two, at equal steps of rank
+MIN_EXITS = 20  # fewer exits on the held-out tokens say nothing of a precision
+BATCH_TOKENS = 256
+LEARNING_RATE = 5e-3  # falls to 0 along a cosine
+FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8  # Adam's, as published (arXiv 1412.6980)
+WEIGHT_DECAY = 1e-2  # decoupled (arXiv 1711.05101), of the weights alone
 
 
-def fit_logistic(
-    features: Floats, labels: Labels, *, ridge: float = 1.0, positive_weight: float = 1.0
-) -> LogisticPredictor:
-    """Logistic regression by Newton's method (iteratively reweighted least squares).
+@dataclass(frozen=True, slots=True)
+class PredictorTraining:
+    """AdamW on binary cross-entropy. A number of steps, not of epochs: the time does not depend on the text."""
 
-    features (m, n_features), labels (m,). ridge: pulls the weights of standardised features to 0 with this half square
-    against the sum over rows; never the bias. Raises UsageError where no row is finite.
-    """
-    rows = _Rows.of(features, labels, positive_weight)
-    if rows.constant is not None:
-        found = np.append(np.zeros(features.shape[1]), rows.constant)
-    else:
-        design = np.column_stack([rows.standardised, np.ones(len(rows.labels))])
-        penalty = np.append(np.full(features.shape[1], ridge), 0.0)
-        found = _newton(design, rows.labels, rows.weights, penalty)
-    return LogisticPredictor(rows.mean, rows.scale, found[:-1].astype(np.float32), found[-1:].astype(np.float32))
+    n_hidden: int = 64
+    n_steps: int = 1500
+    seed: int = 0
 
 
-def fit_mlp(
-    features: Floats, labels: Labels, *, training: MlpTraining | None = None, positive_weight: float = 1.0
-) -> MlpPredictor:
-    """SpecEE's network. features (m, n_features), labels (m,). Raises UsageError where no row is finite."""
-    training = training or MlpTraining()
-    rows = _Rows.of(features, labels, positive_weight)
-    h = training.n_hidden
-    if rows.constant is not None:
-        shapes = (h, features.shape[1]), (h,), (h,)
-        parameters = [*(np.zeros(shape, np.float32) for shape in shapes), np.array([rows.constant], np.float32)]
-    else:
-        values, targets, weights = (part.astype(np.float32) for part in (rows.standardised, rows.labels, rows.weights))
-        parameters = train_mlp(values, targets, weights, training)
-    return MlpPredictor(rows.mean, rows.scale, *parameters)
-
-
-def fit_threshold(
-    features: Floats, labels: Labels, *, precision: float = 0.99, n_candidates: int = N_CANDIDATES
-) -> ThresholdPredictor:
-    """Of all pairs of thresholds tried the one with which most rows exit, a share `precision` of them rightly.
-
-    features (m, 3 n_candidates); where no pair reaches it, thresholds that no row meets. Raises UsageError where no row
-    is finite.
-    """
-    features, labels = _finite_rows(features, labels)
-    top, gap = top_and_gap(features[:, : 3 * n_candidates])
-    top_steps, gap_steps = _steps(top), _steps(gap)
-    exits, right = (_met(top[rows], gap[rows], top_steps, gap_steps) for rows in (slice(None), labels))
-    reached = reaches(right, exits, precision) & (exits >= MIN_EXITS)
-    if not reached.any():
-        return ThresholdPredictor(n_candidates, NO_EXIT, NO_EXIT)
-    best = np.unravel_index(np.where(reached, exits, 0).argmax(), exits.shape)
-    return ThresholdPredictor(n_candidates, float(top_steps[best[0]]), float(gap_steps[best[1]]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Finite rows ready to fit: standardised (m, n_features), labels and weights (m,), all float64; constant: the
-    log-odds to answer where all labels agree, else None."""
-
-    standardised: Doubles
-    labels: Doubles
-    weights: Doubles
-    mean: Floats
-    scale: Floats
-    constant: float | None
-
-    @classmethod
-    def of(cls, features: Floats, labels: Labels, positive_weight: float) -> "_Rows":
-        features, labels = _finite_rows(features, labels)
-        values = features.astype(np.float64)
-        mean, deviation = values.mean(0).astype(np.float32), values.std(0)
-        # A column that hardly moves would turn noise of its last bits into a feature.
-        is_moving = deviation > 1e-6 * np.abs(mean)
-        scale = np.where(is_moving & (deviation > 1e-12), deviation, 1.0).astype(np.float32)
-        n_right, n = int(labels.sum()), len(labels)
-        constant = None if 0 < n_right < n else math.log((n_right + 0.5) / (n - n_right + 0.5))
-        weights = np.where(labels, positive_weight, 1.0)
-        return cls((values - mean) / scale, labels.astype(np.float64), weights, mean, scale, constant)
-
-
-def _finite_rows(features: Floats, labels: Labels) -> tuple[Floats, Labels]:
+def fit_predictor(features: Floats, labels: Labels, training: PredictorTraining) -> ExitPredictor:
+    """features (m, n_features), labels (m,). Raises UsageError where no token has finite features."""
     if features.ndim != 2 or labels.shape != features.shape[:1]:
         raise ValueError(f"features {features.shape} and labels {labels.shape}, expected (m, n) and (m,)")
     finite = is_finite(features)
     if not finite.any():
-        raise UsageError(f"none of {len(labels)} calibration rows has finite features; calibrate on more text.")
-    return features[finite], labels[finite].astype(bool)
+        raise UsageError(f"none of {len(labels)} calibration tokens has finite features; calibrate on more text.")
+    values, labels = features[finite].astype(np.float64), labels[finite].astype(bool)
+    mean, deviation = values.mean(0), values.std(0)
+    # A column that hardly moves would turn noise of its last bits into a feature.
+    is_moving = (deviation > 1e-6 * np.abs(mean)) & (deviation > 1e-12)
+    scale = np.where(is_moving, deviation, 1.0)
+    n_right, n = int(labels.sum()), len(labels)
+    if 0 < n_right < n:
+        standardised = ((values - mean) / scale).astype(np.float32)
+        first, first_bias, second, second_bias = _trained(standardised, labels.astype(np.float32), training)
+    else:
+        first, first_bias, second = (np.zeros(shape, np.float32) for shape in ((1, values.shape[1]), 1, 1))
+        second_bias = np.array([math.log((n_right + 0.5) / (n - n_right + 0.5))], np.float32)
+    unscaled = first / scale  # the network is to read features as they are
+    first_bias = (first_bias - unscaled @ mean).astype(np.float32)
+    return ExitPredictor(unscaled.astype(np.float32), first_bias, second, second_bias)
 
 
-def _newton(design: Doubles, labels: Doubles, weights: Doubles, penalty: Doubles) -> Doubles:
-    """Minimises the penalised negative log-likelihood; steps that overshoot are halved."""
-    found = np.zeros(design.shape[1])
-    loss = _loss(design, labels, weights, penalty, found)
-    for _ in range(MAX_NEWTON_STEPS):
-        chance = 0.5 * (1.0 + np.tanh(0.5 * (design @ found)))
-        gradient = design.T @ (weights * (chance - labels)) + penalty * found
-        curvature = (design.T * (weights * chance * (1.0 - chance))) @ design + np.diag(penalty)
-        # The bias has no penalty of its own: a trace of one keeps the matrix regular where all rows are certain.
-        step = np.linalg.solve(curvature + 1e-9 * np.eye(len(found)), gradient)
-        for _ in range(MAX_HALVINGS):
-            new_loss = _loss(design, labels, weights, penalty, found - step)
-            if new_loss <= loss:
-                break
-            step *= 0.5
-        else:
-            return found
-        found, gain, loss = found - step, loss - new_loss, new_loss
-        if gain <= 1e-10 * max(1.0, loss):
-            break
-    return found
+def calibrate_threshold(
+    probabilities: Floats, labels: Labels, precision: float, *, min_exits: int = MIN_EXITS
+) -> float:
+    """The least threshold at which a share `precision` of the tokens that exit is right; NO_EXIT where none is.
+
+    probabilities (m,) and labels (m,) of held-out tokens; NaN never exits. At least min_exits tokens have to exit.
+    """
+    known = ~np.isnan(probabilities)
+    order = np.argsort(-probabilities[known], kind="stable")
+    ordered, right = probabilities[known][order], labels[known].astype(bool)[order].cumsum()
+    exits = np.arange(1, len(ordered) + 1)
+    # Tokens of one probability exit together: the counts after the last of them are the threshold's.
+    is_last = np.append(ordered[1:] != ordered[:-1], True)[: len(ordered)]
+    reached = np.flatnonzero(is_last & (right >= precision * exits - 1e-9) & (exits >= min_exits))
+    return float(ordered[reached[-1]]) if len(reached) else NO_EXIT
 
 
-def _loss(design: Doubles, labels: Doubles, weights: Doubles, penalty: Doubles, found: Doubles) -> float:
-    total = design @ found
-    return float(weights @ (np.logaddexp(0.0, total) - labels * total) + 0.5 * penalty @ found**2)
+def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> list[Floats]:
+    """features (m, n_features) standardised, labels (m,) 0 or 1 -> the parameters of an ExitPredictor.
+
+    In NumPy: operations as small as these take torch's threads a hundred times as long on a busy machine.
+    """
+    random = np.random.default_rng(training.seed)
+    n_features, h = features.shape[1], training.n_hidden
+    rate = labels.mean()
+    parameters = [
+        random.standard_normal((h, n_features), np.float32) * np.float32(math.sqrt(2 / n_features)),
+        np.zeros(h, np.float32),
+        random.standard_normal(h, np.float32) * np.float32(math.sqrt(1 / h)),
+        np.array([math.log(rate / (1 - rate))], np.float32),
+    ]
+    moments = [(np.zeros_like(part), np.zeros_like(part)) for part in parameters]
+    for step in range(training.n_steps):
+        chosen = random.integers(0, len(features), BATCH_TOKENS)
+        gradients = _gradients(parameters, features[chosen], labels[chosen])
+        step_size = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / training.n_steps))
+        _update(parameters, moments, gradients, step_size, step + 1)
+    return parameters
 
 
-def _steps(values: Floats) -> Floats:
-    """Ascending thresholds to try: values that occur, above 0."""
-    ranks = np.linspace(0, len(values) - 1, N_THRESHOLDS).astype(int)
-    return np.unique(np.maximum(np.sort(values)[ranks], np.finfo(np.float32).tiny))
+def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -> list[Floats]:
+    """Of the mean cross-entropy over these tokens, for each parameter."""
+    first, first_bias, second, second_bias = parameters
+    inner = np.maximum(features @ first.T + first_bias, 0)
+    chance = 0.5 * (1 + np.tanh(0.5 * (inner @ second + second_bias)))
+    error = (chance - labels) / np.float32(len(features))
+    inner_error = np.outer(error, second)
+    inner_error[inner <= 0] = 0
+    return [inner_error.T @ features, inner_error.sum(0), inner.T @ error, error.sum(keepdims=True)]
 
 
-def _met(top: Floats, gap: Floats, top_steps: Floats, gap_steps: Floats) -> NDArray[np.int64]:
-    """How many rows meet each pair of thresholds: (len(top_steps), len(gap_steps))."""
-    counts = np.zeros((len(top_steps) + 1, len(gap_steps) + 1), np.int64)
-    np.add.at(counts, (np.searchsorted(top_steps, top, "right"), np.searchsorted(gap_steps, gap, "right")), 1)
-    return counts[::-1, ::-1].cumsum(0).cumsum(1)[::-1, ::-1][1:, 1:]
+def _update(
+    parameters: Sequence[Floats],
+    moments: Sequence[tuple[Floats, Floats]],
+    gradients: Sequence[Floats],
+    step_size: float,
+    step: int,
+) -> None:
+    """One step of AdamW, in place; biases, the odd ones, do not decay."""
+    corrected = step_size * math.sqrt(1 - SECOND_DECAY**step) / (1 - FIRST_DECAY**step)
+    for index, (part, (first, second), gradient) in enumerate(zip(parameters, moments, gradients, strict=True)):
+        first += (1 - FIRST_DECAY) * (gradient - first)
+        second += (1 - SECOND_DECAY) * (gradient * gradient - second)
+        if index % 2 == 0:
+            part *= 1 - step_size * WEIGHT_DECAY
+        part -= corrected * first / (np.sqrt(second) + EPSILON)

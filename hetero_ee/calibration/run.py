@@ -1,6 +1,6 @@
-"""The run of a calibration: chunks through the full model, maps and predictors fitted, figures taken. Resumable.
+"""The run of a calibration: chunks through the full model, maps and predictors fitted, metrics taken. Resumable.
 
-The result depends on model, chunks and settings alone: a run that was killed and gone on with gives the same numbers.
+The result depends on model, chunks and settings alone: a run that was killed and resumed gives the same numbers.
 """
 
 import hashlib
@@ -10,27 +10,25 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from hetero_ee.calibration.activations import averages
 from hetero_ee.calibration.fitting import fit_calibration
-from hetero_ee.calibration.mlp_training import MlpTraining
-from hetero_ee.calibration.partial import PartialCalibration
-from hetero_ee.calibration.row_stage import RowStage
+from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.stages import (
     CHOOSE,
     HELD_OUT,
     TRAIN,
     ActivationStage,
     Chunk,
+    DraftStage,
     MapStage,
     Stage,
     is_in,
 )
-from hetero_ee.calibration.tensors import Arrays
+from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, CalibrationText
 
-ALGORITHM_VERSION = 2  # of everything that decides the numbers; other ones are not gone on with
+ALGORITHM_VERSION = 3  # of everything that decides the numbers; runs of other versions are not resumed
 WRITING, CALIBRATING = "Writing text to calibrate on", "Calibrating"
 TEXT = "text"  # what a partial file calls the model's own text
 SAVING_SHARE = 0.05  # of the time at most goes into saving: a wide model's equations take gigabytes
@@ -39,19 +37,15 @@ DONE = "done."  # in a partial file, before a stage's name: chunks it has taken,
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSettings:
-    """precision: share of exits that have to be right where thresholds are chosen. n_selection_tokens: to choose ranks
-    by; n_activation_tokens: to take activations of; n_walk_tokens: to choose the schedule by, and as many again for the
-    figures of walks; max_equations_bytes: memory of the normal equations, which decides how many exit layers get a map
-    where hidden states are wide; training: of the predictors; save_every_s: at least, between two saves of what was
-    done."""
+    """What decides the numbers, but for save_every_s."""
 
-    precision: float = 0.9
-    n_selection_tokens: int = 2048
-    n_activation_tokens: int = 1024
-    n_walk_tokens: int = 4096
-    max_equations_bytes: int = 2 * 2**30
-    training: MlpTraining = field(default_factory=MlpTraining)
-    save_every_s: float = 5.0
+    precision: float = 0.9  # share of exits that have to be right where thresholds are chosen
+    n_selection_tokens: int = 2048  # to choose ranks by
+    n_activation_tokens: int = 1024  # to take activations of
+    n_schedule_tokens: int = 4096  # to choose the schedule by
+    max_equations_bytes: int = 2 * 2**30  # normal equations: how many exit layers get a map where states are wide
+    training: PredictorTraining = field(default_factory=PredictorTraining)
+    save_every_s: float = 5.0  # at least, between two saves of what was done
 
 
 def run_identity(key: str, text_identity: str, settings: CalibrationSettings) -> str:
@@ -86,37 +80,48 @@ class CalibrationRun:
         executor, settings = self._executor, self._settings
         activations = ActivationStage(executor.spec, executor.weights, chunks, settings.n_activation_tokens)
         maps = MapStage(executor, chunks, self._map_exit_layers(), settings.n_selection_tokens)
-        rows = RowStage(executor, chunks, maps.maps, settings.n_walk_tokens)
-        stages: list[Stage] = [activations, maps, rows]
+        drafts = DraftStage(executor, chunks, maps.maps, settings.n_schedule_tokens)
+        stages: list[Stage] = [activations, maps, drafts]
         self._n_all = sum(len(chunks[number]) for stage in stages for number in stage.numbers)
         for stage in stages:
             self._pass(stage, chunks)
-        text = _text(chunks, description, activations.n_rows)
-        means = averages(activations.sums, activations.n_rows)
-        return fit_calibration(executor, rows, maps.maps, text, means, settings.precision, settings.training)
+        train, choose, held_out = (
+            sum(len(chunk) - 1 for number, chunk in enumerate(chunks) if is_in(number, part))
+            for part in (TRAIN, CHOOSE, HELD_OUT)
+        )
+        return fit_calibration(
+            executor,
+            drafts.chunks,
+            drafts.partial,
+            maps.maps,
+            CalibrationText(description, train, choose, held_out, activations.n_tokens),
+            activations.means,
+            settings.precision,
+            settings.training,
+        )
 
     def written(self, write: Callable[[int], Sequence[Chunk]], n_tokens: int) -> list[Chunk]:
-        """The model's own text: chunks of write(0), write(1) and on, until they have n_tokens or a round has none.
+        """The model's own text: chunks of write(0), write(1) and on, until they have n_tokens or a call gives none.
 
-        Rounds that a former run has kept are not written again.
+        What an earlier run has kept is not written again.
         """
-        chunks, n_rounds = self._kept_text()
+        chunks, n_calls = self._kept_text()
         while (n_written := sum(map(len, chunks))) < n_tokens:
             if self._progress:
                 self._progress(WRITING, n_written, n_tokens)
-            found = write(n_rounds)
+            found = write(n_calls)
             if not found:
                 break
             chunks += found
-            n_rounds += 1
+            n_calls += 1
             self._kept[f"{TEXT}.tokens"] = np.array([token for chunk in chunks for token in chunk])
             self._kept[f"{TEXT}.lengths"] = np.array([len(chunk) for chunk in chunks])
-            self._kept[DONE + TEXT] = np.array([n_rounds, 0])
+            self._kept[DONE + TEXT] = np.array([n_calls, 0])
             self._save_in_time()
         return chunks
 
     def _kept_text(self) -> tuple[list[Chunk], int]:
-        """Chunks that were written before, and in how many rounds."""
+        """Chunks that were written before, and in how many calls."""
         if DONE + TEXT not in self._kept:
             return [], 0
         ends = self._kept[f"{TEXT}.lengths"].cumsum()[:-1]
@@ -126,10 +131,10 @@ class CalibrationRun:
     def _pass(self, stage: Stage, chunks: Sequence[Chunk]) -> None:
         """The stage through all its chunks, from where it was saved."""
         n_taken, is_finished = self._restored(stage)
-        for place, number in enumerate(stage.numbers):
-            if place >= n_taken:
+        for index, number in enumerate(stage.numbers):
+            if index >= n_taken:
                 stage.add(number, chunks[number])
-                self._save(stage, place + 1, is_finished=False)
+                self._save(stage, index + 1, is_finished=False)
             self._n_done += len(chunks[number])
             if self._progress:
                 self._progress(CALIBRATING, self._n_done, self._n_all)
@@ -138,7 +143,7 @@ class CalibrationRun:
         self._save(stage, len(stage.numbers), is_finished=True)
 
     def _restored(self, stage: Stage) -> tuple[int, bool]:
-        """How many chunks the stage has taken already, and whether it is finished; nothing where it can't be told."""
+        """Chunks that the stage has taken in an earlier run, and whether it is finished."""
         start = f"{stage.name}."
         state = self._kept.get(DONE + stage.name)
         if state is None:
@@ -174,11 +179,4 @@ class CalibrationRun:
         n_exit_layers, hidden_size = self._executor.spec.n_layers - 1, self._executor.spec.hidden_size
         equation_bytes = 8 * (hidden_size + 1) * (2 * hidden_size + 1)
         n_maps = min(n_exit_layers, self._settings.max_equations_bytes // equation_bytes)
-        return sorted({1 + (2 * place + 1) * n_exit_layers // (2 * n_maps) for place in range(n_maps)})
-
-
-def _text(chunks: Sequence[Chunk], description: str, n_activation_tokens: int) -> CalibrationText:
-    def counted(part: tuple[int, ...]) -> int:
-        return sum(len(chunk) - 1 for number, chunk in enumerate(chunks) if is_in(number, part))
-
-    return CalibrationText(description, counted(TRAIN), counted(CHOOSE), counted(HELD_OUT), n_activation_tokens)
+        return sorted({1 + (2 * index + 1) * n_exit_layers // (2 * n_maps) for index in range(n_maps)})

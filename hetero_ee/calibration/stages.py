@@ -1,12 +1,11 @@
-"""The stages of a calibration: each takes chunks one after the other and keeps arrays, so that it can be gone on with.
-The last one is in row_stage.py.
+"""The stages of a calibration: each takes chunks one after the other and keeps arrays, so that it can be resumed.
 
 The split is by chunk, never by token, as tokens of one text depend on each other: of four chunks two train, one chooses
-(thresholds, ranks of maps), one is held out for the figures.
+(thresholds, ranks of maps, the schedule), one is held out for the metrics.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.calibration.activations import ActivationRecorder
-from hetero_ee.calibration.map_fitting import NormalEquations, SelectionRows, fit_exit_map, head_metric
-from hetero_ee.calibration.tensors import Arrays
-from hetero_ee.calibration.traces import trace
+from hetero_ee.calibration.map_fitting import NormalEquations, SelectionTokens, fit_exit_map, head_metric
+from hetero_ee.calibration.tensor_files import Arrays
+from hetero_ee.calibration.traces import ChunkDrafts, PartialLogits, drafts_of, fields_of, joined, split, trace
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -26,12 +25,24 @@ from hetero_ee.weights.model_weights import ModelWeights
 Chunk = tuple[int, ...]
 SPLIT_CHUNKS = 4
 TRAIN, CHOOSE, HELD_OUT = (0, 1), (2,), (3,)
+MAP_PARTS = ("down", "up", "bias")
 FINAL, TOKENS, SELECTION = "final", "tokens", "selection."  # names of MapStage's arrays
+LENGTHS = "lengths"  # the name of an array of DraftStage, beside the fields of ChunkDrafts and PartialLogits
 
 
 def is_in(number: int, part: tuple[int, ...]) -> bool:
     """Whether the chunk of this number belongs to TRAIN, CHOOSE or HELD_OUT."""
     return number % SPLIT_CHUNKS in part
+
+
+def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
+    """The first chunks of a part that hold so many tokens together."""
+    numbers, n_found = [], 0
+    for number, chunk in enumerate(chunks):
+        if is_in(number, part) and n_found < n_tokens:
+            numbers.append(number)
+            n_found += len(chunk) - 1
+    return numbers
 
 
 class Stage(Protocol):
@@ -45,7 +56,7 @@ class Stage(Protocol):
     def add(self, number: int, chunk: Chunk) -> None: ...
 
     def finish(self) -> None:
-        """Called once behind the last chunk; not where a finished stage was restored."""
+        """Called once after the last chunk; not where a finished stage was restored."""
 
     def arrays(self) -> Arrays:
         """Everything that restore needs, at any time between two calls of add."""
@@ -71,23 +82,25 @@ class ActivationStage:
         """Nothing is left to do."""
 
     @property
-    def sums(self) -> dict[str, NDArray[np.float64]]:
-        return self._recorder.sums
+    def n_tokens(self) -> int:
+        return self._recorder.n_tokens
 
     @property
-    def n_rows(self) -> int:
-        return self._recorder.n_rows
+    def means(self) -> dict[str, NDArray[np.float32]]:
+        """Per token, of what was summed, by name."""
+        n_tokens = max(1, self.n_tokens)
+        return {name: (sums / n_tokens).astype(np.float32) for name, sums in self._recorder.sums.items()}
 
     def arrays(self) -> Arrays:
-        return {**self._recorder.sums, "n_rows": np.array([self._recorder.n_rows])}
+        return {**self._recorder.sums, "n_tokens": np.array([self.n_tokens])}
 
     def restore(self, arrays: Arrays, is_finished: bool) -> None:
-        self._recorder.n_rows = int(arrays.pop("n_rows")[0])
+        self._recorder.n_tokens = int(arrays.pop("n_tokens")[0])
         self._recorder.sums = arrays
 
 
 class MapStage:
-    """Sums the normal equations over the training chunks, then keeps rows of choosing ones, then fits the maps.
+    """Sums the normal equations over the training chunks, then keeps tokens of choosing ones, then fits the maps.
 
     exit_layers: those that get a map, where one helps. maps: fills when the stage is finished.
     """
@@ -130,7 +143,10 @@ class MapStage:
     def arrays(self) -> Arrays:
         if self._is_finished:
             return {
-                name: array for exit_layer, found in self.maps.items() for name, array in _map_arrays(exit_layer, found)
+                f"{exit_layer}.{name}": part.numpy()
+                for exit_layer, found in self.maps.items()
+                for name in MAP_PARTS
+                if (part := getattr(found, name)) is not None
             }
         arrays: Arrays = {}
         for exit_layer, equations in self._equations.items():
@@ -139,42 +155,63 @@ class MapStage:
         return arrays | {SELECTION + name: torch.cat(parts).numpy() for name, parts in self._selection.items()}
 
     def restore(self, arrays: Arrays, is_finished: bool) -> None:
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._is_finished = is_finished
         if is_finished:
-            self.maps |= {
-                exit_layer: _map_from(exit_layer, arrays)
-                for exit_layer in self._exit_layers
-                if f"{exit_layer}.up" in arrays
-            }
+            for each in self._exit_layers:
+                if f"{each}.up" in tensors:
+                    self.maps[each] = ExitMap(
+                        tensors.get(f"{each}.down"), tensors[f"{each}.up"], tensors[f"{each}.bias"]
+                    )
             return
         for exit_layer, equations in self._equations.items():
-            equations.products.copy_(torch.from_numpy(arrays[f"{exit_layer}.products"]))
-            equations.targets.copy_(torch.from_numpy(arrays[f"{exit_layer}.targets"]))
-        for name, array in arrays.items():
+            equations.products.copy_(tensors[f"{exit_layer}.products"])
+            equations.targets.copy_(tensors[f"{exit_layer}.targets"])
+        for name, tensor in tensors.items():
             if name.startswith(SELECTION):
-                self._selection[name.removeprefix(SELECTION)] = [torch.from_numpy(array)]
+                self._selection[name.removeprefix(SELECTION)] = [tensor]
 
-    def _selection_at(self, exit_layer: int) -> SelectionRows:
+    def _selection_at(self, exit_layer: int) -> SelectionTokens:
         normed, final, tokens = (torch.cat(self._selection[name]) for name in (str(exit_layer), FINAL, TOKENS))
-        return SelectionRows(normed, final, tokens)
+        return SelectionTokens(normed, final, tokens)
 
 
-def first_numbers(chunks: Sequence[Chunk], part: tuple[int, ...], n_tokens: int) -> list[int]:
-    """The first chunks of a part that hold so many tokens together."""
-    numbers, n_found = [], 0
-    for number, chunk in enumerate(chunks):
-        if is_in(number, part) and n_found < n_tokens:
-            numbers.append(number)
-            n_found += len(chunk) - 1
-    return numbers
+class DraftStage:
+    """Drafts of every chunk with the maps that were fitted, and the partial logits of the first choosing chunks, as
+    many as hold n_schedule_tokens."""
 
+    name = "drafts"
 
-def _map_arrays(exit_layer: int, found: ExitMap) -> list[tuple[str, NDArray[Any]]]:
-    parts = (("up", found.up), ("bias", found.bias), ("down", found.down))
-    return [(f"{exit_layer}.{name}", part.numpy()) for name, part in parts if part is not None]
+    def __init__(
+        self, executor: Executor, chunks: Sequence[Chunk], maps: dict[int, ExitMap], n_schedule_tokens: int
+    ) -> None:
+        self.numbers = range(len(chunks))
+        self.chunks: list[ChunkDrafts] = []
+        self.partial: list[PartialLogits] = []
+        self._executor, self._maps = executor, maps
+        self._scheduling = first_numbers(chunks, CHOOSE, n_schedule_tokens)
 
+    def add(self, number: int, chunk: Chunk) -> None:
+        found = trace(self._executor, chunk)
+        drafts = drafts_of(self._executor, found, self._maps, with_unmapped=is_in(number, HELD_OUT))
+        drawn = drafts.partial.drawn(np.random.default_rng(number))  # the same in every run
+        self.chunks.append(ChunkDrafts(drafts.features, drafts.is_right, drafts.is_right_unmapped, *drawn))
+        if number in self._scheduling:
+            self.partial.append(drafts.partial)
 
-def _map_from(exit_layer: int, arrays: Arrays) -> ExitMap:
-    up, bias = (torch.from_numpy(arrays[f"{exit_layer}.{name}"]) for name in ("up", "bias"))
-    down = arrays.get(f"{exit_layer}.down")
-    return ExitMap(None if down is None else torch.from_numpy(down), up, bias)
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def arrays(self) -> Arrays:
+        if not self.chunks:
+            return {}
+        arrays = fields_of(joined(self.chunks)) | {LENGTHS: np.array([each.is_right.shape[1] for each in self.chunks])}
+        if self.partial:
+            arrays |= fields_of(joined(self.partial))
+        return arrays
+
+    def restore(self, arrays: Arrays, is_finished: bool) -> None:
+        lengths = arrays[LENGTHS]
+        self.chunks = split(ChunkDrafts, arrays, lengths)
+        kept = [number for number in self._scheduling if number < len(lengths)]
+        self.partial = split(PartialLogits, arrays, lengths[kept]) if kept else []

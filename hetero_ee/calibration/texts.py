@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 
+from hetero_ee.calibration.stages import Chunk
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
@@ -11,17 +12,15 @@ from hetero_ee.errors import UsageError
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.tokenizer import Tokenizer
 
-Chunk = tuple[int, ...]
-
 CHUNK_TOKENS = 256
 MIN_CHUNK_TOKENS = 8  # shorter ones say little of a text
 MIN_CHUNKS = 16  # four for each quarter of the split
 MIN_TOKENS = 512
 DEFAULT_TOKENS = 8192
-CHARACTERS_PER_TOKEN = 16  # more than any text has on average; what lies beyond is not looked at
-N_TOGETHER = 16  # own texts written at the same time
+CHARACTERS_PER_TOKEN = 16  # more than any text has on average; what lies beyond is not read
+N_TOGETHER = 16  # own texts written in one batch
 
-# What own texts begin with: many subjects and forms, a few words each, as the model shall go on by itself.
+# What own texts begin with: many subjects and forms, a few words each, as the model is to continue by itself.
 OPENINGS = (
     "Once upon a time",
     "The",
@@ -59,7 +58,7 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
     if n_found < MIN_TOKENS:
         raise UsageError(
             f"the text has {n_found} tokens to calibrate on; at least {MIN_TOKENS} are needed, "
-            f"and {DEFAULT_TOKENS} make better figures."
+            f"and {DEFAULT_TOKENS} make better metrics."
         )
     size = chunk_tokens(context_tokens, n_found) - len(begin)
     chunks = [(*begin, *ids[first : first + size]) for ids in encoded for first in range(0, len(ids), size)]
@@ -90,15 +89,15 @@ def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) 
 def own_writer(
     executor: Executor, tokenizer: Tokenizer, ending: Ending, n_tokens: int, clock: Callable[[], float]
 ) -> Callable[[int], list[Chunk]]:
-    """What writes a round of own texts: N_TOGETHER of them, greedy in round 0 and sampled in all others.
+    """A function that writes N_TOGETHER own texts, greedy in call 0 and sampled in all others.
 
-    Every round has noise of its own. A round in which the model ends every text at once is empty.
+    Every call has noise of its own. One in which the model ends every text at once gives none.
     """
     size = chunk_tokens(ending.context_tokens, n_tokens)
     prompts = [ids for opening in OPENINGS if 0 < len(ids := tokenizer.encode(opening)) < size - 1]
 
     def write(number: int) -> list[Chunk]:
-        chosen = [prompts[(number * N_TOGETHER + place) % len(prompts)] for place in range(N_TOGETHER)]
+        chosen = [prompts[(number * N_TOGETHER + index) % len(prompts)] for index in range(N_TOGETHER)]
         texts = [list(prompt) for prompt in chosen]
         temperature = 1.0 if number else 0.0
         params = SamplingParams(max_new_tokens=size, temperature=temperature, seed=number)

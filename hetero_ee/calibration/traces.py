@@ -1,46 +1,46 @@
-"""Traces: what the full-depth model computes on the way to its tokens, chunk by chunk, for calibrating on.
+"""What calibration learns from: chunks through the full-depth model, and what every exit layer would draft on them.
 
 Memory holds one chunk's states at a time. A chunk is a sequence of its own and begins at position 0.
+
+A token's first exit layer takes the candidates with the whole lm_head; those after it compute the logits of these
+candidates alone, partial logits (SpecEE's sliced LM head).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.exits.candidates import HeadCandidates
+from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.features import N_FEATURES, Floats, exit_features
+
+Flags = NDArray[np.bool_]
 
 FIRST_COUNTED = 1  # position 0 has nothing to attend to; its states are like no other's, and nothing is drafted there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One chunk at full depth, without its position 0.
+    """One chunk at full depth, m tokens without its position 0. States are those through the final norm."""
 
-    token_ids: all of the chunk's. normed: for each exit layer 1..n_layers - 1 the states after so many layers, through
-    the final norm, fp32 (m, hidden); final: those after the last. tokens: (m,), what the full model would say next.
-    """
-
-    token_ids: tuple[int, ...]
-    normed: tuple[Tensor, ...]
-    final: Tensor
-    tokens: Tensor
+    normed: tuple[Tensor, ...]  # for each exit layer 1..n_layers - 1 the states after so many layers, fp32 (m, hidden)
+    final: Tensor  # after the last layer
+    tokens: Tensor  # (m,), what the full model would say next
 
     def at(self, exit_layer: int) -> Tensor:
-        """Normed states in front of layer `exit_layer`."""
+        """Normed states after `exit_layer` layers."""
         return self.normed[exit_layer - 1]
 
 
-def traces(executor: Executor, chunks: Iterable[Sequence[int]]) -> Iterator[Trace]:
-    """A trace of each chunk, in order. Sequences in the executor's cache are left as they are."""
-    for token_ids in chunks:
-        yield trace(executor, token_ids)
-
-
 def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
-    """The trace of one chunk of at least two tokens."""
+    """The trace of one chunk of at least two tokens. Sequences in the executor's cache are left as they are."""
     sequence = executor.cache.open_new()
     try:
         batch = Batch.of_sequence(sequence, 0, list(token_ids))
@@ -51,9 +51,142 @@ def trace(executor: Executor, token_ids: Sequence[int]) -> Trace:
             normed.append(executor.final_norm(hidden[FIRST_COUNTED:]).clone())  # the executor may reuse its memory
     finally:
         executor.cache.close(sequence)
-    return Trace(tuple(token_ids), tuple(normed[:-1]), normed[-1], chosen_tokens(executor.lm_head(normed[-1])))
+    return Trace(tuple(normed[:-1]), normed[-1], chosen_tokens(executor.lm_head(normed[-1])))
 
 
 def chosen_tokens(logits: Tensor) -> Tensor:
-    """(m, vocab) -> (m,): the likeliest token of each row; the lowest id wins a tie, as everywhere in this engine."""
+    """(m, vocab) -> (m,): the likeliest token each; the lowest id wins a tie, as everywhere in this engine."""
     return torch.from_numpy(logits.numpy().argmax(axis=1))
+
+
+def n_pairs(n_exit_layers: int) -> int:
+    """Pairs of an exit layer that took candidates, and one at or after it."""
+    return n_exit_layers * (n_exit_layers + 1) // 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialLogits:
+    """Of m tokens, at every exit layer, of the candidates that it and every earlier one took."""
+
+    values: Floats  # fp32 (n_pairs, m, 4): for exit layer 1, 2, ... of the candidates taken at 1, 2, ... up to it
+    rank: NDArray[np.uint8]  # (n_exit_layers, m): index of the full model's token among the candidates, 4 for none
+
+    @property
+    def n_exit_layers(self) -> int:
+        return len(self.rank)
+
+    def at(self, first: int, exit_layer: int) -> Floats:
+        """(m, 4): at `exit_layer`, of the candidates taken at `first`, at or before it."""
+        found: Floats = self.values[n_pairs(exit_layer - 1) + first - 1]
+        return found
+
+    def features(self, first: int, exit_layer: int, previous: int | None) -> Floats:
+        """(m, 12), the change counted since exit layer `previous`; None for candidates just taken."""
+        changed_from = np.zeros_like(self.at(first, exit_layer))
+        if previous is not None:
+            exit_features(self.at(first, previous), changed_from)
+        return exit_features(self.at(first, exit_layer), changed_from)
+
+    def is_right(self, first: int, exit_layer: int) -> Flags:
+        """(m,): whether the likeliest candidate is the full model's token."""
+        return np.asarray(self.at(first, exit_layer).argmax(1) == self.rank[first - 1])
+
+    def drawn(self, random: np.random.Generator) -> tuple[Floats, Flags, NDArray[np.int64]]:
+        """Each token as every exit layer may come to see it: the one that took its candidates is drawn evenly from
+        those before, and the one evaluated last from those between, so that gaps vary as they do when drafts are made.
+
+        -> features (n_exit_layers, m, 12), is_right and the exit layer that took the candidates (n_exit_layers, m).
+        Exit layer 1 has none before it: what is said of it means nothing.
+        """
+        m = self.rank.shape[1]
+        features = np.zeros((self.n_exit_layers, m, N_FEATURES), np.float32)
+        is_right, took = np.zeros((self.n_exit_layers, m), np.bool_), np.ones((self.n_exit_layers, m), np.int64)
+        tokens = np.arange(m)
+        for exit_layer in range(2, self.n_exit_layers + 1):
+            first = random.integers(1, exit_layer, m)
+            previous = random.integers(first, exit_layer)
+            logits = self.values[n_pairs(exit_layer - 1) + first - 1, tokens]
+            earlier = self.values[(previous - 1) * previous // 2 + first - 1, tokens]  # n_pairs of arrays
+            changed_from = np.zeros_like(earlier)
+            exit_features(earlier, changed_from)
+            features[exit_layer - 1] = exit_features(logits, changed_from)
+            is_right[exit_layer - 1] = logits.argmax(1) == self.rank[first - 1, tokens]
+            took[exit_layer - 1] = first
+        return features, is_right, took
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Of a trace's m tokens, at each exit layer: whether the draft is the full model's token."""
+
+    is_right: Flags  # (n_exit_layers, m)
+    is_right_unmapped: Flags  # (n_exit_layers, m), without the exit maps
+    partial: PartialLogits
+
+    @property
+    def features(self) -> Floats:
+        """(n_exit_layers, m, 12), each exit layer being the first evaluated."""
+        exit_layers = range(1, self.partial.n_exit_layers + 1)
+        return np.stack([self.partial.features(exit_layer, exit_layer, None) for exit_layer in exit_layers])
+
+
+def drafts_of(executor: Executor, found: Trace, maps: Mapping[int, ExitMap], *, with_unmapped: bool) -> Drafts:
+    """maps: by exit layer. with_unmapped: computes is_right_unmapped too, one more product of the lm_head where a map
+    is; else it is False there. Memory holds the whole vocabulary's logits of one exit layer at a time."""
+    tokens = found.tokens.numpy()
+    taken: list[NDArray[np.int64]] = []
+    logits, rank, is_right, is_right_unmapped = [], [], [], []
+    for exit_layer, normed in enumerate(found.normed, start=1):
+        exit_map = maps.get(exit_layer)
+        whole = executor.lm_head(normed if exit_map is None else exit_map.apply(normed))
+        candidates = HeadCandidates().of(whole)
+        taken.append(candidates.token_ids)
+        logits += [np.take_along_axis(whole.numpy(force=True), token_ids, axis=1) for token_ids in taken]
+        hits = candidates.token_ids == tokens[:, None]
+        rank.append(np.where(hits.any(1), hits.argmax(1), hits.shape[1]).astype(np.uint8))
+        is_right.append((candidates.token_ids[:, 0] == tokens) & candidates.is_finite)
+        if exit_map is None:
+            is_right_unmapped.append(is_right[-1])
+        elif with_unmapped:
+            is_right_unmapped.append((chosen_tokens(executor.lm_head(normed)) == found.tokens).numpy())
+        else:
+            is_right_unmapped.append(np.zeros(len(tokens), np.bool_))
+    partial = PartialLogits(np.stack(logits), np.stack(rank))
+    return Drafts(np.stack(is_right), np.stack(is_right_unmapped), partial)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkDrafts:
+    """Features and labels of a chunk's m tokens at every exit layer: arrays (n_exit_layers, m, ...).
+
+    The first three are of tokens whose first exit layer it is, the partial ones of tokens whose candidates an earlier
+    one took (see PartialLogits.drawn; exit layer 1's mean nothing).
+    """
+
+    features: NDArray[np.float32]  # (.., .., 12)
+    is_right: NDArray[np.bool_]  # the draft is the full model's token
+    is_right_unmapped: NDArray[np.bool_]  # it would be without a map; of held-out chunks alone, False elsewhere
+    partial_features: NDArray[np.float32]  # (.., .., 12)
+    partial_is_right: NDArray[np.bool_]
+    partial_first: NDArray[np.int64]  # the exit layer that took the candidates
+
+
+T = TypeVar("T", PartialLogits, ChunkDrafts)
+
+
+def fields_of(arrays: PartialLogits | ChunkDrafts) -> dict[str, NDArray[Any]]:
+    """Its arrays by name."""
+    return {field.name: getattr(arrays, field.name) for field in fields(arrays)}
+
+
+def joined(parts: Sequence[T]) -> T:
+    """All parts' tokens, one part after the other."""
+    columns = zip(*(fields_of(part).values() for part in parts), strict=True)
+    return type(parts[0])(*(np.concatenate(column, axis=1) for column in columns))
+
+
+def split(kind: type[T], arrays: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]) -> list[T]:
+    """Parts of so many tokens each, from the arrays of the joined ones."""
+    ends = lengths.cumsum()[:-1]
+    columns = (np.split(arrays[field.name], ends, axis=1) for field in fields(kind))
+    return [kind(*map(np.ascontiguousarray, parts)) for parts in zip(*columns, strict=True)]

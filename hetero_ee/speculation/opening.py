@@ -21,8 +21,8 @@ from hetero_ee.runtime.work import work_s
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
-from hetero_ee.speculation.exits.confidence import ExitConfidence
 from hetero_ee.speculation.exits.exit_map import ExitMap
+from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
 from hetero_ee.speculation.sources.draft_head_layer import draft_head_works, vocabulary_work
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.runtime.opening import open_on_cpu
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact, generate_exact_from
 from hetero_ee.speculation.statistics import DraftCounts

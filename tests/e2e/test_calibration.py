@@ -1,4 +1,4 @@
-"""Calibration from end to end, on a random model: what it gives, that it can be gone on with, and what it refuses."""
+"""Calibration from end to end, on a random model: what it gives, that it can be resumed, and what it refuses."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,10 +10,10 @@ import torch
 from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.activations import activation_names
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.calibration.mlp_training import MlpTraining
+from hetero_ee.calibration.predictor_fitting import PredictorTraining
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import MIN_TOKENS, text_chunks
-from hetero_ee.calibration.traces import traces
+from hetero_ee.calibration.traces import trace
 from hetero_ee.errors import DiskFullError, ModelError, StoreError
 from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE
 from hetero_ee.weights.store.filesystem import FileSystem
@@ -25,8 +25,8 @@ SETTINGS = CalibrationSettings(
     save_every_s=0.0,
     n_selection_tokens=100,
     n_activation_tokens=100,
-    n_walk_tokens=100,
-    training=MlpTraining(n_hidden=8, n_steps=20),
+    n_schedule_tokens=100,
+    training=PredictorTraining(n_hidden=8, n_steps=20),
 )
 
 
@@ -46,7 +46,6 @@ def job(
     request: CalibrationRequest,
     progress: Callable[[str, int, int], None] | None = None,
     files: FileSystem | None = None,
-    settings: CalibrationSettings = SETTINGS,
 ) -> CalibrationOutcome:
     assert engine.calibrations is not None
     tokenizer, ending = engine._tokenizer, engine._ending(engine.executor)
@@ -56,8 +55,7 @@ def job(
         tokenizer,
         ending,
         place,
-        request,
-        settings=settings,
+        replace(request, settings=SETTINGS),
         progress=progress,
         clock=lambda: 0.0,  # saves at every chunk
         files=files,
@@ -102,7 +100,7 @@ def whole(request: pytest.FixtureRequest, engine: Engine) -> tuple[CalibrationRe
     return asked, written(engine)
 
 
-def test_it_is_found_beside_its_store_and_holds_every_boundary(engine: Engine) -> None:
+def test_it_is_found_beside_its_store_and_holds_every_exit_layer(engine: Engine) -> None:
     outcome = job(engine, REQUESTS["text"])
     assert engine.calibrations is not None
     assert outcome.folder == engine.calibrations.folder
@@ -111,20 +109,19 @@ def test_it_is_found_beside_its_store_and_holds_every_boundary(engine: Engine) -
     assert [each.exit_layer for each in found.exit_layers] == list(range(1, engine.spec.n_layers))
     assert found.text.description == "words" and 700 < found.text.n_tokens <= 900
     assert sum(found.depths.histogram) == found.text.n_held_out_tokens
-    assert all(each.walk.n_evaluated >= 1 for each in found.exit_layers)
     statistics = found.statistics()
     assert statistics.rates_at(1).exit_rate == found.at(1).metrics.exit_rate
     assert not partial_file(engine).exists()
 
 
 @pytest.mark.parametrize("call", [0, 1, 8, 13, 25])
-def test_an_interrupted_run_gone_on_with_gives_the_same_bytes(
+def test_an_interrupted_run_resumed_gives_the_same_bytes(
     engine: Engine, whole: tuple[CalibrationRequest, list[bytes]], call: int
 ) -> None:
     request, expected = whole
     with pytest.raises(KeyboardInterrupt) as interrupt:
         job(engine, request, interrupting(call))
-    goes_on = any("goes on from there" in note for note in getattr(interrupt.value, "__notes__", ()))
+    goes_on = any("running it again resumes it" in note for note in getattr(interrupt.value, "__notes__", ()))
     assert partial_file(engine).exists() == goes_on
     job(engine, request)
     assert written(engine) == expected
@@ -229,8 +226,8 @@ def test_chunks_are_the_texts_and_each_begins_as_a_prompt_does(engine: Engine) -
 def test_a_trace_is_what_a_single_pass_computes(engine: Engine) -> None:
     executor = engine.executor
     chunk = tuple(engine._tokenizer.encode(text_of(30)))
-    (found,) = traces(executor, [chunk])
-    assert found.token_ids == chunk and len(found.normed) == engine.spec.n_layers - 1
+    found = trace(executor, chunk)
+    assert len(found.normed) == engine.spec.n_layers - 1
     result = engine.generate(engine._tokenizer.decode(list(chunk)), max_new_tokens=1)
     assert int(found.tokens[-1]) == result.token_ids[0]
     assert found.final.shape == (len(chunk) - 1, engine.spec.hidden_size)

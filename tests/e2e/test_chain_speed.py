@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hetero_ee.speculation.chain_rule import ChainRule
 
 from hetero_ee import Engine
 from hetero_ee.planning.limits import Limits
-from hetero_ee.speculation.chain_rule import ChainRule
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP
 

@@ -85,10 +85,11 @@ def test_the_document_has_every_figure(cli: Cli, tiny: Path, text: Path, cache: 
     other.write_text(text_of(400, seed=3))
     ended = calibrated(cli, tiny, text, "--json", "--text", other)
     found = json.loads(ended.out)
-    assert found["schema"] == 1 and found["text"]["description"] == "words.txt, more.txt"
+    assert found["schema"] == 2 and found["text"]["description"] == "words.txt, more.txt"
     assert [each["exit_layer"] for each in found["exit_layers"]] == [1, 2]
     assert {"agreement", "exit_rate", "precision", "recall", "acceptance"} <= found["exit_layers"][0].keys()
     assert set(found["schedule"]) <= {1, 2}
+    assert {"map_rank", "threshold", "partial_threshold"} <= found["exit_layers"][1].keys()
     assert found["folder"] == str(calibrations(cache)[0]) and found["seconds"] > 0
     assert json.loads((calibrations(cache)[0] / JSON_FILE).read_text())["depths"] == found["depths"]
 

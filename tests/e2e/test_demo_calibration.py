@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee.calibration.evaluation import evaluate
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.config import demo_model_folder
@@ -16,6 +15,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.weights.quantization import Quantization
 
 MAX_BYTES = 1_500_000
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORY = (
     "Once upon a time there was a little boy named Ben. Ben had a red kite. One day he went to the park with his mom. "
     "The wind was very strong. Ben ran and ran, and the kite went up high in the sky. He was so happy! Then the wind "
@@ -41,34 +41,33 @@ def test_it_is_found_for_a_store_without_one_of_its_own(demo: Path, tmp_path: Pa
     assert found.statistics().rates_at(8).exit_rate > 0.5
 
 
-def test_it_has_a_schedule_that_lets_rows_exit_earlier(demo: Path, tmp_path: Path) -> None:
+def test_it_has_a_schedule_of_exit_layers_with_partial_predictors(demo: Path, tmp_path: Path) -> None:
     found = place(demo, tmp_path / "store").find()
     assert found is not None
-    assert 2 <= len(found.schedule.exit_layers) <= found.n_layers // 4 and found.schedule.saved > 0
-    assert all(each.sliced_predictor is not None for each in found.exit_layers[1:])
-    deepest = found.exit_layers[-1]
-    assert deepest.walk.mean_exit_depth < 0.8 * deepest.exit_layer and deepest.walk.n_evaluated > 1
+    assert 2 <= len(found.schedule) <= found.n_layers // 4
+    assert all(each.partial_predictor is not None for each in found.exit_layers[1:])
 
 
 def test_it_is_small(demo: Path) -> None:
     assert sum(file.stat().st_size for file in (demo / "calibration").iterdir()) < MAX_BYTES
 
 
-def test_it_is_true_of_the_demo_model_on_other_text() -> None:
+def test_it_is_true_of_the_demo_model_on_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fp32 weights and text of our own, agreement and precision are about those that it was measured with."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from measure_exits import evaluate
+
     with Engine.from_pretrained(quantizer="none", threads=1) as engine:
         found = place(demo_model_folder(), Path("no store")).find()
         assert found is not None
         chunks = text_chunks(engine._tokenizer, [STORY * 4], 560, engine.context_tokens)[:8]
         measured = evaluate(engine.executor, found, chunks)
-    n_tokens = measured.n_tokens
+    n_tokens = sum(measured.depths.histogram)
     sigma = max(0.02, (0.25 / n_tokens) ** 0.5)
-    for each, metrics, walk in zip(found.exit_layers, measured.exit_layers, measured.walks, strict=True):
+    for each, metrics in zip(found.exit_layers, measured.exit_layers, strict=True):
         assert abs(metrics.drafted_agreement - each.metrics.drafted_agreement) < 5 * sigma
         if metrics.exit_rate * n_tokens > 50:
             assert metrics.precision > each.metrics.precision - 5 * sigma
-            assert walk.precision > each.walk.precision - 5 * sigma
-            assert abs(walk.mean_exit_depth - each.walk.mean_exit_depth) < 1
 
 
 @pytest.mark.parametrize("change", ["weights", "configuration", "quantizer"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -16,6 +17,7 @@ from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE, c
 from tests.calibration_support import KEY, FailingDisk, same, small_spec, some_calibration
 
 SPEC = small_spec()
+PREDICTOR = "exit_layers.2.predictor."
 
 
 @pytest.fixture
@@ -53,9 +55,8 @@ def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     statistics = found.statistics()
     assert statistics.rates_at(2).exit_rate == found.at(2).metrics.exit_rate
     assert statistics.rates_at(4).precision == found.at(4).metrics.precision
-    assert statistics.rates[4].refused_precision == found.at(4).metrics.refused_precision
-    assert [found.levels(exit_layer) for exit_layer in (1, 2, 3, 4)] == [(), (1,), (1,), (1, 3)]
-    assert statistics.survival is None and "a text" in statistics.source
+    assert statistics.exit_layers[3].rates.refused_precision == found.at(4).metrics.refused_precision
+    assert "a text" in statistics.source
     assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)
     assert found.neuron_frequencies[3].tolist() == found.activations["layers.3.ffn.active_share"].tolist()
 
@@ -96,10 +97,10 @@ def test_another_models_is_refused_with_the_way_out(folder: Path) -> None:
         read_calibration(folder, SPEC, "cd" * 32)
 
 
-@pytest.mark.parametrize("version", [1, 99])
+@pytest.mark.parametrize("version", [1, 2, 99])
 def test_another_versions_is_refused_before_anything_else(folder: Path, version: int) -> None:
     edit_json(folder, version=version, unheard_of=1)
-    with pytest.raises(StoreError, match=rf"format version {version}, .* version 2; run hetero-ee calibrate"):
+    with pytest.raises(StoreError, match=rf"format version {version}, .* version 3; run hetero-ee calibrate"):
         read_calibration(folder, SPEC, KEY)
 
 
@@ -117,13 +118,13 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
         {"tensors_sha256": "0" * 64},
         {"unknown": 1},
         {"text": {"description": 1}},
-        {"schedule": {"exit_layers": [3, 1], "worth": [1.0, 1.0], "saved": 1.0}},
-        {"schedule": {"exit_layers": [5], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"exit_layers": [0], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"exit_layers": [10**400], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"exit_layers": [2.0], "worth": [1.0], "saved": 1.0}},
-        {"schedule": {"exit_layers": [2], "worth": [], "saved": 1.0}},
-        {"schedule": {"exit_layers": [2], "worth": [1.0]}},
+        {"schedule": [3, 1]},
+        {"schedule": [3, 3]},
+        {"schedule": [5]},
+        {"schedule": [0]},
+        {"schedule": [10**400]},
+        {"schedule": [2.0]},
+        {"schedule": 2},
         {"schedule": None},
     ],
     ids=str,
@@ -141,22 +142,17 @@ def test_a_damaged_document_is_refused(folder: Path, changes: dict[str, Any]) ->
         ("map_rank", 0),
         ("map_rank", 4),
         ("map_rank", 10**9),
-        ("predictor", "oracle"),
-        ("predictor", "logistic"),
         ("threshold", -0.5),
+        ("threshold", None),
         ("threshold", "1"),
         ("metrics", {}),
-        ("sliced_predictor", None),
-        ("sliced_predictor", "oracle"),
-        ("sliced_threshold", 2.1),
-        ("sliced_threshold", None),
+        ("partial_threshold", 2.1),
+        ("partial_threshold", -1.0),
+        ("partial_threshold", None),
         ("walk", {}),
-        ("walk", {"exit_rate": 2, "precision": 1, "refused_precision": 0, "mean_exit_depth": 1, "n_evaluated": 1}),
-        ("walk", {"exit_rate": 1, "precision": 1, "refused_precision": 0, "mean_exit_depth": 9, "n_evaluated": 1}),
-        ("walk", {"exit_rate": 1, "precision": 1, "refused_precision": 0, "mean_exit_depth": 1, "n_evaluated": 9}),
     ],
 )
-def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) -> None:
+def test_a_damaged_exit_layer_is_refused(folder: Path, field: str, value: object) -> None:
     exit_layers = json.loads((folder / JSON_FILE).read_text())["exit_layers"]
     exit_layers[1][field] = value
     edit_json(folder, exit_layers=exit_layers)
@@ -164,12 +160,12 @@ def test_a_damaged_boundary_is_refused(folder: Path, field: str, value: object) 
         read_calibration(folder, SPEC, KEY)
 
 
-def test_a_schedule_of_boundaries_without_a_sliced_predictor_is_refused(folder: Path) -> None:
+def test_a_schedule_of_exit_layers_without_a_partial_predictor_is_refused(folder: Path) -> None:
     body = json.loads((folder / JSON_FILE).read_text())
-    body["exit_layers"][2]["sliced_predictor"] = None
+    body["exit_layers"][2]["partial_threshold"] = None
     edit_json(folder, **body)
-    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "3.sliced" in name])
-    with pytest.raises(StoreError, match=r"the schedule names exit layer 3, which has no sliced predictor"):
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "3.partial" in name])
+    with pytest.raises(StoreError, match=r"the schedule names exit layer 3, which has no partial predictor"):
         read_calibration(folder, SPEC, KEY)
 
 
@@ -186,12 +182,16 @@ def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> Non
         lambda tensors: tensors.popitem(),
         lambda tensors: tensors.update(another=next(iter(tensors.values()))),
         lambda tensors: tensors["exit_layers.1.map.up"].fill(float("nan")),
-        lambda tensors: tensors["exit_layers.1.predictor.bias"].fill(float("inf")),
-        lambda tensors: tensors["exit_layers.2.sliced_predictor.scale"].fill(0),
-        lambda tensors: tensors["exit_layers.3.sliced_predictor.bias"].fill(float("nan")),
-        lambda tensors: tensors.pop("exit_layers.2.sliced_predictor.mean"),
-        lambda tensors: tensors.update({"exit_layers.1.sliced_predictor.mean": tensors["exit_layers.1.map.bias"]}),
-        lambda tensors: tensors["exit_layers.2.predictor.n_candidates"].fill(3),
+        lambda tensors: tensors["exit_layers.1.predictor.first_bias"].fill(float("inf")),
+        lambda tensors: tensors["exit_layers.3.partial_predictor.second"].fill(float("nan")),
+        lambda tensors: tensors.pop("exit_layers.2.partial_predictor.first"),
+        lambda tensors: tensors.pop("exit_layers.2.partial_predictor.second"),
+        lambda tensors: tensors.update({"exit_layers.1.partial_predictor.second": tensors["exit_layers.1.map.bias"]}),
+        lambda tensors: tensors.update({PREDICTOR + "second": tensors[PREDICTOR + "second"][:0]}),
+        lambda tensors: tensors.update({PREDICTOR + "second": np.array(0.5, np.float32)}),
+        lambda tensors: tensors.update({PREDICTOR + "second": tensors[PREDICTOR + "second"].repeat(10_000)}),
+        lambda tensors: tensors.update({PREDICTOR + "first": tensors[PREDICTOR + "first"][:, :9]}),
+        lambda tensors: tensors.update({PREDICTOR + "first": tensors[PREDICTOR + "first"].astype("float64")}),
         lambda tensors: tensors.update({"exit_layers.1.map.up": tensors["exit_layers.1.map.up"][:-1]}),
         lambda tensors: tensors.update({"exit_layers.1.map.bias": tensors["exit_layers.1.map.bias"].astype("float32")}),
         lambda tensors: tensors["activations.layers.0.attention.qkv.second_moment"].fill(float("nan")),
@@ -201,11 +201,15 @@ def test_a_document_that_is_none_is_refused(folder: Path, content: bytes) -> Non
         "too many",
         "map nan",
         "predictor inf",
-        "sliced zero",
-        "sliced nan",
-        "sliced missing",
-        "sliced unknown",
+        "partial nan",
+        "partial missing",
+        "partial without units",
+        "partial unknown",
+        "no units",
+        "scalar units",
+        "too many units",
         "fewer features",
+        "double",
         "shape",
         "type",
         "activations nan",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee.calibration.key import checkpoint_key, store_key
+from hetero_ee.calibration.location import checkpoint_key, store_key
 from hetero_ee.errors import CheckpointError
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.manifest import CopiedFile, Entry, Manifest

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_pace import Pace
 from torch import Tensor
 
 from hetero_ee.decoding.full import generate
@@ -12,8 +14,6 @@ from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.times.overlap import Overlap, overlap
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.speculation.draft_gate import FixedGate
-from hetero_ee.speculation.draft_pace import Pace
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts

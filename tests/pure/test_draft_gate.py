@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate
 
 DRAFT_S = 0.2

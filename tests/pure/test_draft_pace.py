@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hetero_ee.speculation.draft_pace import Pace
 
 from hetero_ee.decoding.full import generate
-from hetero_ee.speculation.draft_pace import Pace
 from hetero_ee.speculation.exact import generate_exact
 from tests.pure.test_exact_faults import PROMPTS, arguments, drafting
 from tests.scripted_model import ScriptedModel, successor, wrong_at

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
 from torch import Tensor
 
 from hetero_ee.decoding.full import generate
@@ -15,7 +16,6 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import HeteroError
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact, generate_exact_from
 from tests.draft_sources import ScriptedSource

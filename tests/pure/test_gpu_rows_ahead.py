@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
@@ -12,7 +13,6 @@ from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.speculation.draft_gate import FixedGate
 from hetero_ee.speculation.drafting import Drafting, ExitHead
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
+from hetero_ee.speculation.draft_gate import FixedGate
+from hetero_ee.speculation.draft_round import DraftRound
+from hetero_ee.speculation.drafter import Drafter
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text, prefill
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.speculation.draft_gate import FixedGate
-from hetero_ee.speculation.draft_round import DraftRound
-from hetero_ee.speculation.drafter import Drafter
 from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
 from hetero_ee.text.text_stream import Decode
 from tests.scripted_model import ScriptedModel, successor

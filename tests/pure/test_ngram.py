@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_ee.speculation.sources.match_precision import MatchPrecision
+from hetero_ee.speculation.sources.ngram_index import SEPARATOR, NgramIndex
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hetero_ee.speculation.sources.match_precision import MatchPrecision
 from hetero_ee.speculation.sources.ngram import NgramLimits, NgramSource
-from hetero_ee.speculation.sources.ngram_index import SEPARATOR, NgramIndex
 
 LIMITS = NgramLimits(max_order=4, min_draft_order=2, max_matches=3, max_history_tokens=24)
 TOKENS = st.lists(st.integers(0, 2), max_size=7)

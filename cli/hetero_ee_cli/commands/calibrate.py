@@ -79,7 +79,7 @@ def _print_table(calibration: "Calibration") -> None:
     print("exit layer  agreement  with map  exit rate  precision  recall  acceptance")
     for each in calibration.exit_layers:
         print(_row(each))
-    candidates = ", ".join(map(str, calibration.schedule.exit_layers))
+    candidates = ", ".join(map(str, calibration.schedule))
     print(f"\ncandidate exit layers: {candidates or 'a single one'}")
     depths = calibration.depths
     means = f"mean depth {depths.mean_depth:.2f} of {calibration.n_layers} layers"
@@ -100,9 +100,8 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         {
             "exit_layer": each.exit_layer,
             "map_rank": each.exit_map.rank if each.exit_map else None,
-            "predictor": each.predictor.kind,
             "threshold": each.threshold,
-            "sliced_threshold": each.sliced_threshold if each.sliced_predictor else None,
+            "partial_threshold": each.partial_threshold if each.partial_predictor else None,
             **asdict(each.metrics),
         }
         for each in calibration.exit_layers
@@ -113,6 +112,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         "seconds": outcome.seconds,
         "text": asdict(calibration.text),
         "exit_layers": exit_layers,
-        "schedule": calibration.schedule.exit_layers,
+        "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
     }

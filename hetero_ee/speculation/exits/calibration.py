@@ -6,53 +6,99 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.calibration.activations import FREQUENCY
-from hetero_ee.calibration.metrics import DepthMetrics, ExitLayerMetrics
-from hetero_ee.planning.statistics import ExitRates, ExitStatistics, WalkRates
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics
 from hetero_ee.speculation.exits.exit_map import ExitMap
-from hetero_ee.speculation.exits.predictors import Predictor
-from hetero_ee.speculation.exits.schedule import ExitSchedule
+from hetero_ee.speculation.exits.predictor import ExitPredictor
+
+MAX_DRAFTS = 8  # drafts in one simulated draft-verify step
+NO_EXIT = 2.0  # a threshold that no probability reaches
+FREQUENCY = "active_share"  # ends the names of activations that say how often FFN neurons are active
+
+
+@dataclass(frozen=True, slots=True)
+class ExitLayerMetrics:
+    """One exit layer alone, on held-out tokens.
+
+    Acceptance is that of simulated draft-verify steps, which draft until the gate says no, or MAX_DRAFTS times, and
+    keep drafts up to the first wrong one.
+    """
+
+    agreement: float  # share of tokens whose likeliest token here, without a map, is the full model's
+    mapped_agreement: float | None  # the same with the exit map, None where there is none
+    exit_rate: float  # share of tokens at which the gate opens
+    precision: float  # of these, share whose draft is right
+    recall: float  # of the tokens with a right draft, share that exits
+    acceptance: float  # share of drafts kept
+    kept_drafts: tuple[int, ...]  # number of draft-verify steps by the drafts that they kept, from 0 on
+    refused_precision: float  # of the tokens that do not exit, share whose draft would have been right
+
+    def __post_init__(self) -> None:
+        shares = (self.agreement, self.exit_rate, self.precision, self.recall, self.acceptance, self.refused_precision)
+        _check_shares(*shares, self.mapped_agreement or 0.0)
+        if len(self.kept_drafts) != MAX_DRAFTS + 1 or min(self.kept_drafts) < 0:
+            raise ValueError(f"kept_drafts has to be {MAX_DRAFTS + 1} counts")
+
+    @property
+    def drafted_agreement(self) -> float:
+        """Agreement of the drafts as they are made: with the map where there is one."""
+        return self.agreement if self.mapped_agreement is None else self.mapped_agreement
+
+
+@dataclass(frozen=True, slots=True)
+class DepthMetrics:
+    """Exits at the first exit layer whose gate opens. Depth: layers run, all of them where a token never exits."""
+
+    histogram: tuple[int, ...]  # tokens by depth 1..n_layers
+    mean_depth: float
+    oracle_mean_depth: float  # with gates that open where, and only where, the draft is right
+    locality: float  # share of tokens whose depth is near one of the last ones in the sequence (see recent_exits.py)
+    near_share: float  # mean share of depths that are near those: the locality that chance would give
+
+    def __post_init__(self) -> None:
+        n_layers = len(self.histogram)
+        if min(self.histogram, default=0) < 0 or not sum(self.histogram):
+            raise ValueError("the histogram has to hold counts, some above 0")
+        if not all(1 <= depth <= n_layers for depth in (self.mean_depth, self.oracle_mean_depth)):
+            raise ValueError(f"mean depths lie between 1 and {n_layers}")
+        _check_shares(self.locality, self.near_share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedExitLayer:
-    """Exits in front of layer `exit_layer`, counted from 0: `exit_layer` layers have run.
+    """An exit after `exit_layer` layers. A token may exit where a predictor's probability reaches its threshold.
 
-    exit_map: None where none agrees with the full model more often than no map does. A row may exit where the
-    predictor's probability is at least `threshold`; the features are those of the first layer evaluated for a row,
-    where the whole head takes the candidates. sliced_predictor, sliced_threshold: the same of a row whose candidates an
-    earlier exit layer has taken, with the change since the one evaluated last; None where too few rows tell.
+    The partial predictor is for tokens whose candidates an earlier exit layer has taken: only their logits are computed
+    here, and the features count the change since the exit layer evaluated last.
     """
 
     exit_layer: int
-    exit_map: ExitMap | None
-    predictor: Predictor
+    exit_map: ExitMap | None  # None where none agrees with the full model more often than no map does
+    predictor: ExitPredictor
     threshold: float
-    sliced_predictor: Predictor | None
-    sliced_threshold: float
+    partial_predictor: ExitPredictor | None = None  # None where too few tokens tell
+    partial_threshold: float = NO_EXIT
 
-    def opens(self, features: NDArray[np.float32], *, is_sliced: bool) -> NDArray[np.bool_]:
-        """(m, 12) -> (m,): which rows may exit. is_sliced: an earlier exit layer has taken their candidates."""
-        if not is_sliced:
+    def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
+        """(m, 12) -> (m,): which tokens may exit. is_partial: an earlier exit layer has taken their candidates."""
+        if not is_partial:
             return np.asarray(self.predictor.probability(features) >= self.threshold)
-        if self.sliced_predictor is None:
+        if self.partial_predictor is None:
             return np.zeros(len(features), np.bool_)
-        return np.asarray(self.sliced_predictor.probability(features) >= self.sliced_threshold)
+        return np.asarray(self.partial_predictor.probability(features) >= self.partial_threshold)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExitLayerCalibration(FittedExitLayer):
-    """The same with its figures. walk: of tokens judged at the schedule's exit layers before this one as well."""
+    """A fitted exit layer with its metrics."""
 
     metrics: ExitLayerMetrics
-    walk: WalkRates
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """What it was measured on. description: for people. Tokens are those that count, without position 0 of a chunk."""
+    """What it was measured on. Tokens are those that count, without position 0 of a chunk."""
 
-    description: str
+    description: str  # for people
     n_train_tokens: int
     n_threshold_tokens: int
     n_held_out_tokens: int
@@ -65,17 +111,15 @@ class CalibrationText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """All figures are of held-out tokens. schedule: the exit layers worth judging rows at, none where that is not
-    known; its units are bytes read (see schedule_fitting.py). activations: means a token by name, see
-    activations.py."""
+    """All metrics are of held-out tokens."""
 
     n_layers: int
     hidden_size: int
     text: CalibrationText
     exit_layers: tuple[ExitLayerCalibration, ...]
-    schedule: ExitSchedule
+    schedule: tuple[int, ...]  # exit layers worth judging tokens at, ascending; empty where that is not known
     depths: DepthMetrics
-    activations: Mapping[str, NDArray[np.float32]]
+    activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/activations.py
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
         """exit_layer: 1 to n_layers - 1."""
@@ -88,11 +132,13 @@ class Calibration:
         return np.stack([self.activations[name] for name in names])
 
     def statistics(self) -> ExitStatistics:
-        """What the planner wants to know. Every token passes every layer in the end, so that no layer is spared."""
+        """What the planner needs. Every token passes every layer in the end, so that no layer is saved."""
         metrics = {each.exit_layer: each.metrics for each in self.exit_layers}
         rates = {n: ExitRates(each.exit_rate, each.precision, each.refused_precision) for n, each in metrics.items()}
         return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, rates)
 
-    def levels(self, exit_layer: int) -> tuple[int, ...]:
-        """The schedule's exit layers in front of this one."""
-        return tuple(place for place in self.schedule.exit_layers if place < exit_layer)
+
+def _check_shares(*shares: float) -> None:
+    for share in shares:
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share is {share}, expected 0 to 1")

@@ -3,7 +3,8 @@
     y = x + x W + b
 
 x: normed hidden state after some layer, y: estimate of the normed state after the last. W is (hidden, hidden), or of
-low rank in two factors. The map is a correction: without evidence it is the identity. How it is fitted: map_fit.py.
+low rank in two factors. The map is a correction: without evidence it is the identity. calibration/map_fitting.py fits
+it.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitMap:
-    """up: fp32 (hidden, rank); down: fp32 (rank, hidden), None for full rank, W^T = up then; bias: fp32 (hidden,)."""
+    """The map x + x W + b, W^T = up @ down."""
 
-    down: Tensor | None
-    up: Tensor
-    bias: Tensor
+    down: Tensor | None  # fp32 (rank, hidden); None for full rank, W^T = up then
+    up: Tensor  # fp32 (hidden, rank)
+    bias: Tensor  # fp32 (hidden,)
 
     def __post_init__(self) -> None:
         n_inner = self.up.shape[0] if self.down is None else self.down.shape[0]
@@ -28,21 +29,17 @@ class ExitMap:
             raise ValueError(f"factors {tuple(self.up.shape)} and bias {tuple(self.bias.shape)} are of no map")
 
     @property
-    def hidden_size(self) -> int:
-        return self.up.shape[0]
-
-    @property
     def rank(self) -> int:
         return self.up.shape[1]
 
     @torch.inference_mode()
     def apply(self, normed: Tensor) -> Tensor:
-        """(m, hidden) -> (m, hidden). A row's bits don't depend on the rows beside it: each is multiplied alone."""
+        """(m, hidden) -> (m, hidden). Bits of a token do not depend on the batch: each is multiplied alone."""
         mapped = torch.empty_like(normed)
-        for row, state in enumerate(normed):
+        for token, state in enumerate(normed):
             own = state.clone()  # a clone is aligned, a view need not be
             inner = own if self.down is None else torch.mv(self.down, own)
-            mapped[row] = own + (torch.mv(self.up, inner) + self.bias)
+            mapped[token] = own + (torch.mv(self.up, inner) + self.bias)
         return mapped
 
     def rounded(self) -> Self:

@@ -1,18 +1,12 @@
-"""Figures of early exit, against ones counted by hand and by the plain definition."""
+"""Metrics of early exit, against ones counted by hand and by the plain definition."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_ee.calibration.metrics import (
-    MAX_DRAFTS,
-    DepthMetrics,
-    ExitLayerMetrics,
-    depth_figures,
-    exit_layer_metrics,
-)
-from hetero_ee.planning.statistics import WalkRates
+from hetero_ee.calibration.metrics import depth_metrics, exit_layer_metrics
+from hetero_ee.speculation.exits.calibration import MAX_DRAFTS, DepthMetrics, ExitLayerMetrics
 
 SHARES = (
     "agreement",
@@ -71,11 +65,9 @@ def test_a_round_ends_with_its_chunk() -> None:
 
 def test_depths_are_those_of_the_first_open_gate() -> None:
     gates = np.array([flags("1000"), flags("1100"), flags("0010")])  # exit layers 1, 2, 3 of 4 layers
-    found = depth_figures([gates], [gates])
+    found = depth_metrics([gates], [gates])
     assert found.histogram == (1, 1, 1, 1)
     assert found.mean_depth == found.oracle_mean_depth == 2.5
-    assert found.survival == (1.0, 0.75, 0.5, 0.25)
-    assert found.exit_shares == (0.0, 0.25, 0.25, 0.25)
 
 
 def test_locality_looks_at_the_last_five_of_the_same_chunk() -> None:
@@ -85,17 +77,17 @@ def test_locality_looks_at_the_last_five_of_the_same_chunk() -> None:
         return np.array([[depth == exit_layer for depth in depths] for exit_layer in range(1, n_layers)])
 
     far = exits(1, 1, 1, 1, 1, 8)
-    found = depth_figures([far], [far])
+    found = depth_metrics([far], [far])
     assert found.locality == 4 / 5
     assert found.near_share == 3 / n_layers  # depths 1 to 3
     remembered = exits(8, 1, 1, 1, 1, 8)
-    assert depth_figures([remembered], [remembered]).locality == 4 / 5  # 1 is far from 8, the last 8 is remembered
+    assert depth_metrics([remembered], [remembered]).locality == 4 / 5  # 1 is far from 8, the last 8 is remembered
     forgotten = exits(8, 1, 1, 1, 1, 1, 8)
-    assert depth_figures([forgotten], [forgotten]).locality == 4 / 6
+    assert depth_metrics([forgotten], [forgotten]).locality == 4 / 6
     between = [exits(5, 7, 10), exits(5, 9, 9, 9, 9, 7, 5, 1)]  # 1 of 2 and 5 of 7
-    assert depth_figures(between, between).locality == 6 / 9
+    assert depth_metrics(between, between).locality == 6 / 9
     alone = [exits(3), exits(11)]
-    assert depth_figures(alone, alone).locality == 0.0  # chunks don't remember each other
+    assert depth_metrics(alone, alone).locality == 0.0  # chunks don't remember each other
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
@@ -125,22 +117,3 @@ def test_depths_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     DepthMetrics(**whole)  # type: ignore[arg-type]
     with pytest.raises(ValueError):
         DepthMetrics(**(whole | change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"exit_rate": 1.1},
-        {"precision": -0.1},
-        {"refused_precision": float("nan")},
-        {"mean_exit_depth": -1.0},
-        {"n_evaluated": float("inf")},
-        {"n_evaluated": float("nan")},
-    ],
-    ids=str,
-)
-def test_walks_that_cannot_be_are_refused(change: dict[str, float]) -> None:
-    whole = {"exit_rate": 0.5, "precision": 0.9, "refused_precision": 0.3, "mean_exit_depth": 2.0, "n_evaluated": 1.5}
-    WalkRates(**whole)
-    with pytest.raises(ValueError):
-        WalkRates(**(whole | change))

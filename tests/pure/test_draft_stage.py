@@ -1,9 +1,10 @@
-"""The stage of the rows: the same in every run, in one piece or gone on with, and few tokens' sliced logits kept."""
+"""The stage of the drafts: the same in every run, in one piece or resumed, and few tokens' partial logits kept."""
 
 import numpy as np
 import pytest
 
-from hetero_ee.calibration.row_stage import BY_CHUNK, RowStage
+from hetero_ee.calibration.stages import DraftStage
+from hetero_ee.calibration.traces import fields_of
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -21,25 +22,21 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return ReferenceExecutor(spec, load_dense(Checkpoint(folder, spec)), max(map(len, CHUNKS)))
 
 
-def stage_of(executor: Executor, n_chunks: int, n_walk_tokens: int = 14) -> RowStage:
-    stage = RowStage(executor, CHUNKS, {}, n_walk_tokens)
+def stage_of(executor: Executor, n_chunks: int, n_schedule_tokens: int = 14) -> DraftStage:
+    stage = DraftStage(executor, CHUNKS, {}, n_schedule_tokens)
     for number in stage.numbers[:n_chunks]:
         stage.add(number, CHUNKS[number])
     return stage
 
 
-def same(one: RowStage, other: RowStage) -> None:
-    for name in BY_CHUNK:
-        for mine, theirs in zip(getattr(one, name), getattr(other, name), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    assert one.sliced.keys() == other.sliced.keys()
-    for number, sliced in one.sliced.items():
-        np.testing.assert_array_equal(sliced.values, other.sliced[number].values)
-        np.testing.assert_array_equal(sliced.rank, other.sliced[number].rank)
+def same(one: DraftStage, other: DraftStage) -> None:
+    for mine, theirs in zip([*one.chunks, *one.partial], [*other.chunks, *other.partial], strict=True):
+        for array, expected in zip(fields_of(mine).values(), fields_of(theirs).values(), strict=True):
+            np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.parametrize("n_before", [0, 1, 2, 3, 7, 12])
-def test_gone_on_with_it_is_the_same_as_in_one_piece(executor: Executor, n_before: int) -> None:
+def test_resumed_it_is_the_same_as_in_one_piece(executor: Executor, n_before: int) -> None:
     whole, before = stage_of(executor, len(CHUNKS)), stage_of(executor, n_before)
     after = stage_of(executor, 0)
     if n_before:
@@ -52,9 +49,10 @@ def test_gone_on_with_it_is_the_same_as_in_one_piece(executor: Executor, n_befor
 
 
 @pytest.mark.parametrize(
-    ("n_walk_tokens", "kept"), [(13, [2, 3]), (14, [2, 3, 6]), (15, [2, 3, 6, 7]), (10**6, [2, 3, 6, 7, 10, 11])]
+    ("n_schedule_tokens", "kept"), [(13, [2]), (14, [2, 6]), (30, [2, 6]), (31, [2, 6, 10]), (10**6, [2, 6, 10])]
 )
-def test_sliced_logits_are_kept_of_so_many_tokens_alone(
-    executor: Executor, n_walk_tokens: int, kept: list[int]
+def test_partial_logits_are_kept_of_so_many_tokens_alone(
+    executor: Executor, n_schedule_tokens: int, kept: list[int]
 ) -> None:
-    assert sorted(stage_of(executor, len(CHUNKS), n_walk_tokens).sliced) == kept
+    found = stage_of(executor, len(CHUNKS), n_schedule_tokens).partial
+    assert [each.rank.shape[1] for each in found] == [len(CHUNKS[number]) - 1 for number in kept]

@@ -1,0 +1,79 @@
+"""The exit predictor: from a token's features to the chance that its likeliest candidate is the full model's token.
+
+It answers NaN for a token whose features are not finite. NaN reaches no threshold: such a token passes every layer.
+A probability's last bits may depend on the other tokens of the batch, as matrix products do; which drafts are made
+depends on them, never which tokens come out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES
+from hetero_ee.speculation.exits.features import Floats, exit_features, is_finite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExitPredictor:
+    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32: the parameters of the kernel exit_predictor."""
+
+    first: Floats  # (h, n_features)
+    first_bias: Floats  # (h,)
+    second: Floats  # (h,)
+    second_bias: Floats  # (1,)
+
+    def probability(self, features: Floats) -> Floats:
+        """(m, n_features) fp32 -> (m,), 0 to 1, NaN for tokens that are not finite."""
+        n_features = self.first.shape[1]
+        if features.ndim != 2 or features.shape[1] != n_features:
+            raise ValueError(f"features of shape {features.shape}, expected (m, {n_features})")
+        finite = is_finite(features)
+        inner = np.maximum(features[finite] @ self.first.T + self.first_bias, 0)
+        found = np.full(len(features), np.nan, np.float32)
+        found[finite] = 0.5 * (1 + np.tanh(0.5 * (inner @ self.second + self.second_bias)))  # never overflows
+        return found
+
+
+class ExitConfidence:
+    """A predictor's answers for single tokens.
+
+    compiled: by the CPU kernel, in microseconds; else by exit_features and the predictor itself, which agree with it to
+    a few units of fp32's last place. NaN: the token can't be judged.
+    """
+
+    def __init__(self, predictor: ExitPredictor, *, compiled: bool) -> None:
+        self._predictor = predictor
+        self._compiled = _kernel(predictor) if compiled else None
+
+    def of_row(self, logits: Tensor, softmax: Floats | None = None) -> float:
+        """logits (vocab,), fp32, on the CPU: the N_CANDIDATES greatest are looked at. softmax: see of_candidates; None
+        where the token was not judged before. Raises ValueError for fewer tokens than candidates."""
+        if len(logits) < N_CANDIDATES:
+            raise ValueError(f"{len(logits)} logits, expected {N_CANDIDATES} at least.")
+        softmax = np.zeros(N_CANDIDATES, np.float32) if softmax is None else softmax
+        if self._compiled is not None:
+            return self._compiled(logits.numpy(), softmax, True)
+        return self._reference(torch.topk(logits, N_CANDIDATES).values.numpy(), softmax)
+
+    def of_candidates(self, logits: Floats, softmax: Floats) -> float:
+        """Partial logits (k,), of candidates that an earlier exit layer has taken, in their order; softmax (k,): theirs
+        where the token was judged last, which becomes today's."""
+        if self._compiled is not None:
+            return self._compiled(logits, softmax, False)
+        return self._reference(logits, softmax)
+
+    def _reference(self, logits: Floats, softmax: Floats) -> float:
+        return float(self._predictor.probability(exit_features(logits[None], softmax[None]))[0])
+
+
+def _kernel(predictor: ExitPredictor) -> Callable[[Any, Floats, bool], float]:
+    from hetero_ee_cpu_ops.exit_confidence import exit_confidence  # the kernels look where to be cached when imported
+
+    parts = np.ascontiguousarray(predictor.first.T), predictor.first_bias, predictor.second, predictor.second_bias
+    nothing = np.zeros(N_CANDIDATES, np.float32)
+    exit_confidence(nothing, nothing.copy(), *parts, all_tokens=False)  # compiles it now and not within a text
+    return lambda logits, softmax, all_tokens: exit_confidence(logits, softmax, *parts, all_tokens=all_tokens)

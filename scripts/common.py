@@ -1,0 +1,37 @@
+"""What the scripts share: stories in files, every n-th of them held out, and settings that are command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+SEPARATOR = "<|endoftext|>"  # between stories, as the TinyStories files have it
+
+T = TypeVar("T")
+
+
+def read_stories(files: Sequence[Path], separator: str = SEPARATOR) -> list[str]:
+    """The stories of all files, without the separators and line ends between them."""
+    pieces = (piece.strip() for file in files for piece in file.read_text("utf-8", errors="ignore").split(separator))
+    return [piece for piece in pieces if piece]
+
+
+def without_held_out(stories: list[str], every: int) -> tuple[list[str], list[str]]:
+    """The stories to learn from, and every n-th one, which is held out."""
+    held_out = stories[every - 1 :: every] or stories[-1:]
+    return [story for number, story in enumerate(stories, 1) if number % every], held_out
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """A flag for each field of a dataclass, whose metadata hold its help."""
+    for item in fields(kind):
+        flag = "--" + item.name.replace("_", "-")
+        parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
+
+
+def given_settings(arguments: argparse.Namespace, kind: type[T]) -> T:
+    """Those flags' values."""
+    return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})  # type: ignore[arg-type]
