@@ -93,18 +93,13 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _expected(plan: Plan) -> list[str]:
-    found = plan.prediction
+    found, most = plan.prediction, plan.draft_length
     how = "every token through all layers"
+    brings = f"{found.tokens_per_pass:.1f} tokens from a batch of"
     if plan.drafts == SEQUENCE:
-        how = (
-            f"sequences of {plan.draft_length - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens from a "
-            f"pass of {plan.draft_length}"
-        )
+        how = f"sequences of {most - 1} drafts from elsewhere, {brings} {most}"
     elif plan.drafts == EXIT:
-        how = (
-            f"drafts exit after layer {plan.exit_layer}, {found.tokens_per_pass:.1f} tokens from a pass of "
-            f"{found.batch_per_pass:.1f}, at most {plan.draft_length}"
-        )
+        how = f"drafts exit after layer {plan.exit_layer}, {brings} {found.batch_per_pass:.1f} (at most {most})"
     return [
         f"{'mode':10} {plan.mode}: {how}",
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
