@@ -44,7 +44,7 @@ def drawn(seed: int, kinds: Sequence[str] = PLACES) -> Drawn:
     kv_type = rng.choice(["fp16", "int8", "fp32"])
     limits = Limits(context_tokens=CONTEXT_TOKENS, kv_type=kv_type, overrides=pins, mode="full")
     made = plan(spec, profile, limits)
-    if any(part.decode_place in ON_GPU for part in made.parts):
+    if any(part.decode_placement in ON_GPU for part in made.parts):
         share = rng.choice([None, 0.0, 0.0, 0.7])
         made = made if share is None else replace(made, parts=tuple(_visiting(rng, made, share)))
     made = replace(made, prefill_chunk_tokens=rng.choice(CHUNKS))
@@ -75,8 +75,8 @@ def _places(rng: random.Random, n_layers: int, kinds: Sequence[str]) -> list[str
 def _visiting(rng: random.Random, made: Plan, share: float) -> list[PlacedPart]:
     """The parts, about this share of the CPU's visiting while a prompt is read."""
     return [
-        replace(part, prefill_place="visit" if rng.random() < share else "cpu")
-        if part.layer is not None and part.decode_place == "cpu"
+        replace(part, prefill_placement="visit" if rng.random() < share else "cpu")
+        if part.layer is not None and part.decode_placement == "cpu"
         else part
         for part in made.parts
     ]

@@ -1,1 +1,1 @@
-"""Planning: from a model, a hardware profile and the user's limits to a place for every weight, with expected times."""
+"""Planning: a placement of every weight and expected times, from a model, a hardware profile and the user's limits."""

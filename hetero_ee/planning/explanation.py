@@ -36,7 +36,7 @@ def flags(plan: Plan) -> str:
     if plan.mode == "exact":
         words.append(f"--draft-tokens {plan.draft_length}")
     words.append(f"--ram-budget {plan.ram_budget_bytes / GIB:.2f}")
-    if not any(part.decode_place in ("gpu", "stream") for part in plan.parts):
+    if not any(part.decode_placement in ("gpu", "stream") for part in plan.parts):
         return " ".join([*words, "--gpu-layers 0"])
     words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
     words += [f"--override '{pattern}={placement}'" for pattern, placement in overrides(plan)]
@@ -48,11 +48,11 @@ def overrides(plan: Plan) -> list[tuple[str, str]]:
     found = []
     for kind in ("attention", "ffn"):
         parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        for placement in sorted({part.decode_place for part in parts} - {"disk", "split"}):
-            layers = [str(part.layer) for part in parts if part.decode_place == placement]
+        for placement in sorted({part.decode_placement for part in parts} - {"disk", "split"}):
+            layers = [str(part.layer) for part in parts if part.decode_placement == placement]
             which = r"\d+" if len(layers) == len(parts) else f"({'|'.join(layers)})"
             found.append((rf"layers\.{which}\.{kind}", placement))
-    return [*found, (re.escape("head"), plan.parts[-1].decode_place)]
+    return [*found, (re.escape("head"), plan.parts[-1].decode_placement)]
 
 
 def _title(plan: Plan) -> str:
@@ -70,15 +70,15 @@ def _map(plan: Plan) -> list[str]:
         lines.append(f"{kind:10} {_letters(parts)}")
     for part in (plan.parts[0], plan.parts[-1]):
         lines.append(f"{part.name:10} {_letters([part])}")
-    used = {part.decode_place for part in plan.parts}
-    n_streamed = sum(part.prefill_place == "visit" for part in plan.parts)
+    used = {part.decode_placement for part in plan.parts}
+    n_streamed = sum(part.prefill_placement == "visit" for part in plan.parts)
     if n_streamed:
         lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
     return [*lines, f"{'':10} {', '.join(LEGEND[each] for each in LETTERS if each in used)}"]
 
 
 def _letters(parts: Sequence[PlacedPart]) -> str:
-    return "".join(LETTERS[part.decode_place] for part in parts)
+    return "".join(LETTERS[part.decode_placement] for part in parts)
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -93,18 +93,13 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _expected(plan: Plan) -> list[str]:
-    found = plan.prediction
+    found, most = plan.prediction, plan.draft_length
     how = "every token through all layers"
+    brings = f"{found.tokens_per_pass:.1f} tokens from a batch of"
     if plan.drafts == SEQUENCE:
-        how = (
-            f"sequences of {plan.draft_length - 1} drafts from elsewhere, {found.tokens_per_pass:.1f} tokens from a "
-            f"pass of {plan.draft_length}"
-        )
+        how = f"sequences of {most - 1} drafts from elsewhere, {brings} {most}"
     elif plan.drafts == EXIT:
-        how = (
-            f"drafts exit after layer {plan.exit_layer}, {found.tokens_per_pass:.1f} tokens from a pass of "
-            f"{found.batch_per_pass:.1f}, at most {plan.draft_length}"
-        )
+        how = f"drafts exit after layer {plan.exit_layer}, {brings} {found.batch_per_pass:.1f} (at most {most})"
     return [
         f"{'mode':10} {plan.mode}: {how}",
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "

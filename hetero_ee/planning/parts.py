@@ -103,7 +103,7 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
 
 
 def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
-    """Bytes of a tensor as it is held in memory, on every device alike; layout: of matrices, the rest is fp32."""
+    """Bytes of a tensor in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):
         return FLOAT_BYTES * tensor.n_elements
     return Product(layout, tensor.shape[0], tensor.shape[1]).n_bytes

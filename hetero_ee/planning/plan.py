@@ -34,20 +34,20 @@ class PlacedPart:
     layer: int | None
     weight_bytes: int
     kv_bytes: int
-    decode_place: str
-    prefill_place: str
+    decode_placement: str
+    prefill_placement: str
     decode_s: float  # of one token
     prefill_s: float  # of a chunk of the prompt
     gpu_neurons: int | None = None  # on the GPU where it is split, the most often active first; of two alike the lower
     cpu_active_share: float | None = None  # of the others, what a token needs
 
     def __post_init__(self) -> None:
-        for placement in (self.decode_place, self.prefill_place):
+        for placement in (self.decode_placement, self.prefill_placement):
             if placement not in PLACEMENTS:
                 raise ValueError(f"placement is {placement[:40]!r}, expected one of {', '.join(PLACEMENTS)}")
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
-        is_split = self.decode_place == SPLIT
+        is_split = self.decode_placement == SPLIT
         if is_split != (self.gpu_neurons is not None) or is_split != (self.cpu_active_share is not None):
             raise ValueError("gpu_neurons and cpu_active_share belong to parts that are split")
         if self.gpu_neurons is not None and self.gpu_neurons < 1:
@@ -125,12 +125,12 @@ class Plan:
     @property
     def decode_placements(self) -> tuple[str, ...]:
         """Of every part when decoding."""
-        return tuple(part.decode_place for part in self.parts)
+        return tuple(part.decode_placement for part in self.parts)
 
     @property
     def gpu_layers(self) -> int:
         """Layers that lie on the GPU whole."""
-        on_gpu = [part.layer for part in self.parts if part.layer is not None and part.decode_place == "gpu"]
+        on_gpu = [part.layer for part in self.parts if part.layer is not None and part.decode_placement == "gpu"]
         return sum(on_gpu.count(layer) == 2 for layer in set(on_gpu))
 
     def save(self, file: Path) -> None:
@@ -193,7 +193,7 @@ def _check_parts(parts: tuple[PlacedPart, ...]) -> None:
         if part.name in names:
             raise UsageError(f"part {shown(part.name)} is there twice; plan again")
         names.add(part.name)
-        decode, prefill = part.decode_place, part.prefill_place
+        decode, prefill = part.decode_placement, part.prefill_placement
         allowed = PREFILL_PLACEMENTS.get(decode, ())
         if part.layer is None:
             allowed = (decode,) if decode in OUTER_PLACEMENTS.get(part.name, PLACEMENTS) else ()
@@ -217,6 +217,6 @@ def _check_memory(made: Plan) -> None:
                 "plan again"
             )
     on_gpu = {*ON_GPU, SPLIT}
-    computes_on_gpu = [part.name for part in made.parts if {part.decode_place, part.prefill_place} & on_gpu]
+    computes_on_gpu = [part.name for part in made.parts if {part.decode_placement, part.prefill_placement} & on_gpu]
     if computes_on_gpu and not made.n_bytes("gpu"):
         raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan again")

@@ -100,7 +100,7 @@ def curve_png(points: Sequence[CurvePoint], profile: HardwareProfile, file: Path
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
-        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another place.") from error
+        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another folder.") from error
 
 
 def _marked(profile: HardwareProfile) -> str:

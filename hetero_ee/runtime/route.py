@@ -39,10 +39,10 @@ class Route:
     def __init__(self, plan: Plan, blocks: Sequence[Block]) -> None:
         self.blocks = [block for block in blocks if block.layer is not None]
         self._places = {
-            DECODE: {part.name: part.decode_place for part in plan.parts},
-            PREFILL: {part.name: part.prefill_place for part in plan.parts},
+            DECODE: {part.name: part.decode_placement for part in plan.parts},
+            PREFILL: {part.name: part.prefill_placement for part in plan.parts},
         }
-        self.overlap = overlap([part.decode_place for part in plan.parts])
+        self.overlap = overlap([part.decode_placement for part in plan.parts])
         self._known: dict[tuple[str, range], tuple[Segment, ...]] = {}
 
     def place(self, block: Block, kind: str = DECODE) -> str:

@@ -50,7 +50,7 @@ def split_at(layer: int) -> tuple[tuple[str, str], ...]:
 def on_disk(plan: Plan) -> Plan:
     """What the plan has on the CPU is read from the disk."""
     parts = tuple(
-        replace(part, decode_place="disk", prefill_place="disk") if part.decode_place == "cpu" else part
+        replace(part, decode_placement="disk", prefill_placement="disk") if part.decode_placement == "cpu" else part
         for part in plan.parts
     )
     return replace(plan, parts=(plan.parts[0], *parts[1:]))
@@ -139,7 +139,7 @@ def test_a_long_prompt_in_many_chunks(tmp_path: Path) -> None:
 def visiting(plan: Plan) -> tuple[Any, ...]:
     """Everything the CPU has visits the GPU for prompts."""
     return tuple(
-        replace(part, prefill_place="visit") if part.decode_place == "cpu" and part.layer is not None else part
+        replace(part, prefill_placement="visit") if part.decode_placement == "cpu" and part.layer is not None else part
         for part in plan.parts
     )
 

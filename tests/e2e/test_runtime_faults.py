@@ -97,7 +97,7 @@ def opened(model: Model, points: Points, where: str, split: str = "streamed") ->
         return emulated(spec, weights, plan, wrap=wrap if plan.n_bytes("gpu") else lambda machine: machine)
 
     made = make_plan(spec, profile, Limits(context_tokens=CONTEXT_TOKENS, overrides=SPLITS[split]))
-    parts = tuple(replace(part, prefill_place=part.decode_place) for part in made.parts)
+    parts = tuple(replace(part, prefill_placement=part.decode_placement) for part in made.parts)
     first = replace(made, prefill_chunk_tokens=CHUNK_TOKENS, parts=parts)
     return ReplanningExecutor(first, replan, open_plan, points.notices.append)
 

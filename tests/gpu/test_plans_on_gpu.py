@@ -99,7 +99,9 @@ def visiting(plan: Plan) -> Plan:
     return replace(
         plan,
         parts=tuple(
-            replace(part, prefill_place="visit") if part.decode_place == "cpu" and part.layer is not None else part
+            replace(part, prefill_placement="visit")
+            if part.decode_placement == "cpu" and part.layer is not None
+            else part
             for part in plan.parts
         ),
     )

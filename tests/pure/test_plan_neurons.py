@@ -41,7 +41,7 @@ def split() -> Plan:
 
 def test_neurons_that_are_rarely_active_are_left_on_the_cpu(split: Plan) -> None:
     whole = plan(SPEC, PROFILE, LIMITS)
-    found = [part for part in split.parts if part.decode_place == "split"]
+    found = [part for part in split.parts if part.decode_placement == "split"]
     assert found and all(part.name.endswith("ffn") for part in found)
     assert split.prediction.request_s < whole.prediction.request_s
     assert split.prediction.generated_tokens_per_s > 1.2 * whole.prediction.generated_tokens_per_s
@@ -50,7 +50,7 @@ def test_neurons_that_are_rarely_active_are_left_on_the_cpu(split: Plan) -> None
         assert part.gpu_neurons % 32 == 0 and 0 < part.gpu_neurons < SPEC.ffn_size
         hot = np.sort(STEEP.neurons.frequencies[part.layer].astype(float))[::-1][part.gpu_neurons :]  # type: ignore[union-attr]
         assert part.cpu_active_share == pytest.approx(hot.mean())
-    assert all(part.gpu_neurons is None for part in split.parts if part.decode_place != "split")
+    assert all(part.gpu_neurons is None for part in split.parts if part.decode_placement != "split")
 
 
 def test_every_byte_of_both_halves_is_counted(split: Plan) -> None:
@@ -58,15 +58,15 @@ def test_every_byte_of_both_halves_is_counted(split: Plan) -> None:
     terms = {(term.device, term.name): term.n_bytes for term in split.memory}
     gpu_bytes = cpu_bytes = 0
     for part in split.parts:
-        n_gpu = {"gpu": SPEC.ffn_size, "split": part.gpu_neurons or 0}.get(part.decode_place, 0)
+        n_gpu = {"gpu": SPEC.ffn_size, "split": part.gpu_neurons or 0}.get(part.decode_placement, 0)
         if part.name.endswith("ffn"):
             halves = [3 * n * SPEC.hidden_size // 32 * (16 + 2) for n in (n_gpu, SPEC.ffn_size - n_gpu)]
             norm_bytes = 4 * SPEC.hidden_size
             gpu_bytes += rounded(halves[0] + norm_bytes) if n_gpu else 0
-            cpu_bytes += halves[1] + norm_bytes if part.decode_place != "gpu" else 0
-        elif part.layer is not None and part.decode_place == "gpu":
+            cpu_bytes += halves[1] + norm_bytes if part.decode_placement != "gpu" else 0
+        elif part.layer is not None and part.decode_placement == "gpu":
             gpu_bytes += rounded(part.weight_bytes)
-        elif part.decode_place == "cpu":
+        elif part.decode_placement == "cpu":
             cpu_bytes += part.weight_bytes
     assert terms["gpu", "weights"] == gpu_bytes and terms["cpu", "weights"] == cpu_bytes
     assert split.n_bytes("gpu") <= split.vram_budget_bytes and split.n_bytes("cpu") <= split.ram_budget_bytes
@@ -112,7 +112,7 @@ def test_where_crossings_cost_too_much_nothing_is_split() -> None:
 )
 def test_pins_win(limits: Limits, names: set[str]) -> None:
     found = plan(SPEC, PROFILE, limits, STEEP)
-    assert {part.name for part in found.parts if part.decode_place == "split"} <= names
+    assert {part.name for part in found.parts if part.decode_placement == "split"} <= names
 
 
 def test_full_mode_alone_splits() -> None:
@@ -168,7 +168,7 @@ def test_statistics_of_another_model_are_refused() -> None:
     [{"gpu_neurons": None}, {"gpu_neurons": 0}, {"cpu_active_share": None}, {"cpu_active_share": 1.5}],
 )
 def test_a_part_that_contradicts_itself_is_refused(split: Plan, change: dict[str, Any]) -> None:
-    part = next(part for part in split.parts if part.decode_place == "split")
+    part = next(part for part in split.parts if part.decode_placement == "split")
     with pytest.raises(ValueError, match=r"gpu_neurons|cpu_active_share"):
         replace(part, **change)
     with pytest.raises(ValueError, match="belong to parts that are split"):

@@ -103,7 +103,7 @@ BAD_PLACES = [
 
 def placed(index: int, decode: str, prefill: str) -> Plan:
     parts = list(GOOD.parts)
-    parts[index] = replace(parts[index], decode_place=decode, prefill_place=prefill)
+    parts[index] = replace(parts[index], decode_placement=decode, prefill_placement=prefill)
     return replace(GOOD, parts=tuple(parts))
 
 
@@ -154,7 +154,7 @@ def test_plans_that_do_not_fit_the_model(values: dict[str, Any], words: str) -> 
 
 def test_a_split_has_no_more_neurons_than_the_ffn() -> None:
     parts = list(GOOD.parts)
-    split = {"decode_place": "split", "prefill_place": "split", "cpu_active_share": 0.5}
+    split = {"decode_placement": "split", "prefill_placement": "split", "cpu_active_share": 0.5}
     parts[2] = replace(parts[2], gpu_neurons=SPEC.ffn_size + 1, **split)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"splits off 97 neurons of layers\.0\.ffn; at most 96"):
         check_fits(replace(GOOD, parts=tuple(parts)), SPEC)

@@ -106,12 +106,14 @@ def test_budgets_hold_pins_hold_and_the_head_comes_first(problem: Any) -> None:
         return
     assert found.n_bytes("gpu") <= found.vram_budget_bytes
     assert found.n_bytes("cpu") <= found.ram_budget_bytes
-    on_gpu = {part.layer for part in found.parts if part.layer is not None and part.decode_place in ("gpu", "stream")}
-    assert not on_gpu or found.parts[-1].decode_place == "gpu"
+    on_gpu = {
+        part.layer for part in found.parts if part.layer is not None and part.decode_placement in ("gpu", "stream")
+    }
+    assert not on_gpu or found.parts[-1].decode_placement == "gpu"
     if limits.gpu_layers is not None:
         for part in found.parts:
             if part.layer is not None:
-                assert (part.decode_place == "gpu") == (part.layer < limits.gpu_layers)
+                assert (part.decode_placement == "gpu") == (part.layer < limits.gpu_layers)
     assert found.parts[0].name == "embedding" and len(found.parts) == 2 * spec.n_layers + 2
     assert found.mode == "full" or problem[3] is not None
     assert from_json(Plan, to_json(found)) == found
@@ -161,7 +163,7 @@ def test_with_every_layer_needed_their_order_does_not_matter(sheet: DataSheet) -
     early = [
         part.layer
         for part in plan(spec, profile, limits, Statistics(falling)).parts
-        if part.decode_place == "gpu" and part.layer
+        if part.decode_placement == "gpu" and part.layer
     ]
     assert sum(early) / len(early) < 19
 
@@ -169,7 +171,7 @@ def test_with_every_layer_needed_their_order_does_not_matter(sheet: DataSheet) -
 def test_overrides_win_and_the_first_that_matches_counts() -> None:
     profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
     limits = Limits(overrides=((r"layers\.3\.ffn", "cpu"), (r"layers\..*\.ffn", "stream"), ("head", "cpu")))
-    found = {part.name: part.decode_place for part in plan(spec_of(8), profile, limits).parts}
+    found = {part.name: part.decode_placement for part in plan(spec_of(8), profile, limits).parts}
     assert found["layers.3.ffn"] == "cpu" and found["layers.4.ffn"] == "stream" and found["head"] == "cpu"
 
 
@@ -193,7 +195,7 @@ def test_the_impossible_is_refused_with_numbers(limits: Limits, words: str) -> N
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     profile = replace(derived_profile(DATA_SHEETS[1], "2026-11-21"), gpu=None, link=None)
     found = plan(spec_of(), profile)
-    assert {part.decode_place for part in found.parts} == {"cpu"} and found.n_bytes("gpu") == 0
+    assert {part.decode_placement for part in found.parts} == {"cpu"} and found.n_bytes("gpu") == 0
     with pytest.raises(UsageError, match="has no GPU"):
         plan(spec_of(), profile, Limits(vram_budget_bytes=GIB))
 
@@ -202,7 +204,7 @@ def test_what_ram_cannot_hold_is_read_from_the_disk() -> None:
     profile = replace(derived_profile(DATA_SHEETS[1], "2026-11-21"), gpu=None, link=None)
     whole = plan(spec_of(), profile, Limits(context_tokens=512))
     short = plan(spec_of(), profile, Limits(context_tokens=512, ram_budget_bytes=2 * GIB))
-    assert any(part.decode_place == "disk" for part in short.parts) and short.n_bytes("cpu") <= 2 * GIB
+    assert any(part.decode_placement == "disk" for part in short.parts) and short.n_bytes("cpu") <= 2 * GIB
     assert short.prediction.generated_tokens_per_s < whole.prediction.generated_tokens_per_s / 2
 
 
@@ -231,7 +233,9 @@ def test_pinned_buffers_of_streamed_weights_are_counted() -> None:
     profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
     for limits in (Limits(overrides=((".*attention", "stream"),)), Limits(vram_budget_bytes=3 * GIB)):
         found = plan(spec_of(), profile, limits)
-        streamed = [part for part in found.parts if {part.decode_place, part.prefill_place} & {"stream", "visit"}]
+        streamed = [
+            part for part in found.parts if {part.decode_placement, part.prefill_placement} & {"stream", "visit"}
+        ]
         terms = {term.name: term.n_bytes for term in found.memory if term.device == "cpu"}
         assert streamed and terms["pinned buffers"] == 3 * max(part.weight_bytes for part in streamed)
     assert "pinned buffers" not in [term.name for term in plan(spec_of(), profile, Limits(gpu_layers=0)).memory]
@@ -248,8 +252,8 @@ def test_visiting_keys_and_values_are_counted() -> None:
     profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
     for budget in (2 * GIB, 3 * GIB, 4 * GIB):
         found = plan(spec_of(), profile, Limits(vram_budget_bytes=budget, context_tokens=4096))
-        visiting = [part for part in found.parts if part.prefill_place == "visit"]
-        assert all(part.decode_place == "cpu" for part in visiting) and found.n_bytes("gpu") <= budget
+        visiting = [part for part in found.parts if part.prefill_placement == "visit"]
+        assert all(part.decode_placement == "cpu" for part in visiting) and found.n_bytes("gpu") <= budget
         buffers = [term.n_bytes for term in found.memory if term.name == "stream buffers"]
         assert not visiting or buffers[0] >= 2 * max(part.weight_bytes + part.kv_bytes for part in visiting)
 

@@ -13,7 +13,7 @@ class Overlap:
     """Layers that a GPU and a CPU can compute at the same time, each for other tokens."""
 
     ahead: int  # layers at the beginning that stay on the GPU, 1 or more
-    behind: int  # the first layer from which on the CPU computes all of them, less than the model has
+    behind: int  # the first layer from which on the CPU computes all, less than the model has
 
     def layers_ahead(self, exit_layer: int) -> int:
         """How many layers a token passes ahead of a step whose tokens wait at this exit layer."""

@@ -43,7 +43,7 @@ def predicted_run_s(
 ) -> float:
     """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, after n_depth others."""
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
-    placements = Placements([part.prefill_place for part in made.parts], made.decode_placements)
+    placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
     lanes, first = Lanes(costs), n_depth + n_prompt
     if n_prompt:
         read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first)
@@ -105,8 +105,8 @@ def placed_parts(made: Candidate, context_tokens: int) -> tuple[PlacedPart, ...]
             layer=part.layer,
             weight_bytes=part.weight_bytes,
             kv_bytes=part.kv_bytes(problem.context_tokens),
-            decode_place=decode,
-            prefill_place=prefill,
+            decode_placement=decode,
+            prefill_placement=prefill,
             decode_s=problem.costs.part_s(part, decode, 1, context_tokens),
             prefill_s=problem.costs.part_s(part, prefill, chunk, chunk),
             gpu_neurons=part.split.gpu_neurons if part.split else None,

@@ -10,7 +10,7 @@ Source: derived; the gated form of Leviathan-style self-speculation with the bat
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import ExitRates
@@ -103,15 +103,13 @@ class StepTimes:
         self._context_tokens, self._max_tokens = context_tokens, max_tokens
         self.has_streams = any(placement in STREAMED for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
-        self._on_gpu = [False, *(placement in ON_GPU for placement in placements), False]
+        self._on_gpu = [False, *(placement in ON_GPU for placement in placements)]  # before each part, and at the end
         self._overlap = overlap(placements)
-        alone_s = [
-            0.0 if p in ON_GPU else costs.part_s(part, p, 1, context_tokens)
-            for part, p in zip(parts, placements, strict=True)
-        ]
-        self._cpu_s = [*accumulate(reversed(alone_s), initial=0.0)][
-            ::-1
-        ]  # one token through the CPU's parts from the i-th
+        alone_s = (
+            0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)
+            for part, placement in zip(parts[::-1], placements[::-1], strict=True)
+        )
+        self._cpu_s = [*accumulate(alone_s, initial=0.0)][::-1]  # one token through the CPU's parts from each one on
         self._known_sums: dict[int, list[float]] = {}
         self._simulated: dict[int, tuple[float, list[float]]] = {}
 
@@ -136,7 +134,7 @@ class StepTimes:
 
     def exit_head_s(self, exit_layer: int) -> float:
         """The head for one token; from the exit layer's device to the head's, and the drafted token back to the CPU."""
-        head_on_gpu = self._on_gpu[-2]
+        head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
         head_s = self._costs.part_s(self._parts[-1], self._placements[-1], 1, self._context_tokens)
         return head_s + n_transfers * self._costs.transfer_s(1)
@@ -146,7 +144,7 @@ class StepTimes:
         be waited for, whether the token is right or not."""
         if self._overlap is None or self.has_streams:
             return 0
-        cpu_s = self._cpu_s[1 + 2 * self._overlap.layers_behind(exit_layer)]
+        cpu_s = self._cpu_s[_n_parts(self._overlap.layers_behind(exit_layer))]
         return sum(self.layers_s(n) <= cpu_s for n in range(1, self._overlap.layers_ahead(exit_layer) + 1))
 
     def ahead_s(self, exit_layer: int) -> float:
@@ -158,13 +156,12 @@ class StepTimes:
         """m tokens through the first 0, 1, ... parts, transfers included; last with the way back of the logits."""
         if m not in self._known_sums:
             costs, transfer_s, seconds = self._costs, self._costs.transfer_s(m), []
-            devices = zip(self._on_gpu, self._on_gpu[1:], strict=False)
-            for part, placement, (before, on_gpu) in zip(self._parts, self._placements, devices, strict=False):
+            for part, placement, devices in zip(self._parts, self._placements, pairwise(self._on_gpu), strict=True):
                 part_s = costs.part_s(part, placement, m, self._context_tokens)
                 if placement == "stream":
                     part_s = max(part_s, costs.copy_s(part))
-                seconds.append(part_s + (before != on_gpu) * transfer_s)
-            seconds.append(costs.logits_transfer_s(m) if self._on_gpu[-2] else 0.0)
+                seconds.append(part_s + (transfer_s if devices[0] != devices[1] else 0.0))
+            seconds.append(costs.logits_transfer_s(m) if self._on_gpu[-1] else 0.0)
             self._known_sums[m] = [*accumulate(seconds, initial=0.0)]
         return self._known_sums[m]
 

@@ -92,11 +92,11 @@ def cuda_machine(
 
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
     """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
-    places = {part.name: part.decode_place for part in plan.parts}
+    places = {part.name: part.decode_placement for part in plan.parts}
     kept = [block for block in decoder_blocks(spec) if places.get(block.name) == GPU]
     if places["head"] == GPU:
         kept += [block for block in decoder_blocks(spec) if block.kind is BlockKind.FINAL_NORM]
-    visits = any(part.prefill_place == VISIT and part.kv_bytes for part in plan.parts)
+    visits = any(part.prefill_placement == VISIT and part.kv_bytes for part in plan.parts)
     with driver_errors("the model", gpu.driver.free_bytes):
         cache = GpuKvCache(
             (len(layers), spec.n_kv_heads, spec.head_dim),
