@@ -25,7 +25,7 @@ from hetero_ee.planning.times.round_costs import round_costs
 from hetero_ee.planning.times.rounds import ExitRates
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
