@@ -7,7 +7,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan, planned_cache

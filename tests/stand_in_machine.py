@@ -13,13 +13,14 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.cuda_copier import CudaCopier
 from hetero_ee.runtime.devices.cuda_machine import Gpu, cuda_machine, gpu_executor
-from hetero_ee.runtime.devices.machine import EmulatedGpuTensor, Machine
+from hetero_ee.runtime.devices.emulated import EmulatedGpuTensor
+from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.execution import open_plan, planned_cache
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
-from hetero_ee.runtime.gpu.operations import NAMES, GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
@@ -30,7 +31,7 @@ MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
 COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "partial_logits", "to_logits")
 
 
-class StandInMover(CudaCopier):
+class StandInCopier(CudaCopier):
     """Tensors that count as the GPU's carry another type, as there is one memory only."""
 
     def is_on_gpu(self, x: Tensor) -> bool:
@@ -63,8 +64,7 @@ class OnStandIn:
 
 
 def torch_operations() -> GpuOperations:
-    names = (*NAMES, "matmul_int4", "matmul_int8")
-    return gpu_operations(default_registry(), "cuda", dict.fromkeys(names, "torch"))
+    return gpu_operations(Registry(lambda package: package == "torch"), "cuda")
 
 
 def stand_in_gpu(driver: StandInCuda | None = None, operations: GpuOperations | None = None) -> Gpu:
@@ -92,7 +92,7 @@ def on_stand_in(
     gpu = gpu or stand_in_gpu()
     machine = cuda_machine(gpu, spec, plan, time.perf_counter, None, lambda: PLENTY)
     if machine.link is not None:
-        machine = replace(machine, copier=StandInMover(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
+        machine = replace(machine, copier=StandInCopier(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
 
     return open_plan(
         spec,

@@ -10,7 +10,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import LANES, Span, Timeline
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights

@@ -8,7 +8,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
-from hetero_ee.runtime.gpu.registry import Registry, default_registry
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu.platform import GpuPlatform
 from hetero_ee_profiles.hardware import (
@@ -59,7 +59,7 @@ def measure_profile(
     metrics = GpuMetrics(warning=gpu_problem)
     if gpu is not None:
         remark(PROFILING, len(threads) + 1, n_stages)
-        chosen = registry or default_registry()
+        chosen = registry or Registry()
         metrics = measured_gpu(spec, shapes, points, gpu, chosen, preset, origin, clock)
     remark(PROFILING, n_stages, n_stages)
     return HardwareProfile(

@@ -23,6 +23,7 @@ from hetero_ee.runtime.streaming.streaming import WeightStream
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams, streamed_blocks, visiting_bytes
 from hetero_ee.weights.model_weights import ModelWeights
 
+TOKEN_ID = 0  # of warm-up passes
 Layers = tuple[int, ...]  # those whose keys and values lie on a device
 
 
@@ -81,7 +82,7 @@ def _streams(
     def visit(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
         return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, cpu))
 
-    source = machine.make_source(blocks, weights, visiting_bytes(blocks, route, kv_bytes), machine.link)
+    source = machine.make_source(blocks, weights, machine.link, visiting_bytes(blocks, route, kv_bytes))
     stream = WeightStream(source, range(len(blocks)), machine.new_worker())
     return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
 
@@ -100,3 +101,33 @@ def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation
             claims.append(devices[term.device].allocate(term.n_bytes, term.name))
             opened.callback(claims[-1].free)
     return claims
+
+
+def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
+    """The executor, after a warm-up: a whole chunk of a prompt and one token of decoding through all blocks.
+
+    What the first long prompt would have no memory for fails at once; kernels are compiled and graphs recorded on the
+    way; nothing stays in the cache. A plan without a GPU is left as it is: the CPU's memory is not refused a pass, and
+    opening would take as long as a prompt. Raises what the passes raise, DeviceMemoryError where memory runs out, and
+    has closed the executor then.
+    """
+    if not executor.plan.n_bytes(GPU):
+        return executor
+    try:
+        _pass_largest(executor)
+    except BaseException:
+        executor.close()
+        raise
+    return executor
+
+
+def _pass_largest(executor: PlannedExecutor) -> None:
+    cache = executor.cache
+    n_tokens = min(executor.prompt_chunk_tokens, cache.max_tokens)
+    sequence = cache.open_new()
+    try:
+        executor.prompt([Batch.of_sequence(sequence, 0, [TOKEN_ID] * n_tokens)])
+        cache.truncate(sequence, n_tokens - 1)
+        executor.logits(Batch.of_sequence(sequence, n_tokens - 1, [TOKEN_ID]), (0,))
+    finally:
+        cache.close(sequence)

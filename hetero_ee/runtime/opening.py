@@ -193,11 +193,10 @@ def _on_gpu(
 ) -> Opened:
     """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
     from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
-    from hetero_ee.runtime.execution import open_plan, planned_cache
+    from hetero_ee.runtime.execution import open_plan, planned_cache, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
-    from hetero_ee.runtime.warmup import warmed_up
 
     recorder = SpanRecorder() if traces else None
 
@@ -234,7 +233,7 @@ def _emulated(
 
     No pass proves it, as on a GPU: a pass claims nothing more than opening has, and would move the time line.
     """
-    from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+    from hetero_ee.runtime.devices.emulated import emulated_machine
     from hetero_ee.runtime.devices.timeline import Timeline
     from hetero_ee.runtime.execution import open_plan, planned_cache
     from hetero_ee.runtime.executors.planned import PlannedExecutor

@@ -14,7 +14,6 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee_profiles.hardware import DeviceTimes
 
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
-Layout = Callable[[TensorSpec], str]
 
 
 class Overhead(Enum):
@@ -64,12 +63,11 @@ def block_works(
     batch: Batch,
     *,
     kv_bytes_per_token: int,
-    layout: Layout = stored_layout,
     disk_bytes: Callable[[Block], int] = lambda block: 0,
 ) -> list[Work]:
     """One work for each of these blocks, all rows through all of them. kv_bytes_per_token: of one layer's cache.
 
-    layout: of a matrix; disk_bytes: that a block has to be read from the disk for each pass.
+    disk_bytes: that a block has to be read from the disk for each pass.
     """
     m, context_tokens = len(batch), max(batch.positions) + 1
     works = []
@@ -77,16 +75,14 @@ def block_works(
         attention = None
         if block.kind is BlockKind.ATTENTION:
             attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
-        works.append(block_work(block, m, attention=attention, layout=layout, disk_bytes=disk_bytes(block)))
+        works.append(block_work(block, m, attention=attention, disk_bytes=disk_bytes(block)))
     return works
 
 
-def block_work(
-    block: Block, m: int, *, attention: Attention | None = None, layout: Layout = stored_layout, disk_bytes: int = 0
-) -> Work:
+def block_work(block: Block, m: int, *, attention: Attention | None = None, disk_bytes: int = 0) -> Work:
     """m rows through the block. A matrix that rows are only looked up in is no product."""
     matrices = [t for t in block.tensors.values() if t.role in (TensorRole.MATRIX, TensorRole.VOCABULARY)]
-    products = () if block.kind is BlockKind.EMBEDDING else tuple((layout(t), *_shape(t)) for t in matrices)
+    products = () if block.kind is BlockKind.EMBEDDING else tuple((stored_layout(t), *_shape(t)) for t in matrices)
     if block.layer is not None:
         overhead = Overhead.HALF_LAYER
     else:

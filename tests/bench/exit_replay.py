@@ -25,7 +25,7 @@ from hetero_ee.planning.statistics import ExitRates, Statistics
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.devices.emulated_machine import emulated_machine
+from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights

@@ -29,7 +29,7 @@ from tests.device_support import Fault, FaultyDevice, no_memory
 from tests.emulation import LAPTOP, planned, prompt_of
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda
-from tests.stand_in_machine import PLENTY, StandInMover, marked_layers, on_stand_in, stand_in_gpu, torch_operations
+from tests.stand_in_machine import PLENTY, StandInCopier, marked_layers, on_stand_in, stand_in_gpu, torch_operations
 
 PROMPT, N_TOKENS, CONTEXT_TOKENS = [1, 17, 30, 3, 99, 42, 7], 4, 64
 GIB = 2**30
@@ -54,7 +54,7 @@ def text(model: Model) -> list[int]:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
     """A GPU in this computer."""
-    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
+    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInCopier)
     monkeypatch.setattr(cuda_machine, "gpu_executor", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     return StandInCuda(PLENTY)

@@ -12,19 +12,19 @@ import torch
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices import cuda_machine
+from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
-from hetero_ee.runtime.warmup import warmed_up
 from hetero_ee_profiles.reference import reference_profile
 from tests.device_support import Fault, no_memory
 from tests.e2e.test_gpu_opening import CONTEXT_TOKENS, HALF, STREAMED, Faulty, generated, plan_of
 from tests.emulation import LAPTOP
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda
-from tests.stand_in_machine import PLENTY, StandInMover, marked_layers, stand_in_gpu, torch_operations
+from tests.stand_in_machine import PLENTY, StandInCopier, marked_layers, stand_in_gpu, torch_operations
 
 CHUNK_TOKENS = 40  # in turns of 16, 16 and 8 rows on the GPU
 
@@ -73,7 +73,7 @@ class Watched:
 
 def on_gpu(model: Model, monkeypatch: pytest.MonkeyPatch, told: list[str], watched: Watched, **asked: Any) -> Opened:
     """Opened as the engine does, on this computer's stand-in of a GPU."""
-    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInMover)
+    monkeypatch.setattr(cuda_machine, "CudaCopier", StandInCopier)
     monkeypatch.setattr(cuda_machine, "gpu_executor", marked_layers)
     monkeypatch.setattr(cuda_machine, "free_ram_bytes", lambda: PLENTY)
     gpu = stand_in_gpu(StandInCuda(PLENTY), watched.operations())

@@ -8,13 +8,13 @@ from hetero_ee.runtime.devices.cuda import CudaLink
 from hetero_ee.runtime.devices.cuda_copier import N_TURNS, CudaCopier
 from hetero_ee.runtime.devices.machine import EmulatedGpuTensor
 from tests.stand_in_cuda import StandInCuda
-from tests.stand_in_machine import StandInMover
+from tests.stand_in_machine import StandInCopier
 
 N_ROWS, WIDTH = 3, 4
 
 
-def mover_on(driver: StandInCuda) -> StandInMover:
-    return StandInMover(driver, CudaLink(driver, lambda: 0), N_ROWS, 4 * WIDTH)
+def copier_on(driver: StandInCuda) -> StandInCopier:
+    return StandInCopier(driver, CudaLink(driver, lambda: 0), N_ROWS, 4 * WIDTH)
 
 
 def rows(n: int, value: float) -> torch.Tensor:
@@ -22,7 +22,7 @@ def rows(n: int, value: float) -> torch.Tensor:
 
 
 def test_there_and_back() -> None:
-    copier, x = mover_on(StandInCuda()), torch.arange(8.0).view(2, WIDTH)
+    copier, x = copier_on(StandInCuda()), torch.arange(8.0).view(2, WIDTH)
     there = copier.to_gpu(x)
     assert copier.is_on_gpu(there) and not copier.is_on_gpu(x)
     assert copier.to_gpu(there) is there and torch.equal(there.as_subclass(torch.Tensor), x)
@@ -39,7 +39,7 @@ def test_a_real_gpus_tensors_are_told_by_their_device() -> None:
 
 
 def test_what_was_moved_outlasts_the_next_calls() -> None:
-    copier = mover_on(StandInCuda())
+    copier = copier_on(StandInCuda())
     on_gpu = [copier.to_gpu(rows(N_ROWS, value)) for value in range(N_TURNS)]
     for value, x in enumerate(on_gpu):
         assert bool((x == value).all())
@@ -50,7 +50,7 @@ def test_what_was_moved_outlasts_the_next_calls() -> None:
 
 def test_the_host_waits_before_it_writes_over_what_is_being_copied() -> None:
     driver = StandInCuda()
-    copier = mover_on(driver)
+    copier = copier_on(driver)
     for _ in range(N_TURNS):
         copier.to_gpu(rows(1, 0.0))
     recorded = [event for _, what, event in driver.log if what == "records"]
@@ -64,7 +64,7 @@ def test_the_host_waits_before_it_writes_over_what_is_being_copied() -> None:
 @pytest.mark.parametrize("what", ["pinned", "empty"])
 def test_nothing_is_allocated_but_for_more_rows_than_usual(what: str) -> None:
     driver = StandInCuda(error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB."))
-    copier, link = mover_on(driver), CudaLink(driver, lambda: 0)
+    copier, link = copier_on(driver), CudaLink(driver, lambda: 0)
     driver.fail = what
     for value in range(2 * N_TURNS):
         assert bool((copier.to_cpu(copier.to_gpu(rows(N_ROWS, value))) == value).all())
@@ -86,6 +86,6 @@ def test_buffers_of_the_gpu_are_of_the_stream_that_computes() -> None:
             return torch.empty(shape, dtype=dtype)  # type: ignore[call-overload,no-any-return]
 
     driver = Watched()
-    copier, link = mover_on(driver), CudaLink(driver, lambda: 0)
+    copier, link = copier_on(driver), CudaLink(driver, lambda: 0)
     link.transfer("rows", 9, 4 * WIDTH, "gpu", lambda: copier.to_gpu(rows(9, 0.0)))
     assert made_on == ["compute"] * (N_TURNS + 1)

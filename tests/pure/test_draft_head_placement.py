@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.machine import EmulatedMover, Machine
+from hetero_ee.runtime.devices.emulated import EmulatedCopier
+from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
@@ -30,7 +31,7 @@ def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bo
     head = DenseWeight(BareTarget().head[DRAFT_TOKENS]) if trimmed else None
     layer: Any = draft_head_layer(head_weights(), 64, lm_head=head)
     if devices is not None:
-        machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedMover())
+        machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedCopier())
         layer = PlacedDraftHead(layer, SPEC, lambda: machine, on_gpu=on_gpu)
     return DraftHeadSource(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
 
@@ -64,7 +65,7 @@ def test_a_guess_is_one_layers_products_and_fc() -> None:
 def test_without_a_gpu_it_is_the_cpus_work() -> None:
     """As after a GPU was lost."""
     devices = EmulatedMachine(spec=SPEC)
-    machine = Machine(devices.cpu, None, None, EmulatedMover())
+    machine = Machine(devices.cpu, None, None, EmulatedCopier())
     layer: Any = PlacedDraftHead(draft_head_layer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
     assert chain_of(DraftHeadSource(layer, BareTarget(), None)) == chain_of(source_of(None))
     assert {span.lane for span in devices.timeline.spans} == {"cpu"}

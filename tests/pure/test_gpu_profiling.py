@@ -12,7 +12,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
 from hetero_ee.profiling.machine_profile import with_free_memory
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
-from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_kernels import reference
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.measurement import Origin
@@ -33,7 +33,7 @@ def spec_of(family: str = "llama") -> ModelSpec:
 def metrics(gpu: StandInGpu, family: str = "llama", installed: Sequence[str] = ("torch",)) -> GpuMetrics:
     """Measured with torch's operations, which run on a CPU."""
     spec = spec_of(family)
-    registry = default_registry(lambda name: name in installed)
+    registry = Registry(lambda name: name in installed)
     shapes, points = product_shapes(spec), attention_points(TINY)
     return measured_gpu(spec, shapes, points, gpu, registry, TINY, ORIGIN, gpu.clock)
 

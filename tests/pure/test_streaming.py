@@ -217,4 +217,4 @@ def test_closing_waits_and_gives_back(machine: EmulatedMachine) -> None:
     stream.prefetch()
     stream.close()
     assert source.is_closed and len(source.fetched) == 1
-    assert machine.cpu.now_s() == 1  # the copy was waited for
+    assert machine.timeline.now_s == 1  # the copy was waited for

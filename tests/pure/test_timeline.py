@@ -17,7 +17,7 @@ def test_the_cpu_alone(machine: EmulatedMachine) -> None:
     machine.cpu.run([work("a"), work("b", 2)], lambda: None)
     machine.on_cpu("c")
     assert machine.rows() == [(CPU, "a", 0, 4), (CPU, "b", 4, 12), (CPU, "c", 12, 16)]
-    assert machine.cpu.now_s() == machine.gpu.now_s() == 16
+    assert machine.timeline.now_s == 16
 
 
 def test_the_gpu_alone(machine: EmulatedMachine) -> None:
@@ -25,9 +25,9 @@ def test_the_gpu_alone(machine: EmulatedMachine) -> None:
     machine.on_gpu("a")
     done = machine.on_gpu("b", 2)
     assert machine.rows() == [(GPU, "a", 0, 1), (GPU, "b", 1, 3)]
-    assert machine.gpu.now_s() == 0
-    machine.gpu.wait(done)
-    assert machine.gpu.now_s() == 3
+    assert machine.timeline.now_s == 0
+    done.wait()
+    assert machine.timeline.now_s == 3
 
 
 def test_a_split_plan(machine: EmulatedMachine) -> None:
@@ -51,8 +51,8 @@ def test_a_round_trip(machine: EmulatedMachine) -> None:
     first = machine.on_gpu("first", 2)
     machine.on_cpu("middle", 1, [machine.transfer("out", CPU, [first])])
     last = machine.on_gpu("last", 2, [machine.transfer("in", GPU)])
-    assert machine.cpu.now_s() == 6.25
-    machine.cpu.wait(last)
+    assert machine.timeline.now_s == 6.25
+    last.wait()
     assert machine.rows() == [
         (GPU, "first", 0, 2),
         (ROWS_TO_CPU, "out", 2, 2.25),
@@ -60,7 +60,7 @@ def test_a_round_trip(machine: EmulatedMachine) -> None:
         (ROWS_TO_GPU, "in", 6.25, 6.5),
         (GPU, "last", 6.5, 8.5),
     ]
-    assert machine.cpu.now_s() == 8.5
+    assert machine.timeline.now_s == 8.5
 
 
 def test_streamed_copies_hide_under_longer_computing(machine: EmulatedMachine) -> None:
@@ -118,7 +118,7 @@ def test_what_is_asked_for_later_may_end_earlier(machine: EmulatedMachine) -> No
     last = machine.on_gpu("b", 1, [late])
     stuck = machine.on_gpu("c")  # needs nothing, and waits behind b
     assert (late.time_s, early.time_s, last.time_s, stuck.time_s) == (4, 1, 5, 6)  # type: ignore[attr-defined]
-    machine.cpu.wait(early)
+    early.wait()
     machine.on_cpu("d", 1, [early])
     assert machine.rows()[-1] == (CPU, "d", 1, 5)
 
@@ -137,8 +137,8 @@ def test_both_directions_at_once(machine: EmulatedMachine) -> None:
 def test_a_waiting_host_begins_later(machine: EmulatedMachine) -> None:
     """What the host has not asked for does not run, though the lane is free."""
     early = machine.on_gpu("early")
-    machine.cpu.wait(machine.on_gpu("a", 2))
-    machine.cpu.wait(early)  # long since reached
+    machine.on_gpu("a", 2).wait()
+    early.wait()  # long since reached
     machine.on_cpu("sampling")
     machine.copy("weights", 32)
     machine.on_gpu("b")
@@ -181,7 +181,7 @@ def test_a_slow_disk_sets_the_pace(machine: EmulatedMachine) -> None:
 def test_work_without_time_waits_like_any_other_and_is_not_shown(machine: EmulatedMachine) -> None:
     done = machine.gpu.run([], lambda: None, [machine.copy("weights", 32)])[1]
     machine.cpu.run([], lambda: None, [done])
-    assert machine.cpu.now_s() == 1
+    assert machine.timeline.now_s == 1
     assert machine.rows() == [(TO_GPU, "weights", 0, 1)]
 
 
@@ -190,7 +190,7 @@ def test_a_run_that_fails_takes_no_time(machine: EmulatedMachine) -> None:
         machine.cpu.run([work("a")], lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         machine.link.copy("weights", 32, GPU, lambda: 1 // 0)
-    assert machine.rows() == [] and machine.cpu.now_s() == 0
+    assert machine.rows() == [] and machine.timeline.now_s == 0
 
 
 def test_results_are_computed_at_once(machine: EmulatedMachine) -> None:

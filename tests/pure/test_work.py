@@ -146,4 +146,4 @@ def test_the_planner_expects_the_same(
 
 
 def test_one_block_by_itself() -> None:
-    assert block_work(BLOCKS[-1], 5, layout=lambda tensor: "int4").products == (("int4", 48, 32),)
+    assert block_work(BLOCKS[-1], 5).products == (("int8", 48, 32),)

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.gpu.registry import IsInstalled, default_registry, is_installed
+from hetero_ee.runtime.gpu.registry import IsInstalled, Registry, is_installed
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
 from hetero_ee_profiles.host.host import TIMEOUT_S, Host
 from hetero_ee_profiles.host.torch_build import TorchBuild
@@ -80,7 +80,7 @@ def gpu_matmul(
     if found is None and not installed:
         return ok(f"{versions}; needed for a GPU only")
     try:
-        choice = default_registry(is_installed).explain("matmul_int4", found or "cuda")
+        choice = Registry(is_installed).explain("matmul_int4", found or "cuda")
     except UsageError as error:
         return fail(f"{versions}; {str(error).rstrip('.')}", INSTALL)
     text = f"{versions}; {choice.reason.rstrip('.')}"

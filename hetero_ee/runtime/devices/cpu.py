@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.devices.allocation import Allocation, Ledger, memory_error
-from hetero_ee.runtime.devices.device import CPU, Event, T
+from hetero_ee.runtime.devices.allocation import memory_error
+from hetero_ee.runtime.devices.device import CPU, Device, Event, T
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder
 from hetero_ee.runtime.work import Work, joined_name
@@ -21,13 +21,11 @@ class Reached:
         return
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """clock: seconds, monotonic. available_bytes: memory that the system could still give this process.
 
     recorder: gets a span for each run, where there is one.
     """
-
-    name = CPU
 
     def __init__(
         self,
@@ -36,32 +34,18 @@ class CpuDevice:
         recorder: SpanRecorder | None = None,
     ) -> None:
         self._clock, self._available_bytes, self._recorder = clock, available_bytes, recorder
-        self._ledger = Ledger(CPU)
+        super().__init__(CPU)
         self._capacity_bytes = available_bytes()
-
-    def now_s(self) -> float:
-        """See Device.now_s."""
-        return self._clock()
 
     def free_bytes(self) -> int:
         """See Device.free_bytes. Claims count whether they are in use yet or not, other programs' memory as it is."""
-        return max(0, min(self._available_bytes(), self._capacity_bytes - self._ledger.held_bytes))
-
-    def allocate(self, n_bytes: int, purpose: str) -> Allocation:
-        """See Device.allocate."""
-        return self._ledger.claim(n_bytes, purpose, self.free_bytes())
-
-    def held_bytes(self) -> dict[str, int]:
-        """See Device.held_bytes."""
-        return self._ledger.by_purpose()
+        return max(0, min(self._available_bytes(), self._capacity_bytes - self.claimed_bytes))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See Device.empty."""
         n_bytes = torch.empty(0, dtype=dtype).element_size() * torch.Size(shape).numel()
         return self._answered("A buffer", n_bytes, lambda: torch.empty(tuple(shape), dtype=dtype))
 
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
-        """See Device.run."""
         for event in after:
             event.wait()
         start_s = self._clock()
@@ -69,10 +53,6 @@ class CpuDevice:
         if self._recorder is not None:
             self._recorder.add(Span(CPU, joined_name(works), start_s, self._clock()))
         return value, Reached()
-
-    def wait(self, event: Event) -> None:
-        """See Device.wait."""
-        event.wait()
 
     def _answered(self, purpose: str, n_bytes: int | None, compute: Callable[[], T]) -> T:
         try:

@@ -21,7 +21,7 @@ from hetero_ee.runtime.devices.device import GPU, Link
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import Warn, default_registry
+from hetero_ee.runtime.gpu.registry import Registry, Warn
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.streaming.block_source import PinnedBlocks
 from hetero_ee.runtime.trace import SpanRecorder
@@ -54,7 +54,7 @@ def usable_gpu(model: str | None, warn: Warn) -> Gpu | None:
         return None
     platform = cuda_platform(model)
     assert platform is not None, "there was one just now"
-    operations = gpu_operations(default_registry(warn=warn), platform.kind)
+    operations = gpu_operations(Registry(warn=warn), platform.kind)
     return Gpu(platform.device, TorchCuda(platform.device), operations)
 
 
@@ -76,14 +76,14 @@ def cuda_machine(
     if not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
     trace = CudaClock(gpu.driver, clock, recorder) if recorder is not None else None
-    device = CudaDevice(gpu.driver, clock, plan.vram_budget_bytes, trace)
+    device = CudaDevice(gpu.driver, plan.vram_budget_bytes, trace)
     link = CudaLink(gpu.driver, cpu.free_bytes, trace)
     with driver_errors("buffers of hidden states", gpu.driver.free_bytes):
         n_rows = max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)
         copier = CudaCopier(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
 
     def make_source(
-        blocks: Sequence[Block], weights: ModelWeights, _: Callable[[int], int], over: Link
+        blocks: Sequence[Block], weights: ModelWeights, over: Link, _: Callable[[int], int]
     ) -> PinnedBlocks:
         return PinnedBlocks(blocks, weights, device, over)
 

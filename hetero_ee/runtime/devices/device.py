@@ -1,12 +1,14 @@
 """Devices and the link between them, as the executor sees them: a seam with a real, an emulated and a faulty side."""
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.devices.allocation import Allocation
+from hetero_ee.runtime.devices.allocation import Allocation, memory_error
 from hetero_ee.runtime.work import Work
 
 T = TypeVar("T")
@@ -21,35 +23,25 @@ class Event(Protocol):
         ...
 
 
-class Device(Protocol):
+class Device(ABC):
     """Something that computes and has memory. name: "cpu" or "gpu"; the CPU is the host.
 
     Any method may raise DeviceLostError.
     """
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._claims: set[Allocation] = set()
 
-    def now_s(self) -> float:
-        """Seconds since any fixed point, the host's: the only clock that the runtime asks."""
-        ...
-
+    @abstractmethod
     def free_bytes(self) -> int:
         """Memory that can still be claimed; never below 0."""
-        ...
 
-    def allocate(self, n_bytes: int, purpose: str) -> Allocation:
-        """Claims memory before it is used. Raises DeviceMemoryError, and nothing has changed."""
-        ...
-
-    def held_bytes(self) -> dict[str, int]:
-        """What is claimed, by purpose."""
-        ...
-
+    @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the device with anything in it; it counts where it was claimed. Raises DeviceMemoryError."""
-        ...
 
+    @abstractmethod
     def run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> tuple[T, Event]:
         """Computes once the events are reached: what `compute` returns, and the event of its end.
 
@@ -57,11 +49,28 @@ class Device(Protocol):
         or in later work of the same device, which runs in order. Raises what `compute` raises, an error of the driver
         as DeviceMemoryError or DeviceLostError.
         """
-        ...
 
-    def wait(self, event: Event) -> None:
-        """The host waits until the event is reached."""
-        ...
+    @property
+    def claimed_bytes(self) -> int:
+        return sum(allocation.n_bytes for allocation in self._claims)
+
+    def held_bytes(self) -> dict[str, int]:
+        """What is claimed, by purpose."""
+        found: Counter[str] = Counter()
+        for allocation in self._claims:
+            found[allocation.purpose] += allocation.n_bytes
+        return dict(found)
+
+    def allocate(self, n_bytes: int, purpose: str) -> Allocation:
+        """Claims memory before it is used. Raises DeviceMemoryError, and ValueError below 0; nothing has changed."""
+        if n_bytes < 0:
+            raise ValueError(f"{purpose}: {n_bytes} bytes were asked for, expected 0 or more.")
+        free_bytes = self.free_bytes()
+        if n_bytes > free_bytes:
+            raise memory_error(self.name, purpose, n_bytes, free_bytes)
+        allocation = Allocation(purpose, n_bytes, self._claims.discard)
+        self._claims.add(allocation)
+        return allocation
 
 
 class Link(Protocol):

@@ -1,4 +1,4 @@
-"""Emulated devices and link: numbers computed on this CPU at once, time taken from a hardware profile.
+"""A machine that is not there: numbers computed on this CPU at once, time taken from a hardware profile.
 
 They share the profile with the planner and nothing else, so that a plan's prediction can be checked against what the
 executor really asks for.
@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.devices.allocation import Allocation, Ledger
-from hetero_ee.runtime.devices.device import CPU, GPU, Event, T
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
+from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.devices.timeline import COPY_LANES, ROW_LANES, Timeline
+from hetero_ee.runtime.streaming.block_source import MappedBlocks
 from hetero_ee.runtime.work import Work, joined_name, work_s
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """The CPU or the GPU of a profile. The CPU is the host: its work takes the host's time, the GPU's is only begun.
 
-    memory_bytes: that can be had there. threads: of the CPU, 0 for the most that were measured. Raises ValueError for
+    memory_bytes: available there. threads: of the CPU, 0 for the most that were measured. Raises ValueError for
     a GPU that the profile does not have.
     """
 
@@ -33,30 +35,14 @@ class EmulatedDevice:
         memory_bytes: int,
         threads: int = 0,
     ) -> None:
-        self._name, self._timeline, self._spec = name, timeline, spec
+        super().__init__(name)
+        self._timeline, self._spec = timeline, spec
         self._times = _times(name, profile, threads)
         self._disk_bytes_per_s = profile.disk_read_bytes_per_s.value
-        self._memory_bytes, self._ledger = memory_bytes, Ledger(name)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def now_s(self) -> float:
-        """See Device.now_s: virtual seconds."""
-        return self._timeline.now_s
+        self._memory_bytes = memory_bytes
 
     def free_bytes(self) -> int:
-        """See Device.free_bytes."""
-        return self._memory_bytes - self._ledger.held_bytes
-
-    def allocate(self, n_bytes: int, purpose: str) -> Allocation:
-        """See Device.allocate."""
-        return self._ledger.claim(n_bytes, purpose, self.free_bytes())
-
-    def held_bytes(self) -> dict[str, int]:
-        """See Device.held_bytes."""
-        return self._ledger.by_purpose()
+        return self._memory_bytes - self.claimed_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See Device.empty: memory of this CPU."""
@@ -69,14 +55,10 @@ class EmulatedDevice:
         """
         seconds = [work_s(work, self._times, self._disk_bytes_per_s, self._spec) for work in works]
         value = compute()
-        event = self._timeline.occupy(self._name, joined_name(works), 0.0, after)
+        event = self._timeline.occupy(self.name, joined_name(works), 0.0, after)
         for work, duration_s in zip(works, seconds, strict=True):
-            event = self._timeline.occupy(self._name, work.name, duration_s)
+            event = self._timeline.occupy(self.name, work.name, duration_s)
         return value, event
-
-    def wait(self, event: Event) -> None:
-        """See Device.wait."""
-        self._timeline.host_wait(event)
 
 
 class EmulatedLink:
@@ -104,8 +86,33 @@ class EmulatedLink:
         return value, self._timeline.occupy(ROW_LANES[to], name, seconds, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
-        """See Link.host_buffer."""
         return torch.empty(n_bytes, dtype=torch.uint8)
+
+
+class EmulatedGpuTensor(Tensor):
+    """A tensor of the CPU that counts as one of the emulated GPU; what is computed from it counts as that too."""
+
+
+class EmulatedCopier:
+    """Of an emulated GPU, whose tensors are the CPU's under another name."""
+
+    def is_on_gpu(self, x: Tensor) -> bool:
+        return isinstance(x, EmulatedGpuTensor)
+
+    def to_gpu(self, x: Tensor) -> Tensor:
+        return x.as_subclass(EmulatedGpuTensor)
+
+    def to_cpu(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Tensor)
+
+
+def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, timeline: Timeline) -> Machine:
+    """The profile's machine with the plan's budgets and threads, from where the time line is."""
+    cpu = EmulatedDevice(CPU, timeline, profile, spec, plan.ram_budget_bytes, plan.threads)
+    if profile.gpu is None or not plan.n_bytes(GPU):
+        return Machine(cpu, None, None, CpuCopier())
+    gpu = EmulatedDevice(GPU, timeline, profile, spec, plan.vram_budget_bytes)
+    return Machine(cpu, gpu, EmulatedLink(timeline, profile), EmulatedCopier(), MappedBlocks)
 
 
 def _times(name: str, profile: HardwareProfile, threads: int) -> DeviceTimes:

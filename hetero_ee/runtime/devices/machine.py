@@ -39,25 +39,8 @@ class CpuCopier:
         return x
 
 
-class EmulatedGpuTensor(Tensor):
-    """A tensor of the CPU that counts as one of the emulated GPU; what is computed from it counts as that too."""
-
-
-class EmulatedMover:
-    """Of an emulated GPU, whose tensors are the CPU's under another name."""
-
-    def is_on_gpu(self, x: Tensor) -> bool:
-        return isinstance(x, EmulatedGpuTensor)
-
-    def to_gpu(self, x: Tensor) -> Tensor:
-        return x.as_subclass(EmulatedGpuTensor)
-
-    def to_cpu(self, x: Tensor) -> Tensor:
-        return x.as_subclass(Tensor)
-
-
-# Makes the source of streamed blocks: their weights, what comes along with each, by number, and the link.
-MakeSource = Callable[[Sequence[Block], ModelWeights, Callable[[int], int], Link], BlockSource[ModelWeights]]
+# Makes the source of streamed blocks: their weights, the link, and bytes of what comes along with each, by number.
+MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]], BlockSource[ModelWeights]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,15 +92,12 @@ class CpuExecutor(HostExecutor):
         return self._pool
 
     def embed(self, batch: Batch) -> Tensor:
-        """See HostExecutor.embed."""
         return torch.from_numpy(self._embedded(batch))
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See HostExecutor.linear."""
         return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._linears[name]))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See BlockExecutor.forward."""
         positions = np.array(batch.positions, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
@@ -112,7 +109,6 @@ class CpuExecutor(HostExecutor):
         return torch.from_numpy(x if delta is None else x + delta)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with."""
         own = self._linears, self._vectors
         linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -123,14 +119,12 @@ class CpuExecutor(HostExecutor):
             self._linears, self._vectors = own
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm."""
         block = self.blocks[-2]
         if block.kind is not BlockKind.FINAL_NORM:
             return hidden
         return torch.from_numpy(self._normed(block, np.ascontiguousarray(hidden.numpy()), None))
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

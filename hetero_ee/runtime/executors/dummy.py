@@ -25,31 +25,24 @@ class DummyExecutor(HostExecutor):
         super().__init__(spec, dummy_weights(spec), max_tokens, CpuKvCache(n_layers, 0, 0, max_tokens, layers))
 
     def embed(self, batch: Batch) -> Tensor:
-        """See HostExecutor.embed."""
         return torch.zeros(len(batch), self.spec.hidden_size)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See HostExecutor.linear."""
         return torch.zeros(len(x), self.weights.matrices[name].shape[0])
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See BlockExecutor.forward."""
         return hidden
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with."""
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm."""
         return hidden
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits."""
         return torch.zeros(token_ids.shape)
 
 

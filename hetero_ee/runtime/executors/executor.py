@@ -22,13 +22,38 @@ Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final norme
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
-class Executor(Protocol):
+class HeadExecutor(Protocol):
+    """The end of a model: final norm and LM head. What every executor has."""
+
+    cache: KvCache
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the head multiplies: (m, hidden) after the last layer, or where a token exits, -> (m, hidden)."""
+        ...
+
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """The head's product: (m, hidden) -> logits (m, vocab)."""
+        ...
+
+    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
+        ...
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: (m, hidden) -> logits (m, vocab)."""
+        return self.lm_head(self.final_norm(hidden))
+
+    def close(self) -> None:
+        """Ends what the executor keeps running, and gives its memory back."""
+        ...
+
+
+class Executor(HeadExecutor, Protocol):
     """Runs a whole model. Open sequences in `cache` before their first tokens."""
 
     spec: ModelSpec
     weights: ModelWeights
     blocks: list[Block]  # all of the model's
-    cache: KvCache
     prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
     progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
     overlap: Overlap | None = None  # what runs by itself while the host computes
@@ -52,28 +77,8 @@ class Executor(Protocol):
         """
         ...
 
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """What the head multiplies: (m, hidden) after the last layer, or where a token exits, -> (m, hidden)."""
-        ...
-
-    def lm_head(self, normed: Tensor) -> Tensor:
-        """The head's product: (m, hidden) -> logits (m, vocab)."""
-        ...
-
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        """The same by the CPU, wherever the head lies, for what is there anyway."""
-        ...
-
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
-        ...
-
-    def to_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head: (m, hidden) -> logits (m, vocab)."""
-        ...
-
-    def close(self) -> None:
-        """Ends what the executor keeps running."""
+        """lm_head by the CPU, wherever the head lies, for what is there anyway."""
         ...
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -85,13 +90,8 @@ class Executor(Protocol):
         return self.to_logits(self.hidden(batch)[list(wanted)])
 
 
-class BlockExecutor(Protocol):
-    """Computes any blocks of a model on one device. Methods that Executor has too do the same."""
-
-    @property
-    def cache(self) -> KvCache:
-        """Of the layers that are attended here."""
-        ...
+class BlockExecutor(HeadExecutor, Protocol):
+    """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
@@ -107,19 +107,9 @@ class BlockExecutor(Protocol):
         """The same through an attention whose keys and values are in the cache of the CPU's executor."""
         ...
 
-    def final_norm(self, hidden: Tensor) -> Tensor: ...
 
-    def lm_head(self, normed: Tensor) -> Tensor: ...
-
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor: ...
-
-    def to_logits(self, hidden: Tensor) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
-class HostExecutor(Executor):
-    """Runs a whole model, or some of its blocks, in the CPU's memory: an Executor and a BlockExecutor.
+class HostExecutor(Executor, BlockExecutor):
+    """Runs a whole model, or some of its blocks, in the CPU's memory.
 
     cache: of some layers alone where others compute the rest, of all where None.
     """
@@ -140,29 +130,18 @@ class HostExecutor(Executor):
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
 
-    @abstractmethod
-    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See BlockExecutor.forward."""
-
-    @abstractmethod
-    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with."""
-
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
-        """See BlockExecutor.attend_uploaded. The memory is one machine's: the owner computes."""
-        return owner.forward_with(hidden, batch, block, weights)
+        return owner.forward_with(hidden, batch, block, weights)  # the memory is one machine's: the owner computes
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        """See Executor.run."""
         if layers:
             self.cache.admit(batch, layers)
         start = self.embed(batch) if hidden is None else hidden
         return self.forward(start, batch, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt."""
         hidden = None
         for batch in chunks:
             hidden = self.hidden(batch)
@@ -172,16 +151,10 @@ class HostExecutor(Executor):
         return self.to_logits(hidden[-1:])[0]
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """See Executor.on_cpu."""
         return hidden
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head_on_cpu."""
         return self.lm_head(normed)
 
-    def to_logits(self, hidden: Tensor) -> Tensor:
-        """See Executor.to_logits."""
-        return self.lm_head(self.final_norm(hidden))
-
     def close(self) -> None:
-        """See Executor.close. Here nothing runs."""
+        """Here nothing runs."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
@@ -22,11 +22,13 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
-class GpuExecutor:
-    """A BlockExecutor. blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
+class GpuExecutor(BlockExecutor):
+    """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
     visits: the kind of keys and values that are uploaded from a CpuKvCache, None for none. Matrices must be in tiles.
     """
+
+    cache: GpuKvCache
 
     def __init__(
         self,
@@ -88,7 +90,6 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm."""
         block, eps = self._model_blocks[-2], self._spec.norm_eps
         x = self._whole(hidden)
         if block.kind is not BlockKind.FINAL_NORM:
@@ -102,7 +103,6 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         linear, m = self._resident.linear(self._model_blocks[-1], "tokens"), len(normed)
         logits = torch.empty(m, self._spec.vocab_size, device=self._device)
         for first in range(0, m, MAX_ROWS):
@@ -113,17 +113,12 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits."""
         matrix = self._resident.linear(self._model_blocks[-1], "tokens").matrix
         ids = token_ids.to(self._device).contiguous()
         if not isinstance(matrix, TileMatrix):
             return self.lm_head(normed).gather(1, ids)
         logits: Tensor = self._operations.sliced_head(self._whole(normed), matrix, ids)
         return logits
-
-    def to_logits(self, hidden: Tensor) -> Tensor:
-        """See Executor.to_logits."""
-        return self.lm_head(self.final_norm(hidden))
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
         """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.

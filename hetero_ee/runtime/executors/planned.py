@@ -87,7 +87,6 @@ class PlannedExecutor(Executor):
             raise
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """See Executor.on_cpu."""
         return self._moved(_Flow(hidden), False).hidden
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
@@ -131,7 +130,6 @@ class PlannedExecutor(Executor):
             self.cache.cut(sequence, position, layers)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """See Executor.to_logits."""
         return self._to_logits(_Flow(hidden))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -141,7 +139,6 @@ class PlannedExecutor(Executor):
         return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self.spec.vocab_size)
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
@@ -151,7 +148,6 @@ class PlannedExecutor(Executor):
         return self.machine.cpu.run(works, lambda: self._cpu_executor.lm_head(x))[0]
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits."""
         return self._logits(
             _Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), token_ids.shape[1]
         )
@@ -237,7 +233,7 @@ class PlannedExecutor(Executor):
         found, event = self._link.transfer("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
         if to_gpu:
             return _Flow(found, (event,))
-        self.machine.cpu.wait(event)
+        event.wait()
         return _Flow(found)
 
     def _gpu_done(self) -> tuple[Event, ...]:

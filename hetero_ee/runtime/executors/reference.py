@@ -31,7 +31,6 @@ class ReferenceExecutor(HostExecutor):
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> Tensor:
-        """See HostExecutor.embed."""
         block = self.blocks[0]
         hidden = self._ops.embed(self.weights.matrices[block.tensors["tokens"].name], batch.token_ids)
         positions = self._vector(block, "positions")
@@ -41,12 +40,10 @@ class ReferenceExecutor(HostExecutor):
 
     @torch.inference_mode()
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See HostExecutor.linear."""
         return self._ops.linear(x, self.weights.matrices[name], self.weights.vectors.get(f"{name}_bias"))
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        """See BlockExecutor.forward."""
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
                 hidden = hidden + self._attend(block, hidden, batch)
@@ -55,7 +52,6 @@ class ReferenceExecutor(HostExecutor):
         return hidden
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        """See BlockExecutor.forward_with."""
         own = self.weights
         self.weights = ModelWeights(own.matrices | weights.matrices, own.vectors | weights.vectors)
         try:
@@ -65,18 +61,15 @@ class ReferenceExecutor(HostExecutor):
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm."""
         block = self.blocks[-2]
         return self._norm(block, hidden) if block.kind is BlockKind.FINAL_NORM else hidden
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         return self.linear(normed, self.blocks[-1].tensors["tokens"].name)
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits."""
         return self.lm_head(normed).gather(1, token_ids)
 
     def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:

@@ -54,7 +54,6 @@ class ReplanningExecutor(Executor):
         return self.inner.plan
 
     def close(self) -> None:
-        """See Executor.close."""
         self.inner.close()
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
@@ -65,7 +64,6 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
-        """See Executor.on_cpu."""
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
@@ -81,23 +79,18 @@ class ReplanningExecutor(Executor):
         return self._step(prompt)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See Executor.final_norm."""
         return self._step(lambda inner, x: inner.final_norm(x), hidden)
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head."""
         return self._step(lambda inner, x: inner.lm_head(x), normed)
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head_on_cpu."""
         return self._step(lambda inner, x: inner.lm_head_on_cpu(x), normed)
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits."""
         return self._step(lambda inner, x: inner.partial_logits(x, token_ids), normed)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """See Executor.to_logits."""
         return self._step(lambda inner, x: inner.to_logits(x), hidden)
 
     def _step(self, action: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:

@@ -1,12 +1,22 @@
 """The operations that a segment of GPU layers is made of, chosen once from the registry."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hetero_ee.runtime.gpu.registry import Registry
 
-NAMES = ("rms_norm", "layer_norm", "rms_norm_heads", "activate", "kv_write", "attention", "sliced_head")
+NAMES = (
+    "rms_norm",
+    "layer_norm",
+    "rms_norm_heads",
+    "activate",
+    "kv_write",
+    "attention",
+    "sliced_head",
+    "matmul_int4",
+    "matmul_int8",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +42,9 @@ class GpuOperations:
     is_capturable: bool
 
 
-def gpu_operations(registry: Registry, kind: str, names: Mapping[str, str] | None = None) -> GpuOperations:
-    """names: implementations asked for by operation; others are chosen. Raises UsageError, see Registry.choose."""
-    asked = names or {}
-    operations = (*NAMES, "matmul_int4", "matmul_int8")
-    chosen = {operation: registry.choose(operation, kind, asked.get(operation)) for operation in operations}
+def gpu_operations(registry: Registry, kind: str) -> GpuOperations:
+    """What the registry chooses for this kind of GPU. Raises UsageError, see Registry.choose."""
+    chosen = {operation: registry.choose(operation, kind) for operation in NAMES}
     return GpuOperations(
         **{operation: implementation.load() for operation, implementation in chosen.items()},
         add=_add,

@@ -10,6 +10,13 @@ from hetero_ee.models.blocks import Block
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_kernels.tile_matrix import TileMatrix
+
+
+def tile_matrix(weight: TileWeight, device: Any) -> TileMatrix:
+    """The weight as the GPU kernels take it: the same bytes as in memory and on disk, copied and not repacked."""
+    tiles, scales = weight.tiles.to(device), weight.scales.to(device)
+    return TileMatrix(tiles, scales, weight.exponent, weight.codebook, weight.n_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,13 @@ class MappedBlocks:
     more_bytes: of what comes along with a block, by its number.
     """
 
+    n_buffers = N_BUFFERS
+
     def __init__(
         self, blocks: Sequence[Block], weights: ModelWeights, link: Link, more_bytes: MoreBytes = lambda block: 0
     ) -> None:
         self._blocks, self._link, self._more_bytes = tuple(blocks), link, more_bytes
         self._weights = [block_weights(block, weights) for block in blocks]
-
-    @property
-    def n_buffers(self) -> int:
-        return N_BUFFERS
 
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
         """See BlockSource.fetch."""
@@ -41,8 +39,7 @@ class MappedBlocks:
         return self._link.copy(self._blocks[block].name, n_bytes, GPU, lambda: found, after)
 
     def close(self) -> None:
-        """See BlockSource.close."""
-        return
+        """See BlockSource.close. There is none."""
 
 
 class PinnedBlocks:
@@ -51,6 +48,8 @@ class PinnedBlocks:
     Of one block and buffer, fetch returns the same object each time. The buffers' memory is claimed by who makes this.
     Raises DeviceMemoryError.
     """
+
+    n_buffers = N_BUFFERS
 
     def __init__(
         self,
@@ -69,20 +68,16 @@ class PinnedBlocks:
         self._n_fetched = 0
         self._known: dict[tuple[int, int], ModelWeights] = {}
 
-    @property
-    def n_buffers(self) -> int:
-        return N_BUFFERS
-
     @torch.inference_mode()
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
         """See BlockSource.fetch. Waits until a pinned buffer is free and fills it."""
         found = self._weights[block]
-        place = self._n_fetched % N_PINNED
+        index = self._n_fetched % N_PINNED
         self._n_fetched += 1
-        earlier = self._copied[place]
+        earlier = self._copied[index]
         if earlier is not None:
             earlier.wait()
-        pinned = self._pinned[place]
+        pinned = self._pinned[index]
         for part, target in zip(_tensors(found), _regions(found, pinned), strict=True):
             target.copy_(_as_bytes(part))
         n_bytes = _buffer_bytes(found)
@@ -94,7 +89,7 @@ class PinnedBlocks:
             return self._on_device(block, buffer)
 
         value, event = self._link.copy(self._blocks[block].name, n_bytes, GPU, begin, after)
-        self._copied[place] = event
+        self._copied[index] = event
         return value, event
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 class BlockSource(Protocol[T_co]):
     """Blocks by number, in memory of the CPU, and device buffers for the largest of them."""
 
-    @property
-    def n_buffers(self) -> int: ...
+    n_buffers: int
 
     def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[T_co, Event]:
         """Begins the copy of the block into that buffer after the events: its tensors there, and the copy's event.

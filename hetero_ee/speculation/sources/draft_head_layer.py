@@ -138,7 +138,7 @@ class PlacedDraftHead:
         if not self._on_gpu:
             return self._machine.cpu.run(works, lambda: found)[0]
         _, computed = self._gpu.run(works, lambda: None)
-        self._machine.cpu.wait(self._transferred("draft logits", found, CPU, (computed,)))
+        self._transferred("draft logits", found, CPU, (computed,)).wait()
         return found
 
     @property

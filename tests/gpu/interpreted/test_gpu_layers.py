@@ -8,7 +8,7 @@ from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.operations import gpu_operations
-from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from tests.executor_support import MAX_TOKENS, Model, model_of
 from tests.gpu_support import DEVICE, assert_same_bits, random
@@ -26,7 +26,7 @@ def test_the_head(model: Model) -> None:
     spec, weights = model
     blocks = [block for block in decoder_blocks(spec) if block.kind in (BlockKind.FINAL_NORM, BlockKind.HEAD)]
     cache = GpuKvCache((0, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, torch.device(DEVICE), layers=())
-    layers = GpuExecutor(spec, weights, blocks, cache, gpu_operations(default_registry(), "cuda"))
+    layers = GpuExecutor(spec, weights, blocks, cache, gpu_operations(Registry(), "cuda"))
     reference, hidden = ReferenceExecutor(*model, MAX_TOKENS), random(0, N_ROWS, spec.hidden_size, scale=3.0)
     normed = layers.final_norm(hidden)
     torch.testing.assert_close(normed.cpu(), reference.final_norm(hidden.cpu()))

@@ -10,7 +10,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.profiling import gpu as gpu_profiling
 from hetero_ee.profiling.gpu import measured_gpu
 from hetero_ee.profiling.preset import QUICK, Preset, product_shapes
-from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.measurement import Origin
 from tests.families import config_of
@@ -27,7 +27,7 @@ def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu_profiling, "MANY_LAYERS", 2)
     platform: Any = StandInGpu(l2_bytes=1) if IS_INTERPRETED else cuda_platform(None)
     spec = read_spec(config_of("qwen3", **SMALL))
-    registry = default_registry(lambda name: name == "triton")
+    registry = Registry(lambda name: name == "triton")
     shapes, points = product_shapes(spec), [(1, 16), (1, 70), (17, 17)]
     found = measured_gpu(spec, shapes, points, platform, registry, TINY, ORIGIN, _clock(platform))
     assert found.warning == "" and found.times is not None and found.link is not None
@@ -46,9 +46,7 @@ def test_figures_of_a_gpu_make_sense() -> None:
     spec = read_spec(config_of("llama", hidden_size=2048, intermediate_size=5632, num_attention_heads=32))
     thorough = replace(QUICK, repeats=5)
     points = [(1, 16), (1, 1024), (4, 16), (128, 128)]
-    found = measured_gpu(
-        spec, product_shapes(spec), points, platform, default_registry(), thorough, ORIGIN, _clock(None)
-    )
+    found = measured_gpu(spec, product_shapes(spec), points, platform, Registry(), thorough, ORIGIN, _clock(None))
     assert found.warning == "" and found.times is not None and found.link is not None
     assert found.times.read_bytes_per_s.value > 50e9 and found.link.to_gpu_bytes_per_s.value > 0.5e9
     assert found.link.to_gpu_bytes_per_s.value >= 0.9 * found.link.pageable_to_gpu_bytes_per_s.value

@@ -18,7 +18,7 @@ from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu import segment as gpu_segment
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
-from hetero_ee.runtime.gpu.registry import default_registry
+from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
@@ -63,8 +63,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def operations(matmul: str) -> GpuOperations:
     """matmul: which multiplies; in the interpreter, Triton's would take a minute for every test."""
-    names = {"matmul_int4": matmul, "matmul_int8": matmul}
-    return gpu_operations(default_registry(), "cuda", names)
+    preferred = gpu_operations(Registry(), "cuda")
+    if matmul == "triton":
+        return preferred
+    other = gpu_operations(Registry(lambda package: package == matmul), "cuda")
+    return replace(preferred, matmul_int4=other.matmul_int4, matmul_int8=other.matmul_int8, is_capturable=False)
 
 
 def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: Any = None, **cache: Any) -> GpuSegment:
