@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.config import cache_folder
 from hetero_ee_cli.options.common import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -33,7 +34,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
 def list_models(as_json: Json = False) -> None:
     """List the converted models in the cache folder."""
-    cache = _cache()
+    cache = cache_folder()
     with ending_at_once():
         from hetero_ee.weights.store.library import STORES_FOLDER, stored_models
     found = stored_models(cache)
@@ -55,7 +56,7 @@ def remove(
     """Remove converted models and their calibrations from the cache folder. Checkpoints stay."""
     from hetero_ee.errors import UsageError
 
-    cache = _cache()
+    cache = cache_folder()
     with ending_at_once():
         from hetero_ee.weights.store.library import remove_stored, stored_model
     chosen = {model.name: model for model in (stored_model(cache, name) for name in names)}
@@ -97,18 +98,12 @@ def verify(
         sys.exit(EXIT_FOUND)
 
 
-def _cache() -> Path:
-    from hetero_ee.config import cache_folder
-
-    return cache_folder()
-
-
 def _folders(stores: list[str]) -> list[Path]:
     """The folders of these; if empty, those of all finished stores."""
     from hetero_ee.config.toml_file import expanded
     from hetero_ee.weights.store.library import StoreState, stored_model, stored_models
 
-    cache = _cache()
+    cache = cache_folder()
     if not stores:
         return [model.path for model in stored_models(cache) if model.state is not StoreState.UNFINISHED]
     is_path = [os.sep in store or store in (".", "..") or store.startswith("~") for store in stores]
