@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from hetero_ee.errors import DiskFullError, HeteroError, UsageError
 from hetero_ee_cli.commands import config, models
 from hetero_ee_cli.commands.bench import bench
 from hetero_ee_cli.commands.calibrate import calibrate
@@ -116,8 +117,6 @@ def _run_app() -> Any:
 
 def _report(error: Exception) -> NoReturn:
     """One sentence for a deliberate refusal; anything else is a bug and keeps its traceback."""
-    from hetero_ee.errors import DiskFullError, HeteroError, UsageError
-
     if not isinstance(error, HeteroError):
         raise error
     is_usage, is_full = isinstance(error, UsageError), isinstance(error, DiskFullError)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_ee.config import Progress
+from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
@@ -19,6 +20,7 @@ from hetero_ee_cli.options.planning import OVERRIDE_HELP, LimitOptions
 from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -67,8 +69,6 @@ def bench(
 
     A machine without a full profile is measured first, which takes a few minutes. Nothing else should be running.
     """
-    from hetero_ee.errors import UsageError
-
     prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
     _check(style, repetitions, mode, random_weights)
@@ -78,7 +78,6 @@ def bench(
     with ending_at_once():
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import physical_core_count
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     opening = engine.arguments(model)
     counts = _numbers(threads, "-t") if threads else [opening["threads"] or physical_core_count()]
@@ -131,8 +130,6 @@ class _Running:
 
 def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[Test]:
     """(prompt, text, depth) of each test, prompts first as in llama-bench. Raises UsageError."""
-    from hetero_ee.errors import UsageError
-
     if not all(1 <= count <= MAX_THREADS for count in threads):
         raise UsageError(f"-t is {','.join(map(str, threads))}; expected 1 to {MAX_THREADS} threads.")
     pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
@@ -159,7 +156,6 @@ def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetit
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
     """Opens the model in the folder, or random weights. Raises UsageError for a plan with too small a context."""
     from hetero_ee.engine import Engine
-    from hetero_ee.errors import UsageError
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.opening import Placement, open_placed
     from hetero_ee.weights.random_weights import random_weights
@@ -245,8 +241,6 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
 
 def _numbers(text: str, flag: str) -> list[int]:
     """Whole numbers separated by commas. Raises UsageError."""
-    from hetero_ee.errors import UsageError, shown
-
     words = text.split(",")
     if not all(word.isascii() and word.isdecimal() and len(word) < 9 and int(word) <= MAX_TOKENS for word in words):
         raise UsageError(f"{flag} is {shown(text)}; expected whole numbers up to {MAX_TOKENS}, separated by commas.")
@@ -254,8 +248,6 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def _check(style: str, repetitions: int, mode: str | None, random_weights: str | None) -> None:
-    from hetero_ee.errors import UsageError, shown
-
     if style not in FORMATS:
         raise UsageError(f"--output is {shown(style)}; expected one of {', '.join(FORMATS)}.")
     if not 1 <= repetitions <= MAX_REPETITIONS:

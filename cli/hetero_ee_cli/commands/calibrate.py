@@ -9,6 +9,7 @@ import typer
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.terminal.output import print_document, printable, say
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -46,7 +47,6 @@ def calibrate(
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import plot_png, require_matplotlib
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     if plot is not None:
         require_matplotlib()  # refused now, not after minutes of work

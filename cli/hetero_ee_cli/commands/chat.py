@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
@@ -17,6 +18,7 @@ from hetero_ee_cli.reports.expectation import Expectation
 from hetero_ee_cli.reports.run_report import closing_lines
 from hetero_ee_cli.terminal.chat_input import Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.terminal.output import complain, print_tokens, printable, say
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
@@ -58,8 +60,6 @@ def chat(
     the prompt, it ends the chat, as do /exit and Ctrl-D. In a pipe, every line is a turn, and each reply ends with a
     newline.
     """
-    from hetero_ee_cli.terminal.progress import stage_progress
-
     placed = placement.checked(limits, engine)
     options, changes = engine.arguments(_one_model(model, model_flag)), sampling.changes()
     template = None if chat_template_file is None else read_text("chat template", chat_template_file)
@@ -73,8 +73,6 @@ def chat(
 
 
 def _one_model(argument: str | None, flag: str | None) -> str | None:
-    from hetero_ee.errors import UsageError, shown
-
     if argument is not None and flag is not None and argument != flag:
         raise UsageError(f"two models are named, {shown(argument)} and {shown(flag)}; name one.")
     return flag if argument is None else argument
@@ -112,8 +110,6 @@ class Talk:
 
     def run(self, read_line: ReadLine) -> None:
         """Raises KeyboardInterrupt for a second Ctrl-C at the prompt, or for the first if not interactive."""
-        from hetero_ee.errors import HeteroError
-
         is_leaving = False  # Ctrl-C was pressed once at the prompt
         while True:
             is_reading = True
@@ -138,8 +134,6 @@ class Talk:
             say("")  # so that the shell's prompt starts on a new line
 
     def _answer(self, entry: str | Command) -> None:
-        from hetero_ee.errors import UsageError, shown
-
         if isinstance(entry, str):
             self._print(self._conversation.send(entry))
         elif entry.name in self._commands:

@@ -2,14 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hetero_ee.config import cache_folder, data_folder
+from hetero_ee.config.settings import SETTINGS, Resolved, Settings, read_settings
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
 from hetero_ee_cli.terminal.output import print_document, printable, table
-
-if TYPE_CHECKING:
-    from hetero_ee.config.settings import Resolved, Settings
 
 
 @with_options(without=["revision"])
@@ -19,8 +17,6 @@ def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False
     An option overrides a HETERO_EE_ variable, which overrides the configuration file, which overrides the default. The
     options of the other commands given here show which value would apply.
     """
-    from hetero_ee.config.settings import SETTINGS, read_settings
-
     flags = asdict(engine) | {"model": model}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
@@ -43,10 +39,9 @@ def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False
     print(table(rows))
 
 
-def _paths(settings: "Settings") -> dict[str, Path]:
+def _paths(settings: Settings) -> dict[str, Path]:
     from huggingface_hub import constants
 
-    from hetero_ee.config import cache_folder, data_folder
     from hetero_ee.runtime.kernel_cache import kernel_cache_folder
 
     cache = cache_folder(settings)
@@ -60,7 +55,7 @@ def _paths(settings: "Settings") -> dict[str, Path]:
     }
 
 
-def _shown(found: "Resolved") -> str:
+def _shown(found: Resolved) -> str:
     if isinstance(found.value, bool):
         return str(found.value).lower()
     return found.setting.default_text if found.value is None else printable(str(found.value))

@@ -7,6 +7,7 @@ import typer
 
 from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 
@@ -26,7 +27,6 @@ def convert(
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.resolve import resolve_model
-    from hetero_ee_cli.terminal.progress import stage_progress
     from hetero_ee_profiles.host.process import physical_core_count
 
     torch.set_num_threads(1)

@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_ee.config import cache_folder
+from hetero_ee.config.settings import Settings, read_settings
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.common import Json
 from hetero_ee_cli.terminal.output import print_document
 
 if TYPE_CHECKING:
-    from hetero_ee.config.settings import Settings
-    from hetero_ee.errors import UsageError
     from hetero_ee_cli.checks.finding import Check, Row
     from hetero_ee_profiles.host.host import Host
 
@@ -93,23 +94,16 @@ def lines(rows: "list[Row]", in_colour: bool) -> list[str]:
     return shown
 
 
-def _settings(environment: Mapping[str, str]) -> "tuple[Settings, UsageError | None]":
+def _settings(environment: Mapping[str, str]) -> tuple[Settings, UsageError | None]:
     """The settings; if the file can't be used, those without it, and why."""
-    from hetero_ee.config.settings import Settings, read_settings
-    from hetero_ee.errors import UsageError
-
     try:
         return read_settings(environment), None
     except UsageError as error:
         return Settings(Path(), {}, environment), error
 
 
-def _cache_folder(settings: "Settings") -> Path:
+def _cache_folder(settings: Settings) -> Path:
     """The cache folder; the default one if the setting can't be used."""
-    from hetero_ee.config import cache_folder
-    from hetero_ee.config.settings import Settings
-    from hetero_ee.errors import UsageError
-
     try:
         return cache_folder(settings)
     except UsageError:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
@@ -16,6 +17,7 @@ from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import expected_rate
 from hetero_ee_cli.reports.run_report import closing_lines, run_document
 from hetero_ee_cli.terminal.output import print_document, print_tokens, say
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -46,7 +48,6 @@ def generate(
     options, changes = engine.arguments(model), sampling.changes()
     with ending_at_once():
         from hetero_ee.decoding.result import collect
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress, open_engine(options, placed, progress) as opened:
         start_s = time.perf_counter()
@@ -75,8 +76,6 @@ def generate(
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file or standard input. One final newline is dropped from the latter two."""
-    from hetero_ee.errors import UsageError
-
     if (prompt is None) == (file is None):
         raise UsageError("give one prompt: as an argument, with --file, or - to read standard input.")
     text = prompt

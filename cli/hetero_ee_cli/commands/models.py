@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.config import cache_folder
+from hetero_ee.config.toml_file import expanded
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.common import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -23,8 +27,6 @@ COLUMNS = ("name", "state", "quantizer", "calibration", "size", "last used")
 
 def models(context: typer.Context, as_json: Json = False) -> None:
     """List, verify and remove converted models. Without a command, lists them."""
-    from hetero_ee.errors import UsageError
-
     if context.invoked_subcommand is None:
         list_models(as_json)
     elif as_json:
@@ -33,7 +35,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
 
 def list_models(as_json: Json = False) -> None:
     """List the converted models in the cache folder."""
-    cache = _cache()
+    cache = cache_folder()
     with ending_at_once():
         from hetero_ee.weights.store.conversion import STORES_FOLDER
         from hetero_ee.weights.store.library import stored_models
@@ -54,9 +56,7 @@ def remove(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
 ) -> None:
     """Remove converted models and their calibrations from the cache folder. Checkpoints stay."""
-    from hetero_ee.errors import UsageError
-
-    cache = _cache()
+    cache = cache_folder()
     with ending_at_once():
         from hetero_ee.weights.store.library import remove_stored, stored_model
     chosen = {model.name: model for model in (stored_model(cache, name) for name in names)}
@@ -80,7 +80,6 @@ def verify(
     """Compare every byte of converted models with their checksums. Exit code 1 if anything differs."""
     with ending_at_once():
         from hetero_ee.weights.store import verification
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     results: list[tuple[Path, tuple[Finding, ...]]] = []
     for folder in _folders(stores or []):
@@ -98,18 +97,11 @@ def verify(
         sys.exit(EXIT_FOUND)
 
 
-def _cache() -> Path:
-    from hetero_ee.config import cache_folder
-
-    return cache_folder()
-
-
 def _folders(stores: list[str]) -> list[Path]:
     """The folders of these; if empty, those of all finished stores."""
-    from hetero_ee.config.toml_file import expanded
     from hetero_ee.weights.store.library import StoreState, stored_model, stored_models
 
-    cache = _cache()
+    cache = cache_folder()
     if not stores:
         return [model.path for model in stored_models(cache) if model.state is not StoreState.UNFINISHED]
     is_path = [os.sep in store or store in (".", "..") or store.startswith("~") for store in stores]

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.planning import GIB, LimitOptions, hardware_from
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -58,7 +60,6 @@ def plan(
         from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.records import to_json
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress:
         spec, _, folder = engine.model_spec(model, random_weights, progress, configuration_only=True)
@@ -93,7 +94,6 @@ def _own_statistics(
     """Of the calibration and the draft head that opening this model would find. warn: told if they can't be read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
-    from hetero_ee.errors import HeteroError
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.quantization import Quantization

@@ -13,6 +13,7 @@ from hetero_ee.config import Progress
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.terminal.output import print_document
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ def profile(
     """
     with ending_at_once():
         from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions, hardware_from
 from hetero_ee_cli.reports.run_report import draft_words, lane_lines, run_document
 from hetero_ee_cli.terminal.output import print_document, printable, say
+from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
@@ -76,7 +78,6 @@ def _of_shapes(
 ) -> _Simulated:
     """counts: tokens of the prompt and of the text."""
     from hetero_ee.decoding.simulation import of_shapes
-    from hetero_ee.errors import UsageError
     from hetero_ee.planning.planner import check_fits
     from hetero_ee.planning.planner import plan as make_plan
 
@@ -96,7 +97,6 @@ def _of_text(
         from hetero_ee.engine import Engine
     from hetero_ee.decoding.simulation import of_text
     from hetero_ee.planning.times.prediction import predicted_step
-    from hetero_ee_cli.terminal.progress import stage_progress
 
     with (
         stage_progress() as progress,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.config import Progress
-from hetero_ee.config.settings import SETTING_OF
+from hetero_ee.config.settings import SETTING_OF, read_settings
+from hetero_ee.errors import UsageError
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
@@ -39,8 +40,6 @@ class EngineOptions:
 
     def arguments(self, model: str | None) -> dict[str, Any]:
         """As Engine.from_pretrained takes them, settings included. Raises UsageError."""
-        from hetero_ee.config.settings import read_settings
-
         settings = read_settings()
         return {
             "model": settings.value("model", model),
@@ -58,7 +57,6 @@ class EngineOptions:
 
         configuration_only: nothing else of a Hugging Face id is downloaded.
         """
-        from hetero_ee.errors import UsageError
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name
         from hetero_ee.hub.resolve import resolve_model

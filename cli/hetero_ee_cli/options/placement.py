@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.config import Progress
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -42,8 +43,6 @@ class PlacementOptions:
 
     def checked(self, limits: LimitOptions, engine: EngineOptions) -> "Placed":
         """Loads the plan. Raises UsageError for what is not possible, before any model is loaded."""
-        from hetero_ee.errors import UsageError
-
         given = limits.given()
         if self.plan_file is not None and given:
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
@@ -98,7 +97,6 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
     """The engine for these arguments of Engine.from_pretrained. A plan that nobody asked for never makes it fail."""
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
     from hetero_ee.weights.model_weights import UNQUANTIZED
 
     options = options | {"progress": progress}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.engine import EngineOptions
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ class LimitOptions:
 
 def hardware_from(name: str) -> "HardwareProfile":
     """The shipped profile of that name, or the one in that file. Raises UsageError."""
-    from hetero_ee.errors import UsageError, shown
     from hetero_ee_profiles.hardware import HardwareProfile
     from hetero_ee_profiles.records import read_record
     from hetero_ee_profiles.reference import reference_names, reference_profile
@@ -95,8 +95,6 @@ def hardware_from(name: str) -> "HardwareProfile":
 
 
 def _bytes_of(gib: float | None, flag: str) -> int | None:
-    from hetero_ee.errors import UsageError
-
     if gib is None:
         return None
     if not 0 <= gib <= 2**20:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.terminal.progress import stage_progress
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ def _planned(engine: "Engine", n_prompt: int, n_new: int) -> float | None:
 
 
 def _rate_without_plan(engine: "Engine", progress: Progress) -> Rate:
-    from hetero_ee.errors import UsageError
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.planner import plan
     from hetero_ee.planning.times.prediction import predicted_run_s

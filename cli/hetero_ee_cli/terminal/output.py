@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hetero_ee import __version__
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken
 
@@ -28,8 +30,6 @@ def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tu
 
 def print_document(document: Mapping[str, Any], *, with_version: bool = False) -> None:
     """One JSON document on one line, with the version of its schema and of hetero_ee."""
-    from hetero_ee import __version__
-
     print(json.dumps({"schema": JSON_SCHEMA} | ({"version": __version__} if with_version else {}) | dict(document)))
 
 

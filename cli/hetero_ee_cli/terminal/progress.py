@@ -1,18 +1,21 @@
 """Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from hetero_ee.config import Progress
+
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 READING = "Reading the prompt"  # the one stage that comes again, with every long prompt
 
 
 @contextmanager
-def stage_progress(of_each_time: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
     """Yields what Engine.from_pretrained calls with (stage, done, in all). With 0 in all, the stage is a remark.
 
     of_each_time: these stages come every time, so no line says that they happen only once.
@@ -45,7 +48,7 @@ class _Bars:
 
     def __init__(self, note: str = ", once") -> None:
         self._note = note
-        self._progress: Progress | None = None
+        self._progress: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
@@ -72,7 +75,7 @@ class _Bars:
             self._progress = None
 
 
-def _started() -> "Progress":
+def _started() -> "RichProgress":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -3,13 +3,13 @@
 import sys
 from pathlib import Path
 
+from hetero_ee.errors import UsageError
+
 MAX_TEXT_BYTES = 64 * 2**20
 
 
 def read_text(what: str, file: Path | None) -> str:
     """The file's text, or standard input's if it is None. what: its name in a message. Raises UsageError."""
-    from hetero_ee.errors import UsageError
-
     name = f"the {what} from {file or 'standard input'}"
     try:
         if file is None:
@@ -22,8 +22,6 @@ def read_text(what: str, file: Path | None) -> str:
 
 def decoded(data: bytes, name: str, max_bytes: int) -> str:
     """The bytes as UTF-8. name: what a message calls them. Raises UsageError, also for more than max_bytes."""
-    from hetero_ee.errors import UsageError
-
     if len(data) > max_bytes:
         raise UsageError(f"{name} has more than {max_bytes // 2**20} MiB.")
     try:
