@@ -6,7 +6,6 @@ from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.spec import ModelSpec
 
-DECODER_PREFIX = "model."  # checkpoints of the bare decoder leave it out
 # Buffers that old checkpoints carry and the model never needed: computed from the configuration instead.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
@@ -22,12 +21,6 @@ class Part:
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
     """For every tensor of the model, the checkpoint's tensors it is stacked from. Source: transformers' modules."""
     return {tensor.name: _parts(spec, tensor) for tensor in all_tensors(decoder_blocks(spec))}
-
-
-def head_name(spec: ModelSpec) -> str:
-    """The head's tensor, which a checkpoint of a model with a tied head may hold too."""
-    [module] = FAMILIES[spec.architecture].tensor_names["head.tokens"]
-    return module + ".weight"
 
 
 def _parts(spec: ModelSpec, tensor: TensorSpec) -> list[Part]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hetero_ee.models.rope import RopeSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A pre-norm decoder-only transformer, family by family reduced to the same few switches."""
 
@@ -20,17 +20,17 @@ class ModelSpec:
     max_context_tokens: int
     norm: str  # "rms" or "layer"
     norm_eps: float
-    norm_affine: bool
-    final_norm: bool
+    norm_affine: bool = True
+    final_norm: bool = True
     activation: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
     activation_threshold: float  # below it, "fatrelu" is 0
     gated: bool  # the FFN is down(act(gate(x)) * up(x)), else down(act(up(x)))
     qkv_bias: bool
     attention_output_bias: bool
     ffn_bias: bool
-    qk_norm: bool
-    rope: RopeSpec | None
-    learned_position_offset: int | None  # rows skipped in a learned position table; None where positions are rotary
+    qk_norm: bool = False
+    rope: RopeSpec | None = None
+    learned_position_offset: int | None = None  # rows skipped in a table of learned positions; None without one
     sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all

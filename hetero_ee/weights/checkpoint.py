@@ -12,7 +12,8 @@ from hetero_ee.hub.config_file import read_four_bit_type
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
-from hetero_ee.models.hf_names import DECODER_PREFIX, IGNORED_SUFFIXES, Part, checkpoint_parts, head_name
+from hetero_ee.models.families import FAMILIES
+from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.bitsandbytes_4bit import (
     FourBitMatrix,
@@ -48,7 +49,7 @@ class Checkpoint:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.files = weight_files(folder)
-        self._parts, self._head_name = checkpoint_parts(spec), head_name(spec)
+        self._parts, self._family = checkpoint_parts(spec), FAMILIES[spec.architecture]
         self._located = self._locate_tensors()  # reads all headers before any file is mapped
         self._opened = {file: _open(file) for file in self.files}
         self._four_bit = self._four_bit_matrices()
@@ -137,18 +138,20 @@ class Checkpoint:
                         f"and {_printable(file.name)}; remove one."
                     )
                 located[name] = _Located(file, name, stored)
-        if any(name.startswith(DECODER_PREFIX) for name in located):
+        prefix, head_name = self._family.decoder_prefix, self._family.head_name
+        if any(name.startswith(prefix) for name in located):
             return located
-        return {n if n.startswith(self._head_name) else DECODER_PREFIX + n: found for n, found in located.items()}
+        return {name if name.startswith(head_name) else prefix + name: found for name, found in located.items()}
 
     def _check_tied_head(self) -> None:
         """A tied model may have saved its head too; with other values than the embedding's, which one counts?"""
-        if not self.spec.tied_head or self._head_name not in self._located:
+        name = self._family.head_name
+        if not self.spec.tied_head or name not in self._located:
             return
         [embedding] = self._parts["embedding.tokens"]
-        if not torch.equal(self._read(Part(self._head_name, embedding.shape)), self._read(embedding)):
+        if not torch.equal(self._read(Part(name, embedding.shape)), self._read(embedding)):
             raise CheckpointError(
-                f"{self.folder}: config.json ties the head to the embedding, but {self._head_name} holds other values; "
+                f"{self.folder}: config.json ties the head to the embedding, but {name} holds other values; "
                 "set tie_word_embeddings to false in config.json, or remove that tensor."
             )
 
@@ -158,7 +161,7 @@ class Checkpoint:
         missing = sorted(expected.keys() - present)
         known = {*expected, *(companion for name in self._four_bit for companion in companion_names(name))}
         if self.spec.tied_head:
-            known.add(self._head_name)
+            known.add(self._family.head_name)
         extra = sorted(name for name in present - known if not name.endswith(IGNORED_SUFFIXES))
         _refuse(self.folder, "lacks tensors", missing)
         _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)

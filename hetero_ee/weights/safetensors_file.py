@@ -25,28 +25,13 @@ MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 MAX_INTEGER = 2**63 - 1  # what torch can count
 METADATA = "__metadata__"
-BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
+BITS = (
+    dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8)
+    | dict.fromkeys(("U16", "I16", "F16", "BF16"), 16)
+    | dict.fromkeys(("U32", "I32", "F32"), 32)
+    | dict.fromkeys(("U64", "I64", "F64", "C64"), 64)
+    | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+)
 _SIGN = re.compile(rb"[\[,:][ \t\r\n]*-")  # of a number, or something like it in a string
 _FIELDS = {"dtype", "shape", "data_offsets"}
 

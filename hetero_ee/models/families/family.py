@@ -27,6 +27,13 @@ class Family:
     read_spec: Callable[[Fields, str], ModelSpec]  # of config.json and the architecture's name
     # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
     tensor_names: Mapping[str, tuple[str, ...]]
+    decoder_prefix: str = "model."  # of all tensors but the head's; checkpoints of the bare decoder leave it out
+
+    @property
+    def head_name(self) -> str:
+        """The head's tensor, which a checkpoint of a model with a tied head may hold too."""
+        [module] = self.tensor_names["head.tokens"]
+        return module + ".weight"
 
 
 def layer_count(fields: Fields) -> int:

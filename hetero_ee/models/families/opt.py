@@ -46,8 +46,6 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         qkv_bias=bias,
         attention_output_bias=bias,
         ffn_bias=bias,
-        qk_norm=False,
-        rope=None,
         learned_position_offset=2,
         sliding_windows=(None,) * n_layers,
         tied_head=fields.flag("tie_word_embeddings", True),

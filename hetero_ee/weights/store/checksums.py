@@ -11,7 +11,6 @@ from hetero_ee.weights.store.manifest import Entry, Region
 
 PIECE_BYTES = 2**20
 MAX_THREADS = 8  # beyond it, disks and memory are what is waited for
-MIN_THREADED_BYTES = 2**22  # less is hashed sooner than threads start
 
 
 def sha256_of(file: BinaryIO, offset: int, n_bytes: int, each: Callable[[memoryview], None] | None = None) -> str:
@@ -50,8 +49,6 @@ def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
     """The first region whose bytes do not match its checksum, None where all do. Several threads share the work."""
     regions = list(regions)
     n_threads = min(MAX_THREADS, os.cpu_count() or 1)
-    if sum(region.n_bytes for region in regions) < MIN_THREADED_BYTES:
-        return _first_damaged(file, regions)
     with ThreadPoolExecutor(n_threads) as pool:
         found = pool.map(lambda first: _first_damaged(file, regions[first::n_threads]), range(n_threads))
         damaged = [region for region in found if region is not None]

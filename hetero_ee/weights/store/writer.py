@@ -6,7 +6,7 @@ always whole.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import read_file
 from hetero_ee.weights.store.checksums import is_written
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
-from hetero_ee.weights.store.journal import JOURNAL_FILE, Journal, journal_line, read_journal
+from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
@@ -157,8 +157,8 @@ class StoreWriter:
         present = {file.name for file in self._folder.iterdir()}
         if not {JOURNAL_FILE, WEIGHTS_FILE} <= present:
             return False
-        journal = read_journal(self._folder / JOURNAL_FILE, self._identity)
-        if journal is None:
+        entries = read_journal(self._folder / JOURNAL_FILE, self._identity)
+        if entries is None:
             return False
         for name in present - {JOURNAL_FILE, WEIGHTS_FILE}:  # its end was near; these are soon written again
             self._files.remove_file(self._folder / name)
@@ -166,20 +166,21 @@ class StoreWriter:
         self._open_files.append(self._weights)
         self._journal = self._files.reopen_file(self._folder / JOURNAL_FILE)
         self._open_files.append(self._journal)
-        self._take_over(journal)
+        self._take_over(entries)
         return True
 
-    def _take_over(self, journal: Journal) -> None:
+    def _take_over(self, entries: Sequence[Entry]) -> None:
         """Reads the tensors again, and cuts both files after the last one that is right."""
-        for entry in journal.entries:
+        for entry in entries:
             if not is_written(self._weights, self._offset, entry):
                 break
             self.entries.append(entry)
             self._offset = entry.regions[-1].end
         self._cut_weights()
-        self._files.truncate(self._journal, journal.ends[len(self.entries)])
+        journal_end = len(journal_line(self._identity)) + sum(len(journal_line(entry)) for entry in self.entries)
+        self._files.truncate(self._journal, journal_end)
         self._weights.seek(self._offset)
-        self._journal.seek(journal.ends[len(self.entries)])
+        self._journal.seek(journal_end)
 
     def _cut_weights(self) -> None:
         if os.fstat(self._weights.fileno()).st_size != self._offset:
