@@ -43,7 +43,7 @@ class Size:
 def acceptance(
     teacher: Teacher, source: DraftHeadSource, texts: Sequence[str], size: Size, params: SamplingParams
 ) -> dict[str, Any]:
-    """Figures of one way to sample."""
+    """Metrics of one way to sample."""
     beginnings = [teacher.encoded(text, size.prompt_tokens) for text in texts[: size.prompts]]
     right, tried = torch.zeros(size.draft_length), torch.zeros(size.draft_length)
     n_accepted = n_chains = 0
@@ -81,7 +81,7 @@ def _chosen(params: SamplingParams, sequence: int, logits: Tensor, history: Sequ
 def measure(
     model: Path, head: Path, text: Path, size: Size, temperatures: Sequence[float], threads: int
 ) -> dict[str, Any]:
-    """Figures by temperature."""
+    """Metrics by temperature."""
     texts, pool = read_stories([text]), ThreadPool(threads)
     with Engine.from_pretrained(model, threads=threads) as engine:
         teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, pool)

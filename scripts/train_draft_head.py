@@ -52,7 +52,7 @@ class Settings:
     tokens: int = field(default=1_000_000, metadata={"help": "tokens of text to learn from, about"})
     generated: int = field(default=200_000, metadata={"help": "tokens of continuations to learn from, about"})
     temperature: float = field(default=0.8, metadata={"help": "of every other continuation; the rest are greedy"})
-    beginning: int = field(default=12, metadata={"help": "tokens of a text that are gone on from"})
+    beginning: int = field(default=12, metadata={"help": "tokens of a text that are continued"})
     window: int = field(default=320, metadata={"help": "longest sequence, in tokens"})
     batch: int = field(default=2048, metadata={"help": "tokens in a step"})
     epochs: float = field(default=6.0, metadata={"help": "passes over the states, at most"})
@@ -215,7 +215,7 @@ def save(
 
 
 def run(model: Path, texts: list[Path], output: Path, settings: Settings, start: Path | None = None) -> dict[str, Any]:
-    """The whole way from texts to a head; returns what the run was. start: a head to go on from."""
+    """The whole way from texts to a head; returns what the run was. start: a head to start from."""
     torch.manual_seed(settings.seed)
     kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.held_out)
     random.Random(settings.seed).shuffle(kept)
@@ -257,7 +257,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="files to learn from")
     parser.add_argument("--output", type=Path, required=True, help="folder for the head")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
-    parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to go on from")
+    parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to start from")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
     add_settings(parser, Settings)
     arguments = parser.parse_args()
