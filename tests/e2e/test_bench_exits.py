@@ -77,7 +77,7 @@ def test_replayed_guesses_are_right_as_often_as_asked(bench: Any, refused_precis
 def test_replayed_drafts_are_accepted_as_often_as_asked(bench: Any, gpu_layers: int) -> None:
     drafts = chains(bench, ACCEPTANCE, on_gpu=gpu_layers > 0)
     row = replay(bench, gpu_layers, draft_length=4).row("head", drafts, "exact")
-    assert (row.drafts, row.cpu_share) == ("chain", 1 - gpu_layers / N_LAYERS)
+    assert (row.drafts, row.cpu_share) == ("sequence", 1 - gpu_layers / N_LAYERS)
     assert row.acceptance == pytest.approx(ACCEPTANCE, abs=0.09)
     assert row.share_of_formula == pytest.approx(1, abs=0.1) and row.speedup > 1
 
