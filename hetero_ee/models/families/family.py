@@ -40,8 +40,9 @@ def layer_count(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", largest=MAX_LAYERS)
 
 
-def even_head_dim(fields: Fields, hidden_size: int, n_heads: int) -> int:
+def even_head_dim(fields: Fields) -> int:
     """The head size where none is named: heads share the hidden size evenly."""
+    hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % n_heads:
         raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
     return hidden_size // n_heads

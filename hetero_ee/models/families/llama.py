@@ -21,8 +21,7 @@ TENSOR_NAMES = {
 def read_spec(fields: Fields, architecture: str) -> ModelSpec:
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
-    names_head_dim = fields.get("head_dim") is not None
-    head_dim = fields.integer("head_dim") if names_head_dim else even_head_dim(fields, hidden_size, n_heads)
+    head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")
     # A null means one for each query head, whatever the class's default.
     is_null = fields.is_null("num_key_value_heads")
     n_kv_heads = n_heads if is_null else fields.integer("num_key_value_heads", n_heads)

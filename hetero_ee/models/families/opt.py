@@ -32,7 +32,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=n_heads,
-        head_dim=even_head_dim(fields, hidden_size, n_heads),
+        head_dim=even_head_dim(fields),
         ffn_size=fields.integer("ffn_dim"),
         vocab_size=fields.integer("vocab_size"),
         max_context_tokens=fields.integer("max_position_embeddings", 2048),

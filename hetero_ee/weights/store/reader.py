@@ -78,8 +78,7 @@ def check_copies(folder: Path, manifest: Manifest) -> None:
     """Raises StoreError unless the small files are those that the manifest names, unchanged."""
     known = {file.name: file for file in manifest.files}
     for name in SMALL_FILES:
-        problem = copy_problem(folder / name, known.get(name))
-        if problem:
+        if problem := copy_problem(folder / name, known.get(name)):
             raise DamagedStoreError(f"{folder / name} {problem}; put the original back, or convert the model again.")
 
 
