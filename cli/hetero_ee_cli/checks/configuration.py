@@ -12,7 +12,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def configuration(settings: Settings, problem: UsageError | None) -> Finding:
-    """problem: why the file couldn't be used, None where it could."""
+    """problem: why the file couldn't be used, None if it could."""
     try:
         if problem:
             raise problem

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _setting(name: str, *short: str) -> Any:
-    """The option of a setting; None where it is not given, so that the environment and the file decide."""
+    """The option of a setting; None if not given, so that the environment and the file decide."""
     setting = SETTING_OF[name]
     return typer.Option(*short, setting.flag, help=setting.help)
 
