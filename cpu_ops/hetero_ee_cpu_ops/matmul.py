@@ -57,9 +57,9 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
     scales = word(arguments, SCALES) + source * n_groups * 32
     top = row & -8
     r = min(8, word(arguments, N_ROWS) - top)  # rows side by side in this row's block of activations
-    place = top * n_groups + row - top
-    codes = word(arguments, CODES) + place * 32
-    scale, offset = word(arguments, CODE_SCALES) + place * 4, word(arguments, OFFSETS) + place * 4
+    entry = top * n_groups + row - top
+    codes = word(arguments, CODES) + entry * 32
+    scale, offset = word(arguments, CODE_SCALES) + entry * 4, word(arguments, OFFSETS) + entry * 4
     table = word(arguments, TABLE)
     n = word(arguments, N_BLOCKS) * 64
     out, factor = word(arguments, OUTPUT) + row * n + block * 64, read_float(arguments + 8 * FACTOR)

@@ -55,8 +55,8 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
 
 
 def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
-    place = builder.add(address, ir.Constant(address.type, offset))
-    builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 1
+    target = builder.add(address, ir.Constant(address.type, offset))
+    builder.store(value, builder.inttoptr(target, value.type.as_pointer())).align = 1
 
 
 @njit(nogil=True, cache=True)
@@ -66,17 +66,17 @@ def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -
     r = min(ROW_BLOCK, n_rows - top)
     for row in range(r):
         x = word(arguments, INPUT) + (top + row) * word(arguments, N_COLUMNS) * 4
-        place = top * n_groups + row
+        entry = top * n_groups + row
         for _ in range(n_groups):
             quantize_group(
                 x,
-                word(arguments, CODES) + place * GROUP,
-                word(arguments, CODE_SCALES) + place * 4,
-                word(arguments, OFFSETS_8) + place * 4,
-                word(arguments, OFFSETS_128) + place * 4,
+                word(arguments, CODES) + entry * GROUP,
+                word(arguments, CODE_SCALES) + entry * 4,
+                word(arguments, OFFSETS_8) + entry * 4,
+                word(arguments, OFFSETS_128) + entry * 4,
             )
             x += GROUP * 4
-            place += r
+            entry += r
 
 
 def whole_groups(x: Any, n_groups: int) -> Any:

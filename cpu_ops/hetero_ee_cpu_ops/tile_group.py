@@ -130,7 +130,7 @@ def add_group(
 
     tile, scales: addresses of the first row's bytes and of its fp16 scale; table: address of 64 bytes of entries + 128,
     then 64 bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32 scale, its
-    int32 -z sum(q), with the other rows' right behind.
+    int32 -z sum(q), with the other rows' right after.
     """
     n_weight_rows = 16 if totals.dtype == f32x16 else 8
 

@@ -32,26 +32,26 @@ from hetero_ee_profiles.probe_samples import Clock, ProductShape
 
 CHECK_REPEATS = 5  # of reading memory, to compare with a kept profile
 KV_TYPE = "fp32"  # of the cache that passes are timed with
-HEAD_SHARE = 4  # of the bytes that weights may take, the head gets one in so many; a larger one is cut
+HEAD_SHARE = 4  # of the bytes that weights may take, the lm_head gets one in so many; a larger one is cut
 MIN_HEAD_BYTES = 2**24  # that it always gets
 CHUNK_BYTES = 2**27  # of weights that a chunk passes: more layers would not be slower ones
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """What passes are timed through in the place of a model of n_layers: as many of them as there was room for, and of
-    these n_chunk_layers for a prompt's chunks."""
+    """What passes are timed through instead of the model."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # of as many layers as there was room for
     weights: ModelWeights
-    n_layers: int
-    n_chunk_layers: int
+    n_layers: int  # of the model
+    n_chunk_layers: int  # that a prompt's chunks pass, of the spec's
 
 
 def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int, context_tokens: int) -> ProbedModel:
-    """Random weights in the model's shapes; layers as many as max_bytes hold of their weights, and of their keys and
-    values; one at least. Embedding and head share a matrix, of fewer tokens where theirs are many: its time is in
-    proportion to them."""
+    """Random weights in the model's shapes: as many layers as max_bytes hold, weights and cache each; one at least.
+
+    Embedding and lm_head share a matrix, of fewer tokens where theirs are many: its time is in proportion to them.
+    """
     head = next(shape for shape in shapes if shape.layout == "int8")
     token_bytes = head.n_bytes // head.n_rows
     vocab_size = min(spec.vocab_size, max(MIN_HEAD_BYTES, max_bytes // HEAD_SHARE) // token_bytes)
@@ -81,8 +81,7 @@ def measured_cpu(
     origin: Origin,
     clock: Clock,
 ) -> DeviceTimes:
-    """points: rows and contexts of the passes, some at the shortest context of each number of rows; where budget_s
-    does not suffice, see pass_sampling."""
+    """points: of the passes, among them one at the shortest context of each m; where budget_s is short, see preset."""
     end_s = clock() + budget_s
 
     def timed(seconds: Sequence[float]) -> Measurement:
@@ -91,7 +90,7 @@ def measured_cpu(
     spec = model.spec
     rates = _read_bytes_per_s(_buffers(model.weights), n_threads, max(5, preset.repeats), clock)
     passes = _passes(model, points, n_threads, preset.pass_sample_s, end_s, clock)
-    shortest = {m: passes[m, min(tokens for rows, tokens in passes if rows == m)] for m, _ in passes}
+    shortest = {m: passes[m, min(tokens for other, tokens in passes if other == m)] for m, _ in passes}
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     return DeviceTimes(
         threads=n_threads,
@@ -114,8 +113,9 @@ def measured_cpu(
 
 
 def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[float]:
-    """Seconds that the context costs a layer: attention, and what all else takes longer than behind the shortest one,
-    since keys and values push weights and code out of the caches. n_layers: that share what is outside of them.
+    """Seconds that the context costs a layer: attention, and what all else takes longer than at the shortest context.
+
+    Keys and values push weights and code out of the caches. n_layers: that share what is outside of them.
     """
     slower_s = found.besides_attention_s - shortest.besides_attention_s
     slower_s += (found.besides_layers_s - shortest.besides_layers_s) / n_layers
@@ -123,7 +123,7 @@ def context_s(found: PassSamples, shortest: PassSamples, n_layers: int) -> list[
 
 
 def speed_since(profile: HardwareProfile, threads: int, clock: Clock) -> float:
-    """How fast memory is read now over how fast it was for the profile: kept figures may be out of date."""
+    """How fast memory is read now over how fast it was for the profile: what was measured may be out of date."""
     times = profile.cpu_with(threads)
     return median(_read_bytes_per_s(_buffers(None), times.threads, CHECK_REPEATS, clock)) / times.read_bytes_per_s.value
 
@@ -161,7 +161,9 @@ def _passes(
         points, kept_s = affordable_points(points, chunk_s, end_s - clock())
         for n_done, (m, tokens) in enumerate(points):
             is_chunk = m > MAX_DECODE_TOKENS
-            n_left = len(points) - n_done if is_chunk else sum(rows <= MAX_DECODE_TOKENS for rows, _ in points[n_done:])
+            n_left = (
+                len(points) - n_done if is_chunk else sum(other <= MAX_DECODE_TOKENS for other, _ in points[n_done:])
+            )
             limit_s = (end_s - clock() - (0.0 if is_chunk else kept_s)) / n_left
             n_layers = model.n_chunk_layers if is_chunk else None
             found[m, tokens] = probe_pass(executor, m, tokens, PassSampling(sample_s, limit_s), clock, n_layers)
@@ -173,11 +175,11 @@ def _passes(
 def _chunk_seconds(
     executor: CpuExecutor, points: Sequence[Point], n_layers: int, clock: Clock
 ) -> Callable[[int, int], float]:
-    """Seconds expected of chunks' passes at (rows, context), from two passes of few rows."""
+    """Seconds expected of chunks' passes at a point, from two passes of short chunks."""
     chunks = [point for point in points if point[0] > MAX_DECODE_TOKENS]
     if not chunks:
         return lambda m, context_tokens: 0.0
-    n_rows = min(LEAST_TOKENS, *(m for m, _ in chunks))
-    contexts = {n_rows, max(tokens for _, tokens in chunks)}
-    known = [(tokens, time_pass(executor, n_rows, tokens, clock, n_layers)) for tokens in contexts]
-    return lambda m, context_tokens: interpolated(known, context_tokens) * m / n_rows
+    n_tokens = min(LEAST_TOKENS, *(m for m, _ in chunks))
+    contexts = {n_tokens, max(tokens for _, tokens in chunks)}
+    known = [(tokens, time_pass(executor, n_tokens, tokens, clock, n_layers)) for tokens in contexts]
+    return lambda m, context_tokens: interpolated(known, context_tokens) * m / n_tokens

@@ -22,42 +22,39 @@ from hetero_ee.profiling.preset import PassSampling
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.probe_samples import Clock
 
-N_LONG_HEADS = 2  # products of the head with many rows: as long as several layers, and hardly ever wanted
-LONG_PASS_S = 0.05  # where stop watches count for nothing, so that passes without them need not be timed
+N_LONG_HEADS = 2  # products of the lm_head with a chunk: as long as several layers, and hardly ever wanted
+LONG_PASS_S = 0.05  # from where stopwatches count for nothing, so that passes without them need not be timed
 FILL_TOKENS = 256  # keys and values that are written at a time before the passes
 CLOCK_READS = 50  # in a row, the quickest of which is what reading the clock costs
-N_OTHERS = 6  # stop watches in a layer besides those of products
-MAX_WATCH_S = 1e-6  # that a stop watch may cost: what seems to be more is noise
+N_OTHERS = 6  # stopwatches in a layer besides those of products
+MAX_WATCH_S = 1e-6  # that a stopwatch may cost: what seems to be more is noise
 SMALLEST_S = 1e-8  # what is left where noise has left nothing
 TOKEN_ID = 1
-Clock = Callable[[], float]
 Shape = tuple[str, int, int]  # layout, n_rows, n_columns
 
 
 @dataclass(frozen=True, slots=True)
 class PassSamples:
-    """Seconds of passes of m rows at the end of a cache of context_tokens, through n_layers layers and the head.
+    """Seconds of passes of m tokens at the end of a cache of context_tokens, through n_layers layers and the lm_head.
 
-    products: of one product in the layers, by shape; per_layer: how often a layer has it; attention_s: of one layer's;
-    layer_s: of what else a layer has; executor_s: of what of that is no kernel (norms, rotation, writing the cache and
-    activation are); head: its shape; head_s: of its product of m rows; outside_s: of what else a pass has. pass_s: of
-    whole passes, without stop watches and with the head of every row; of long ones with them, and where rows are more
-    than MAX_DECODE_TOKENS with the head of the last row.
+    Whole passes are timed without stopwatches and with every token's logits; long ones with stopwatches, and those of
+    more than MAX_DECODE_TOKENS with the last token's logits alone.
     """
 
     m: int
     context_tokens: int
     n_layers: int
-    pass_s: tuple[float, ...]
-    products: dict[Shape, tuple[float, ...]]
-    per_layer: dict[Shape, int]
-    attention_s: tuple[float, ...]
-    layer_s: tuple[float, ...]
-    executor_s: tuple[float, ...]
+    pass_s: tuple[float, ...]  # whole passes
+    products: dict[Shape, tuple[float, ...]]  # of one product in the layers
+    per_layer: dict[Shape, int]  # how often a layer has that product
+    attention_s: tuple[float, ...]  # of one layer
+    layer_s: tuple[float, ...]  # of what else a layer has
+    executor_s: tuple[float, ...]  # of what of that is no kernel: norms, rotation, cache writes and activation are
     head: Shape
-    head_s: tuple[float, ...]
-    outside_s: tuple[float, ...]
+    head_s: tuple[float, ...]  # of the lm_head's product of m tokens
+    outside_s: tuple[float, ...]  # of what else a pass has
 
     @property
     def besides_attention_s(self) -> float:
@@ -80,7 +77,7 @@ def probe_pass(
 ) -> PassSamples:
     """As many passes as `sampling` says, through the first n_layers, None for all. Leaves the cache as it was.
 
-    Passes with and without stop watches take turns where rows are few and passes short. Raises ValueError where the
+    Of decode batches and short passes, those with stopwatches and those without alternate. Raises ValueError where the
     cache can't hold so many tokens.
     """
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
@@ -107,7 +104,7 @@ def probe_pass(
 
 
 def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, n_layers: int | None = None) -> float:
-    """Seconds of one pass with the head of every row, the first of its kind: more than others take."""
+    """Seconds of one pass with every token's logits, the first of its kind: more than others take."""
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
     sequence = cache.open_new()
     try:
@@ -119,21 +116,18 @@ def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A pass of m rows behind `before` others of the sequence, through the first layers and the head.
-
-    all_heads: the head is wanted for every row, not for a chunk's last one alone.
-    """
+    """A pass of m tokens after `before` others of the sequence, through the first n_layers layers and the lm_head."""
 
     sequence: int
     before: int
     m: int
     n_layers: int
     clock: Clock
-    all_heads: bool = False
+    all_heads: bool = False  # every token's logits are computed, of a chunk too
 
     @torch.inference_mode()
     def run(self, runner: CpuExecutor) -> float:
-        """Seconds. The cache is cut again."""
+        """Seconds. The cache is truncated again."""
         start_s = self.clock()
         batch = Batch.of_sequence(self.sequence, self.before, [TOKEN_ID] * self.m)
         hidden = runner.run(batch, None, range(self.n_layers))
@@ -172,7 +166,7 @@ def _watched(kernel: Callable[..., Any], watch: _StopWatch) -> Callable[..., Any
 
 
 class _WatchedExecutor(CpuExecutor):
-    """Another executor's weights, cache and threads, all shared, with stop watches on products, attention and layers.
+    """Another executor's weights, cache and threads, all shared, with stopwatches on products, attention and layers.
 
     n_layers: that passes take, None for all. end_pass is to follow each pass.
     """
@@ -210,8 +204,8 @@ class _WatchedExecutor(CpuExecutor):
             batch = Batch.of_sequence(sequence, first, [TOKEN_ID] * min(FILL_TOKENS, n_tokens - first))
             self.cache.admit(batch, range(self.n_layers))
             places = super()._places(batch)
-            for place in range(self.n_layers):
-                self._kv_write.write(qkv[: len(batch)], places, place, *starts)
+            for layer in range(self.n_layers):
+                self._kv_write.write(qkv[: len(batch)], places, layer, *starts)
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         start_s = self._walking.now_s()
@@ -246,7 +240,7 @@ class _WatchedExecutor(CpuExecutor):
         return product
 
     def end_pass(self, pass_s: float) -> None:
-        """pass_s: what the pass took, stop watches included. The head's product comes last; places once a pass."""
+        """pass_s: what the pass took, stopwatches included. The last product is the lm_head's."""
         *products_s, head_s = self._multiplying.taken()
         attention_s, n_layers = self._attending.taken(), self.n_layers
         layers_s = sum(self._walking.taken()) - sum(self._placing.taken())
@@ -267,7 +261,7 @@ class _WatchedExecutor(CpuExecutor):
         self._outside_s.append(pass_s - layers_s - head_s)
 
     def head_seconds(self, m: int) -> list[float]:
-        """Of the head's product of m rows."""
+        """Of the lm_head's product of m tokens."""
         for _ in range(N_LONG_HEADS):
             self.lm_head(torch.ones(m, self.spec.hidden_size))
         self._multiplied_by.clear()
@@ -281,8 +275,10 @@ class _WatchedExecutor(CpuExecutor):
         plain_s: Sequence[float],
         heads_s: Sequence[float] | None,
     ) -> PassSamples:
-        """watched_s, plain_s: passes with stop watches and without them, the same ones where there are none without.
-        heads_s: of the head, None for what the passes took for it."""
+        """watched_s, plain_s: passes with stopwatches and without; the same ones where there are none without.
+
+        heads_s: of the lm_head, None for what the passes took for it.
+        """
         n_watches = N_OTHERS + sum(self._per_layer.values())
         watches_s = (median(watched_s) - median(plain_s)) / self.n_layers
         watches_s = min(max(watches_s, 0.0), n_watches * MAX_WATCH_S)

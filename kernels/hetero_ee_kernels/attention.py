@@ -112,12 +112,12 @@ def attention_kernel(
         greatest = tl.max(best, 1)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
         share = tl.exp(best - base[:, None])
-        place = (row.to(tl.int64) * (N_KV_HEADS * GROUP) + query_head) * N_PARTS + part
-        tl.store(states_ptr + 2 * place, greatest, mask=is_head)
-        tl.store(states_ptr + 2 * place + 1, tl.sum(total * share, 1), mask=is_head)
+        entry = (row.to(tl.int64) * (N_KV_HEADS * GROUP) + query_head) * N_PARTS + part
+        tl.store(states_ptr + 2 * entry, greatest, mask=is_head)
+        tl.store(states_ptr + 2 * entry + 1, tl.sum(total * share, 1), mask=is_head)
         out = tl.sum(sums * share[:, :, None], 1)
         column = tl.arange(0, DIM_BLOCK)[None, :]
-        at_out = sums_ptr + place[:, None] * HEAD_DIM + column
+        at_out = sums_ptr + entry[:, None] * HEAD_DIM + column
         tl.store(at_out, out, mask=is_head[:, None] & (column < HEAD_DIM))
 
 
@@ -140,21 +140,21 @@ def combine_kernel(
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
     feature = tl.arange(0, DIM_BLOCK)
     inside = feature < HEAD_DIM
-    place = row.to(tl.int64) * N_HEADS + head
+    entry = row.to(tl.int64) * N_HEADS + head
     best = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     sums = tl.zeros((DIM_BLOCK,), tl.float32)
     for part in range(first // PART, position // PART + 1):
-        score = tl.load(states_ptr + 2 * (place * N_PARTS + part))
-        weights = tl.load(states_ptr + 2 * (place * N_PARTS + part) + 1)
-        more = tl.load(sums_ptr + (place * N_PARTS + part) * HEAD_DIM + feature, mask=inside, other=0.0)
+        score = tl.load(states_ptr + 2 * (entry * N_PARTS + part))
+        weights = tl.load(states_ptr + 2 * (entry * N_PARTS + part) + 1)
+        more = tl.load(sums_ptr + (entry * N_PARTS + part) * HEAD_DIM + feature, mask=inside, other=0.0)
         higher = tl.maximum(best, score)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         correction, share = tl.exp(best - base), tl.exp(score - base)
         total = total * correction + weights * share
         sums = sums * correction + more * share
         best = higher
-    tl.store(out_ptr + place * HEAD_DIM + feature, sums / total, mask=inside)
+    tl.store(out_ptr + entry * HEAD_DIM + feature, sums / total, mask=inside)
 
 
 def attention(
@@ -188,11 +188,11 @@ def attention(
         return out
     workspace = attention_workspace(pages, m, n_heads) if workspace is None else workspace
     parts = pages.n_parts
-    n_places = m * n_heads * parts
+    n_entries = m * n_heads * parts
     check("workspace", workspace, (workspace.numel(),))
-    if workspace.numel() < workspace_size(n_places, head_dim):
-        raise ValueError(f"the workspace has {workspace.numel()} numbers of {workspace_size(n_places, head_dim)}.")
-    states, sums = workspace, workspace[workspace_size(n_places, 0) :]
+    if workspace.numel() < workspace_size(n_entries, head_dim):
+        raise ValueError(f"the workspace has {workspace.numel()} numbers of {workspace_size(n_entries, head_dim)}.")
+    states, sums = workspace, workspace[workspace_size(n_entries, 0) :]
     common = {"WINDOW": window or 0, "N_PARTS": parts, "PART": PART_TOKENS}
     sizes = _sizes(group, head_dim) | common | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS}
     sizes |= {"N_KV_HEADS": pages.n_kv_heads, "FEATURES": queries.shape[1], "FIRST": first}
@@ -221,7 +221,7 @@ def compilations() -> list[Compilation]:
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
     pointers |= {"sums_ptr": "*fp32", "states_ptr": "*fp32", "factor": "fp32", "layer": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
-    place = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
+    layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
     for kind, code, group in (
         ("fp16", "*fp16", 1),
@@ -231,7 +231,7 @@ def compilations() -> list[Compilation]:
         ("int8", "*i8", 1),
     ):
         signature = pointers | {"codes_ptr": code}
-        constants: dict[str, Any] = place | common | _sizes(group, 128)
+        constants: dict[str, Any] = layout | common | _sizes(group, 128)
         if kind == "int8":
             signature["scales_ptr"] = "*fp32"
         else:

@@ -121,8 +121,8 @@ def compile_for(record: Compilation, card: CardClass) -> Compiled:
     parameters = record.function.params
     signature = {parameter.name: record.signature.get(parameter.name, "constexpr") for parameter in parameters}
     divisible = {
-        (place,): [["tt.divisibility", 16]]
-        for place, parameter in enumerate(parameters)
+        (index,): [["tt.divisibility", 16]]
+        for index, parameter in enumerate(parameters)
         if signature[parameter.name] not in ("constexpr", "fp32") and not parameter.do_not_specialize
     }
     constants = {name: record.constants[name] for name, kind in signature.items() if kind == "constexpr"}

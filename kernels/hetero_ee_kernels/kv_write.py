@@ -167,7 +167,7 @@ def _sizes(n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, n_pairs:
 def compilations() -> list[Compilation]:
     """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
-    place = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
+    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
     records = []
     for kind, code, turns in (
         ("fp16", "*fp16", True),
@@ -175,7 +175,7 @@ def compilations() -> list[Compilation]:
         ("int8", "*i8", True),
         ("fp16", "*fp16", False),
     ):
-        signature, constants = pointers | {"codes_ptr": code}, place | _sizes(16, 32 if turns else 0, 8, 128, 64)
+        signature, constants = pointers | {"codes_ptr": code}, layout | _sizes(16, 32 if turns else 0, 8, 128, 64)
         for name, there, pointer in (("turns_ptr", turns, "*fp32"), ("scales_ptr", kind == "int8", "*fp32")):
             if there:
                 signature[name] = pointer

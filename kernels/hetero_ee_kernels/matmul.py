@@ -56,7 +56,7 @@ def add_groups(
     scales_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     code_scales_ptr: tl.tensor,
-    row_place: tl.tensor,
+    row_start: tl.tensor,
     n_inside: tl.tensor,
     one: tl.tensor,
     table: tl.tensor,
@@ -66,7 +66,7 @@ def add_groups(
 ) -> Any:
     """totals, 4 x (M, 32, 4), one for each row of a quad, plus the share of the 32 groups that the pointers begin with.
 
-    row_place: (M,), where the rows of x begin, in groups. Where MASKED, groups from n_inside on add 0.
+    row_start: (M,), where the rows of x begin, in groups. Where MASKED, groups from n_inside on add 0.
     """
     slot, quad, four = tl.arange(0, SLOTS), tl.arange(0, 4), tl.arange(0, 4)
     inside = slot < n_inside
@@ -76,9 +76,9 @@ def add_groups(
     LINES: tl.constexpr = 8 if KIND == 2 else 4
     within = (4 * quad[:, None] + four[None, :])[None]
     w_at = words_ptr + ((slot * (16 * LINES))[:, None, None] + within)
-    place = row_place[:, None] + slot[None, :]
-    x_at = codes_ptr + ((place * 8)[:, :, None, None] + (quad * 0)[None, None, :, None] + four[None, None, None, :])
-    x_scales_at = code_scales_ptr + ((place * one)[:, :, None] + (quad * 0)[None, None, :])
+    group = row_start[:, None] + slot[None, :]
+    x_at = codes_ptr + ((group * 8)[:, :, None, None] + (quad * 0)[None, None, :, None] + four[None, None, None, :])
+    x_scales_at = code_scales_ptr + ((group * one)[:, :, None] + (quad * 0)[None, None, :])
     scales = split4(tl.load(scales_ptr + ((slot * 16)[:, None, None] + within), mask=mask, other=other).to(tl.float32))
     x_scale = tl.load(x_scales_at, mask=inside[None, :, None] if MASKED else None, other=other)
     low = split4(tl.load(x_at, mask=x_mask))
@@ -134,20 +134,20 @@ def matmul_kernel(
     block = tl.program_id(0) // n_parts
     first_row = tl.program_id(0) % n_parts * M
     local = tl.arange(0, M)
-    row_place = tl.minimum(local, m - 1 - first_row) * n_groups
+    row_start = tl.minimum(local, m - 1 - first_row) * n_groups
     LINES: tl.constexpr = 8 if KIND == 2 else 4
     first_tile = block.to(tl.int64) * n_groups
     words_ptr += first_tile * (16 * LINES)
     scales_ptr += first_tile * 16
-    first_place = first_row.to(tl.int64) * n_groups
-    codes_ptr += first_place * 8
-    code_scales_ptr += first_place
+    first_group = first_row.to(tl.int64) * n_groups
+    codes_ptr += first_group * 8
+    code_scales_ptr += first_group
     table = load_table(table_ptr, one - 1, KIND)
     zeros = tl.zeros((M, SLOTS, 4), tl.float32)
     totals = (zeros, zeros, zeros, zeros)
     for _ in range(n_groups // SLOTS):
         totals = add_groups(
-            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_place, SLOTS, one, table, KIND, False, ISA
+            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_start, SLOTS, one, table, KIND, False, ISA
         )
         words_ptr += SLOTS * 16 * LINES
         scales_ptr += SLOTS * 16
@@ -156,7 +156,7 @@ def matmul_kernel(
     rest = n_groups % SLOTS
     if rest != 0:
         totals = add_groups(
-            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_place, rest, one, table, KIND, True, ISA
+            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_start, rest, one, table, KIND, True, ISA
         )
     y = sum_slots(tl.reshape(join4(totals), (M, SLOTS, 16))) * factor
     n = block * 16 + tl.arange(0, 16)

@@ -71,9 +71,9 @@ def attention_workspace(pages: Pages, max_rows: int, n_heads: int) -> Any:
     return torch.empty(workspace_size(max_rows * n_heads * pages.n_parts, pages.head_dim), device=pages.codes.device)
 
 
-def workspace_size(n_places: int, head_dim: int) -> int:
-    """A maximum and a sum of each place, up to a multiple of 16 bytes (see checks.py), and head_dim features each."""
-    return -(-2 * n_places // 4) * 4 + n_places * head_dim
+def workspace_size(n_entries: int, head_dim: int) -> int:
+    """Of each entry (token, head, part) a maximum and a sum, then head_dim sums; the first rounded up to 16 bytes."""
+    return -(-2 * n_entries // 4) * 4 + n_entries * head_dim
 
 
 def check_rows(x: Any, pages: Pages, slots: Any, positions: Any, layer: int) -> None:

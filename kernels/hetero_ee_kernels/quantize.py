@@ -45,8 +45,8 @@ def quantize_kernel(
     code = tl.where(scaled == scaled, code, 0).to(tl.int8)
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
     inside = group < n_groups
-    place = row * n_groups * 32 + column
-    tl.store(codes_ptr + place, code, mask=inside[:, None])
+    at = row * n_groups * 32 + column
+    tl.store(codes_ptr + at, code, mask=inside[:, None])
     tl.store(scales_ptr + row * n_groups + group, scale, mask=inside)
 
 

@@ -93,7 +93,7 @@ def sliced_kernel(
     LINES: tl.constexpr = 8 if KIND == 2 else 4
     slot, four = tl.arange(0, SLOTS), tl.arange(0, 4)
     tile = (token // 16 * n_groups)[None, :] + slot[:, None]
-    place = row * n_groups + slot[:, None] * one + (four * 0)[None, :]
+    group = row * n_groups + slot[:, None] * one + (four * 0)[None, :]
     table = load_table(table_ptr, one - 1, KIND)
     total = tl.zeros((SLOTS, 4), tl.float32)
     for first in range(0, n_groups, SLOTS):
@@ -101,8 +101,8 @@ def sliced_kernel(
         w_at = words_ptr + ((tile + first) * (16 * LINES) + (token % 16)[None, :])
         scales_at = scales_ptr + ((tile + first) * 16 + (token % 16)[None, :])
         scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
-        x_at = x_ptr + (((place + first) * 8)[:, :, None] + four[None, None, :])
-        total = add_share(total, w_at, scale, x_at, x_scales_ptr + (place + first), inside, table, KIND, ISA)
+        x_at = x_ptr + (((group + first) * 8)[:, :, None] + four[None, None, :])
+        total = add_share(total, w_at, scale, x_at, x_scales_ptr + (group + first), inside, table, KIND, ISA)
     y = sum_slots(total[None]) * factor
     y = tl.where(known[None, :], y, float("nan"))
     tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted[None, :])

@@ -121,19 +121,19 @@ def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> A
 @triton.jit
 def gcn_lookup(words: tl.tensor, table: tl.tensor) -> Any:
     """table[code] for the codes in the low nibbles, in signed bytes."""
-    place = words & 0x07070707
-    lower = gcn_permute(table[1], table[0], place)
-    upper = gcn_permute(table[3], table[2], place)
+    selector = words & 0x07070707
+    lower = gcn_permute(table[1], table[0], selector)
+    upper = gcn_permute(table[3], table[2], selector)
     half = (words >> 3) & 0x01010101
     is_upper = (half << 8) - half
     return (lower & ~is_upper) | (upper & is_upper)
 
 
 @triton.jit
-def gcn_permute(upper: tl.tensor, lower: tl.tensor, place: tl.tensor) -> Any:
+def gcn_permute(upper: tl.tensor, lower: tl.tensor, selector: tl.tensor) -> Any:
     """4 of the 8 bytes of two words: those of `lower` are 0 to 3, those of `upper` 4 to 7."""
     return tl.inline_asm_elementwise(
-        "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [upper, lower, place], dtype=tl.int32, is_pure=True, pack=1
+        "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [upper, lower, selector], dtype=tl.int32, is_pure=True, pack=1
     )
 
 

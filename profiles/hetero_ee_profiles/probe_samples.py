@@ -4,19 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_ROWS, TILE_COLUMNS = 256, 512, 16, 32
-MAX_CACHE_LAYERS = 8  # layers of keys and values that attention takes turns over
+MAX_CACHE_LAYERS = 8  # layers whose keys and values attention reads alternately
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """One product of a pass: y[m, n_rows] = x[m, n_columns] W^T, layout "int4" or "int8", n_layers times a pass."""
+    """One product of a pass: y[m, n_rows] = x[m, n_columns] W^T."""
 
-    layout: str
+    layout: str  # "int4" or "int8"
     n_rows: int
     n_columns: int
-    n_layers: int
+    n_layers: int  # that have it in a pass
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -34,11 +34,11 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True)
 class ProductSamples:
-    """Seconds of one product at m rows, the weights alternately being cycle_bytes."""
+    """Seconds of one product."""
 
     shape: ProductShape
     m: int
-    cycle_bytes: int
+    cycle_bytes: int  # of all the matrices that took turns
     seconds: tuple[float, ...]
 
 

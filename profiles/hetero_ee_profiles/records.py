@@ -64,63 +64,63 @@ def write_whole(text: str, file: Path) -> None:
         raise
 
 
-def _read(kind: Any, value: Any, place: str) -> Any:
-    """`value` as `kind`; `place` is its path in the document, for messages."""
+def _read(kind: Any, value: Any, path: str) -> Any:
+    """`value` as `kind`; `path` is where it is in the document, for messages."""
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, place)
+        return _dataclass(kind, value, path)
     if origin is tuple:
         if not isinstance(value, list):
-            raise _wrong(place, value, "a list")
+            raise _wrong(path, value, "a list")
         item, *rest = typing.get_args(kind)
         if rest != [...] and len(value) != 1 + len(rest):
-            raise _wrong(place, value, f"{1 + len(rest)} values")
+            raise _wrong(path, value, f"{1 + len(rest)} values")
         kinds = [item] * len(value) if rest == [...] else [item, *rest]
         return tuple(
-            _read(each, entry, f"{place}[{i}]") for i, (each, entry) in enumerate(zip(kinds, value, strict=True))
+            _read(each, entry, f"{path}[{i}]") for i, (each, entry) in enumerate(zip(kinds, value, strict=True))
         )
     if origin in (types.UnionType, typing.Union):
         [inner] = [choice for choice in typing.get_args(kind) if choice is not type(None)]
-        return None if value is None else _read(inner, value, place)
+        return None if value is None else _read(inner, value, path)
     if kind is float:
-        return _number(value, place)
+        return _number(value, path)
     if type(value) is not kind:
-        raise _wrong(place, value, kind.__name__)
+        raise _wrong(path, value, kind.__name__)
     return value
 
 
-def _dataclass(kind: Any, value: Any, place: str) -> Any:
+def _dataclass(kind: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
-        raise _wrong(place, value, "an object")
+        raise _wrong(path, value, "an object")
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
     for name in sorted(names ^ value.keys()):
-        raise ValueError(f"{_inside(place, name)} is {'missing' if name in names else 'unknown'}")
-    fields = {name: _read(hints[name], value[name], _inside(place, name)) for name in names}
+        raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
+    fields = {name: _read(hints[name], value[name], _inside(path, name)) for name in names}
     try:
         return kind(**fields)
     except ValueError as error:
-        raise ValueError(f"{place or 'it'}: {error}") from error
+        raise ValueError(f"{path or 'it'}: {error}") from error
 
 
-def _number(value: Any, place: str) -> float:
+def _number(value: Any, path: str) -> float:
     if type(value) not in (int, float):
-        raise _wrong(place, value, "a number")
+        raise _wrong(path, value, "a number")
     try:
         number = float(value)
     except OverflowError as error:
-        raise _wrong(place, "an enormous integer", "a number") from error
+        raise _wrong(path, "an enormous integer", "a number") from error
     if not math.isfinite(number):
-        raise _wrong(place, value, "a finite number")
+        raise _wrong(path, value, "a finite number")
     return number
 
 
-def _inside(place: str, name: str) -> str:
-    return _shown(name, quoted=False) if not place else f"{place}.{_shown(name, quoted=False)}"
+def _inside(path: str, name: str) -> str:
+    return _shown(name, quoted=False) if not path else f"{path}.{_shown(name, quoted=False)}"
 
 
-def _wrong(place: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{place or 'it'} is {_shown(value)}, expected {expected}")
+def _wrong(path: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{path or 'it'} is {_shown(value)}, expected {expected}")
 
 
 def _shown(value: Any, *, quoted: bool = True) -> str:

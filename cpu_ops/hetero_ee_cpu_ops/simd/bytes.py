@@ -160,12 +160,12 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
     """Stores vector t of the tuple, times the fp32 factor, at address + t * stride bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, place = cgutils.unpack_tuple(builder, arguments[0], values.count), arguments[2]
+        rows, target = cgutils.unpack_tuple(builder, arguments[0], values.count), arguments[2]
         vector = rows[0].type
         scale = splat(builder, vector, arguments[1])
         for value in rows:
-            builder.store(builder.fmul(value, scale), builder.inttoptr(place, vector.as_pointer())).align = 4
-            place = builder.add(place, arguments[3])
+            builder.store(builder.fmul(value, scale), builder.inttoptr(target, vector.as_pointer())).align = 4
+            target = builder.add(target, arguments[3])
         return context.get_dummy_value()
 
     return types.void(values, types.float32, types.intp, types.intp), codegen
@@ -190,7 +190,7 @@ def word(typing: Any, address: Any, index: Any) -> Any:
     """The int64 at address + 8 * index: how a chunk function reads its arguments."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
-        return load(builder, place, I64)
+        at = builder.add(arguments[0], builder.mul(arguments[1], ir.Constant(I64, 8)))
+        return load(builder, at, I64)
 
     return types.int64(types.intp, types.intp), codegen

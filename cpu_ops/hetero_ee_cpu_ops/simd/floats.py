@@ -178,8 +178,8 @@ def masked_load(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
 
 def masked_store(builder: Any, value: Any, address: Any, mask: Any) -> None:
     name = f"llvm.masked.store.v16{_letters(value.type)}.p0"
-    place = pointer(builder, address, value.type)
-    call(builder, name, ir.VoidType(), [value, place, ir.Constant(I32, 1), mask])
+    target = pointer(builder, address, value.type)
+    call(builder, name, ir.VoidType(), [value, target, ir.Constant(I32, 1), mask])
 
 
 def _letters(kind: Any) -> str:
@@ -381,8 +381,8 @@ def scratch(typing: Any, n_bytes: Any) -> Any:
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = cgutils.alloca_once(builder, ir.ArrayType(I8, n_bytes.literal_value))
-        place.align = 64
-        return builder.ptrtoint(place, I64)
+        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, n_bytes.literal_value))
+        memory.align = 64
+        return builder.ptrtoint(memory, I64)
 
     return types.intp(n_bytes), codegen

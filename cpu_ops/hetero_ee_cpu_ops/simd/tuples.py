@@ -23,11 +23,11 @@ def add_products(typing: Any, totals: Any, query: Any, keys: Any, stride: Any, e
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, convert = loader(element, context, builder)
-        features, place, results = load(builder, arguments[1], F32X16), arguments[2], []
+        features, at, results = load(builder, arguments[1], F32X16), arguments[2], []
         step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
         for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            results.append(fused(context, builder, convert(load(builder, place, kind)), features, total))
-            place = builder.add(place, step)
+            results.append(fused(context, builder, convert(load(builder, at, kind)), features, total))
+            at = builder.add(at, step)
         return context.make_tuple(builder, signature.return_type, results)
 
     return totals(totals, types.intp, types.intp, types.intp, element), codegen
@@ -42,12 +42,12 @@ def add_products_lanes(typing: Any, totals: Any, query: Any, keys: Any, stride: 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, convert = loader(element, context, builder)
         mask = lane_mask(builder, ir.Constant(I64, 0), arguments[4])
-        features, place, results = masked_load(builder, arguments[1], F32X16, mask), arguments[2], []
+        features, at, results = masked_load(builder, arguments[1], F32X16, mask), arguments[2], []
         step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
         for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            key = convert(masked_load(builder, place, kind, mask))
+            key = convert(masked_load(builder, at, kind, mask))
             results.append(fused(context, builder, key, features, total))
-            place = builder.add(place, step)
+            at = builder.add(at, step)
         return context.make_tuple(builder, signature.return_type, results)
 
     return totals(totals, types.intp, types.intp, types.intp, types.intp, element), codegen
@@ -101,10 +101,10 @@ def store_vectors(typing: Any, values: Any, address: Any) -> Any:
     """Stores the tuple's vectors side by side."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = arguments[1]
+        at = arguments[1]
         for value in cgutils.unpack_tuple(builder, arguments[0], values.count):
-            builder.store(value, pointer(builder, place, F32X16)).align = 4
-            place = builder.add(place, ir.Constant(I64, 64))
+            builder.store(value, pointer(builder, at, F32X16)).align = 4
+            at = builder.add(at, ir.Constant(I64, 64))
         return context.get_dummy_value()
 
     return types.void(values, types.intp), codegen

@@ -15,13 +15,13 @@ COMPUTE_CAPABILITY = "compute_cap"  # drivers before 2021 refuse a query that as
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    """One GPU. None: unknown, as most is without a driver. compute_capability: such as 8.9, NVIDIA's only."""
+    """One GPU. None: unknown, as most is without a driver."""
 
     vendor: str
     name: str
     total_bytes: int | None = None
     free_bytes: int | None = None
-    compute_capability: str | None = None
+    compute_capability: str | None = None  # such as 8.9, NVIDIA's only
     driver: str | None = None
     uuid: str | None = None
 

@@ -1,4 +1,4 @@
-"""A GPU as the probes use it: memory, its own clock, recorded launches, copies. A seam: a CPU can take its place."""
+"""A GPU as the probes use it: memory, its own clock, recorded launches, copies. A seam: tests put a CPU there."""
 
 import warnings
 from collections.abc import Callable

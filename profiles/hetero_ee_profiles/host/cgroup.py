@@ -11,10 +11,10 @@ UNLIMITED_BYTES = 2**60  # version 1 says "no limit" by an enormous number
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """cores: CPU time by wall time; memory_bytes: the group's own memory. None where there is no limit."""
+    """None where there is no limit."""
 
-    cores: float | None
-    memory_bytes: int | None
+    cores: float | None  # CPU time by wall time
+    memory_bytes: int | None  # the group's own
 
 
 def cgroup_limits(host: Host) -> CgroupLimits:

@@ -27,22 +27,17 @@ MAC_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """n_physical: cores; n_logical: their hardware threads; n_allowed: cores that affinity lets this process use.
-
-    quota_cores: CPU time a container grants, in cores, None without a limit. n_performance and n_efficiency: cores of
-    either kind, both 0 where all are alike or it is unknown. features: instructions as the system names them, in lower
-    case; empty where it doesn't say.
-    """
+    """The processor, and what of it this process may use."""
 
     model: str
     architecture: str
-    n_physical: int
-    n_logical: int
-    n_allowed: int
-    quota_cores: float | None
-    n_performance: int
-    n_efficiency: int
-    features: frozenset[str]
+    n_physical: int  # cores
+    n_logical: int  # hardware threads
+    n_allowed: int  # cores that affinity lets this process use
+    quota_cores: float | None  # CPU time a container grants, in cores; None without a limit
+    n_performance: int  # cores of this kind, 0 where all are alike or it is unknown
+    n_efficiency: int  # likewise
+    features: frozenset[str]  # instructions as the system names them, in lower case; empty where it doesn't say
 
     @property
     def n_usable(self) -> int:
@@ -111,12 +106,12 @@ def _model(host: Host, records: list[dict[str, str]]) -> str:
 
 def _cores(host: Host, online: Iterable[int], records: list[dict[str, str]]) -> dict[int, object]:
     """CPU to its physical core: what two hardware threads of one core have in common."""
-    places: dict[int, object] = {}
+    cores: dict[int, object] = {}
     for record in records:
         if record.get("processor", "").isdecimal() and "core id" in record:
-            places[int(record["processor"])] = (record.get("physical id"), record["core id"])
+            cores[int(record["processor"])] = (record.get("physical id"), record["core id"])
     return {
-        cpu: cpu_set(host.text(f"{CPUS}/cpu{cpu}/topology/thread_siblings_list")) or places.get(cpu, cpu)
+        cpu: cpu_set(host.text(f"{CPUS}/cpu{cpu}/topology/thread_siblings_list")) or cores.get(cpu, cpu)
         for cpu in online
     }
 

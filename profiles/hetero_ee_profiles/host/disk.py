@@ -17,11 +17,11 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True, slots=True)
 class DiskInfo:
-    """kind: the file system's name, such as ext4; empty where unknown."""
+    """The disk that a folder lies on."""
 
     total_bytes: int
     free_bytes: int
-    kind: str
+    kind: str  # the file system's name, such as ext4; empty where unknown
 
     @property
     def is_network(self) -> bool:
@@ -34,20 +34,20 @@ class DiskInfo:
 
 def existing_folder(folder: Path) -> Path:
     """The folder, or the nearest around it that is there. Raises OSError where one is a file or can't be looked at."""
-    for place in (folder.absolute(), *folder.absolute().parents):
+    for candidate in (folder.absolute(), *folder.absolute().parents):
         try:
-            place.stat()
+            candidate.stat()
         except FileNotFoundError:
             continue
-        return place
+        return candidate
     return Path(folder.absolute().anchor)
 
 
 def disk_info(host: Host, folder: Path) -> DiskInfo:
     """Of the disk that `folder` lies on, or would. Raises OSError."""
-    place = existing_folder(folder)
-    usage = shutil.disk_usage(place)
-    return DiskInfo(usage.total, usage.free, _kind(host, os.path.realpath(place)))
+    existing = existing_folder(folder)
+    usage = shutil.disk_usage(existing)
+    return DiskInfo(usage.total, usage.free, _kind(host, os.path.realpath(existing)))
 
 
 def try_disk(folder: Path) -> None:
@@ -92,11 +92,11 @@ def _lock(path: Path) -> FileLock:
 
 
 def _kind(host: Host, folder: str) -> str:
-    """By the deepest mount point around the folder; of several at one place the last covers the others."""
+    """By the deepest mount point around the folder; of several at one point the last covers the others."""
     best, kind = -1, ""
     for line in (host.text("/proc/self/mountinfo") or "").splitlines():
-        place, _, described = line.partition(" - ")
-        words = place.split()
+        mounted, _, described = line.partition(" - ")
+        words = mounted.split()
         if len(words) < 5 or not described:
             continue
         point = words[4].replace("\\040", " ").rstrip("/")

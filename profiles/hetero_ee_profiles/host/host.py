@@ -18,10 +18,10 @@ END_TIMEOUT_S = 0.5  # from a command's last output to its end
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command wrote to standard output. problem: empty where it ended well, else why not, in a few words."""
+    """What became of a command."""
 
-    output: str = ""
-    problem: str = ""
+    output: str = ""  # standard output
+    problem: str = ""  # empty where it ended well, else why not, in a few words
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,15 @@ class MemoryCounts:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where facts come from. system: as sys.platform; architecture, release, libc: as the platform module has them.
+    """Where facts come from."""
 
-    text: a file's contents, None where it can't be read. names: a folder's entries in order, none where it can't be
-    read. run: a command with its arguments and a time limit in seconds; never raises.
-    """
-
-    system: str
-    architecture: str
+    system: str  # as sys.platform
+    architecture: str  # this, release and libc as the platform module has them
     release: str
     libc: str
-    text: Callable[[str], str | None]
-    names: Callable[[str], list[str]]
-    run: Callable[[Sequence[str], float], Answer]
+    text: Callable[[str], str | None]  # a file's contents, None where it can't be read
+    names: Callable[[str], list[str]]  # a folder's entries in order, none where it can't be read
+    run: Callable[[Sequence[str], float], Answer]  # a command, its arguments and a limit in seconds; never raises
     core_counts: Callable[[], CoreCounts]
     memory_counts: Callable[[], MemoryCounts]
 

@@ -9,12 +9,12 @@ SYSTEMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
 
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """distribution: a Linux's own name, else empty. libc: name and version, empty where it is not glibc."""
+    """The operating system."""
 
     name: str
-    distribution: str
+    distribution: str  # a Linux's own name, else empty
     release: str
-    libc: str
+    libc: str  # name and version, empty where it is not glibc
     is_wsl: bool
     is_container: bool
 

@@ -37,13 +37,13 @@ class TorchGpu:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """version: empty where torch can't be imported. cuda, hip: what it was built for. problem: why no GPU answers."""
+    """The installed torch."""
 
-    version: str
-    cuda: str | None
-    hip: str | None
+    version: str  # empty where it can't be imported
+    cuda: str | None  # the version it was built for
+    hip: str | None  # likewise
     gpus: tuple[TorchGpu, ...]
-    problem: str
+    problem: str  # why no GPU answers
 
     @property
     def platform(self) -> str:
