@@ -62,7 +62,7 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Pat
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _workers_keep_compiled_kernels_in_turns() -> Iterator[None]:
+def _kernels_are_saved_one_at_a_time() -> Iterator[None]:
     """Numba numbers the files of a function's variants without a lock: two processes could take the same number."""
     from numba.core.caching import IndexDataCacheFile
 
@@ -78,11 +78,14 @@ def _workers_keep_compiled_kernels_in_turns() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernels(_cache_of_this_run: Path) -> Path:
-    """Where all tests of this run find the CPU kernels compiled by the first that needs them."""
-    folder = _cache_of_this_run / "kernels"
-    folder.mkdir(exist_ok=True)
-    return folder
+def kernels(_cache_of_this_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests of this run find the CPU kernels; those of a first token are there already."""
+    from hetero_ee.runtime.opening import open_on_cpu
+    from tests.executor_support import model_of
+
+    with filelock.FileLock(_cache_of_this_run / "kernels.lock"):
+        open_on_cpu(*model_of("llama-tied", "int4", tmp_path_factory.mktemp("llama")), 64, 1).close()
+    return _cache_of_this_run / "kernels"
 
 
 @pytest.fixture
