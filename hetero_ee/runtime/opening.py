@@ -101,7 +101,7 @@ def open_placed(
     """What runs the placement's plan, made now where there is none. warn: of what had to be changed, in a sentence.
     find_gpu: cuda_machine.usable_gpu where None.
 
-    Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
+    Raises UsageError for a request that can't be met, and DeviceMemoryError where not even the CPU has room.
     """
     limits, profile, plan = placement.limits, placement.profile, placement.plan
     if not placement.emulates and not limits.threads:
@@ -191,7 +191,7 @@ def _on_gpu(
     warn: Callable[[str], None],
     traces: bool,
 ) -> Opened:
-    """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
+    """The plan on this machine's GPU and CPU, after a warm-up pass of its largest size."""
     from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
     from hetero_ee.runtime.execution import open_plan, planned_cache, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -231,7 +231,7 @@ def _emulated(
 ) -> Opened:
     """threads: of this machine, which computes the numbers.
 
-    No pass proves it, as on a GPU: a pass claims nothing more than opening has, and would move the time line.
+    No warm-up as on a GPU: a pass claims nothing more than opening has, and would move the time line.
     """
     from hetero_ee.runtime.devices.emulated import emulated_machine
     from hetero_ee.runtime.devices.timeline import Timeline

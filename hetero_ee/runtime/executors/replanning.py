@@ -193,9 +193,9 @@ class ReplanningExecutor(Executor):
             n_left -= 1
 
     def _tell_of(self, problem: str) -> None:
-        """What went wrong, and how it goes on."""
-        budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM, and going on."
-        self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Going on without the GPU.'}")
+        """What went wrong, and what was done."""
+        budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM; continuing."
+        self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Continuing without the GPU.'}")
 
     def _look_at_memory(self) -> None:
         """Tells, once, of another program that has taken VRAM."""

@@ -35,7 +35,7 @@ class WeightStreams:
 
     def __init__(
         self,
-        stream: WeightStream[ModelWeights],
+        stream: WeightStream,
         blocks: Sequence[Block],
         machine: Machine,
         compute: Borrowed,
