@@ -46,11 +46,11 @@ MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """gpu, link, make_source: None where there is no GPU. new_worker: of what fetches streamed blocks."""
+    """gpu, link, make_source: None where there is no GPU."""
 
     cpu: Device
     gpu: Device | None
     link: Link | None
     copier: Copier
     make_source: MakeSource | None = None
-    new_worker: Callable[[], futures.Executor] = AtOnce
+    new_worker: Callable[[], futures.Executor] = AtOnce  # of what fetches streamed blocks

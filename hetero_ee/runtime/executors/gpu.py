@@ -141,6 +141,6 @@ class GpuExecutor(BlockExecutor):
 def _by_sequence(batch: Batch) -> dict[int, list[int]]:
     """Row numbers of each sequence."""
     found: dict[int, list[int]] = {}
-    for row, sequence, _ in batch.places():
+    for row, sequence, _ in batch.entries():
         found.setdefault(sequence, []).append(row)
     return found

@@ -125,7 +125,7 @@ class PlannedExecutor(Executor):
         return found
 
     def _take_back(self, batch: Batch, layers: range) -> None:
-        for _, sequence, position in batch.places():
+        for _, sequence, position in batch.entries():
             self.cache.cut(sequence, position, layers)
 
     def to_logits(self, hidden: Tensor) -> Tensor:

@@ -117,13 +117,13 @@ class ReplanningExecutor(Executor):
 
     def _remember(self, batch: Batch) -> None:
         """The ids of tokens that are new in the first layer."""
-        for row, sequence, position in batch.places():
+        for row, sequence, position in batch.entries():
             if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
                 self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
 
     def _refuse_lost(self, batch: Batch) -> None:
         """Tokens of sequences that a lost device has emptied follow nothing, unless they begin again."""
-        for _, sequence, position in batch.places():
+        for _, sequence, position in batch.entries():
             if sequence in self._emptied and sequence in self.cache.sequences and position:
                 raise DeviceLostError(
                     f"the first {position} tokens of this text were lost with the GPU; begin it again."
