@@ -14,8 +14,7 @@ from torch import Tensor
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.devices.allocation import Allocation
-from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
+from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
 from hetero_ee.runtime.devices.emulated import EmulatedDevice, EmulatedLink
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.work import Overhead, Work

@@ -45,7 +45,7 @@ def rounded(kind: str, x: Any) -> Any:
 
 def all_marks(layer: int, batch: Batch, stamp: int) -> torch.Tensor:
     """The keys of a pass; its values are -3 times as much."""
-    parts = [marks(layer, sequence, [position], stamp) for _, sequence, position in batch.places()]
+    parts = [marks(layer, sequence, [position], stamp) for _, sequence, position in batch.entries()]
     return torch.from_numpy(np.concatenate(parts))
 
 

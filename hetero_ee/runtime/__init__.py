@@ -1,1 +1,1 @@
-"""Running the decoder: rows of tokens, the KV cache, the operations and the executor that walks the blocks."""
+"""Running the decoder: batches, executors, KV caches, devices and what a GPU runs."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """token_ids, sequences, positions: one entry a row. Within a sequence, rows come in order of position.
+    """token_ids, sequences, positions: one entry a token. Within a sequence, tokens come in order of position.
 
     Raises ValueError when the three differ in length or there are none.
     """
@@ -18,15 +18,15 @@ class Batch:
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.sequences) == len(self.positions) > 0:
             raise ValueError(
-                f"rows need as many sequences ({len(self.sequences)}) and positions ({len(self.positions)}) "
+                f"a batch needs as many sequences ({len(self.sequences)}) and positions ({len(self.positions)}) "
                 f"as tokens ({len(self.token_ids)}), at least one."
             )
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """(row, sequence, position) of each row."""
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        """(index in the batch, sequence, position) of each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
     @classmethod
@@ -37,7 +37,7 @@ class Batch:
 
     @classmethod
     def joined(cls, parts: list["Batch"]) -> "Batch":
-        """All rows of `parts`, one after the other."""
+        """All tokens of `parts`, one after the other."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),
             tuple(sequence for part in parts for sequence in part.sequences),
@@ -45,12 +45,12 @@ class Batch:
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:
-        """How many tokens each sequence of these rows holds with them. lengths: of every open sequence before.
+        """How many tokens each sequence of this batch holds with it. lengths: of every open sequence before.
 
-        Raises ValueError unless each row follows the last token of an open sequence.
+        Raises ValueError unless each token follows the last token of an open sequence.
         """
         after: dict[int, int] = {}
-        for _, sequence, position in self.places():
+        for _, sequence, position in self.entries():
             if sequence not in lengths:
                 raise ValueError(f"sequence {sequence} is not open.")
             length = after.get(sequence, lengths[sequence])

@@ -12,8 +12,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.allocation import Allocation
-from hetero_ee.runtime.devices.device import CPU, GPU, Device
+from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor

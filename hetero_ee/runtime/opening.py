@@ -32,35 +32,26 @@ FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cud
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model is to run.
-
-    plan: None lets the planner decide within `limits` from the profile; one of the two is there. emulates: the
-    profile's machine is emulated on this CPU; else it is this machine's. traces: what runs where and when is recorded,
-    which an emulated machine does anyway.
-    """
+    """Where a model is to run. plan: None lets the planner decide from the profile; one of the two is there."""
 
     profile: HardwareProfile | None
     limits: Limits
     plan: Plan | None = None
     statistics: Statistics = field(default_factory=Statistics)
-    emulates: bool = False
-    traces: bool = False
+    emulates: bool = False  # the profile's machine, on this CPU; else this machine is used
+    traces: bool = False  # records what runs where and when, which an emulated machine does anyway
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """executor: to be closed. clock: seconds, an emulated machine's own where there is one. plan: as it was opened.
+    """A model that is ready to run."""
 
-    spans: what ran where and when so far, of what can tell. machine: that is emulated now, None for a real one.
-    placement: what was asked for.
-    """
-
-    executor: Executor
-    clock: Callable[[], float]
-    plan: Plan
-    spans: Callable[[], list[Span]] = list
-    machine: Callable[[], Machine] | None = None
-    placement: Placement | None = None
+    executor: Executor  # to be closed
+    clock: Callable[[], float]  # seconds, an emulated machine's own where there is one
+    plan: Plan  # as it was opened
+    spans: Callable[[], list[Span]] = list  # what ran where and when so far, if that is recorded
+    machine: Callable[[], Machine] | None = None  # that is emulated now, None for a real one
+    placement: Placement | None = None  # what was asked for
 
 
 def open_on_cpu(
@@ -101,7 +92,7 @@ def open_placed(
     """What runs the placement's plan, made now where there is none. warn: of what had to be changed, in a sentence.
     find_gpu: cuda_machine.usable_gpu where None.
 
-    Raises UsageError for wishes that can't be had, and DeviceMemoryError where not even the CPU has room.
+    Raises UsageError for a request that can't be met, and DeviceMemoryError where not even the CPU has room.
     """
     limits, profile, plan = placement.limits, placement.profile, placement.plan
     if not placement.emulates and not limits.threads:
@@ -132,7 +123,7 @@ def open_placed(
 def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> HostExecutor:
     from hetero_ee.runtime.execution import planned_cache
 
-    cache = None if plan.kv_type == "fp32" else planned_cache(spec, plan, tuple(range(spec.n_layers)))
+    cache = planned_cache(spec, plan, tuple(range(spec.n_layers)))
     executor = open_on_cpu(spec, weights, plan.context_tokens, plan.threads, progress, cache=cache)
     executor.prompt_chunk_tokens = plan.prefill_chunk_tokens
     return executor
@@ -191,7 +182,7 @@ def _on_gpu(
     warn: Callable[[str], None],
     traces: bool,
 ) -> Opened:
-    """The plan on this machine's GPU and CPU, proven by a pass of its largest size."""
+    """The plan on this machine's GPU and CPU, after a warm-up pass of its largest size."""
     from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
     from hetero_ee.runtime.execution import open_plan, planned_cache, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -231,7 +222,7 @@ def _emulated(
 ) -> Opened:
     """threads: of this machine, which computes the numbers.
 
-    No pass proves it, as on a GPU: a pass claims nothing more than opening has, and would move the time line.
+    No warm-up as on a GPU: a pass claims nothing more than opening has, and would move the time line.
     """
     from hetero_ee.runtime.devices.emulated import emulated_machine
     from hetero_ee.runtime.devices.timeline import Timeline

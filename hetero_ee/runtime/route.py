@@ -1,4 +1,4 @@
-"""The way of a pass through a plan: segments of blocks that follow each other in one place."""
+"""The way of a pass through a plan: segments of consecutive blocks on one device."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Segment:
 class Route:
     """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers.
 
-    overlap: the layers that devices compute at the same time, each for other rows, when decoding.
+    overlap: the layers that devices compute at the same time, each for other tokens, when decoding.
     """
 
     def __init__(self, plan: Plan, blocks: Sequence[Block]) -> None:

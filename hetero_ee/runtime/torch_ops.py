@@ -1,6 +1,6 @@
 """The operations of a decoder in plain torch, fp32: the reference the fast kernels are checked against.
 
-Exact early exit compares tokens computed in different batches, so a row's bits must not depend on its batch. torch's
+Exact early exit compares tokens computed in different batches, so a token's bits must not depend on its batch. torch's
 matmul gives other bits at m = 1 than at m = 2, and its vector code ends in a scalar tail that rounds otherwise,
 wherever memory or a thread's share ends. Hence matrix products and activations here are one row at a time, on memory of
 their own.
@@ -51,13 +51,13 @@ class TorchOps:
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
     def attention(self, queries: Tensor, cache: CpuKvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
-        """Each row against its own sequence up to its own position: (m, heads, head_dim) -> the same.
+        """Each token against its own sequence up to its own position: (m, heads, head_dim) -> the same.
 
-        window: positions seen, the row's own included; None for all. Query heads share key heads in equal groups.
+        window: positions seen, the token's own included; None for all. Query heads share key heads in equal groups.
         """
         n_heads, head_dim = queries.shape[1:]
         outputs = []
-        for row, sequence, position in batch.places():
+        for row, sequence, position in batch.entries():
             first = 0 if window is None else max(0, position + 1 - window)
             keys, values = cache.read(layer, sequence, first, position + 1)
             grouped = queries[row].view(keys.shape[0], n_heads // keys.shape[0], head_dim)
@@ -74,7 +74,7 @@ class TorchOps:
 
 
 class BatchedTorchOps(TorchOps):
-    """The same mathematics with whole batches to torch's matmul: several times faster for long inputs, but a row's
+    """The same mathematics with whole batches to torch's matmul: several times faster for long inputs, but a token's
     last bits depend on its batch. For measuring quality, never for generating."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class BatchedTorchOps(TorchOps):
         outputs = torch.empty_like(queries)
         positions = torch.tensor(batch.positions)
         for sequence in sorted(set(batch.sequences)):
-            mine = torch.tensor([row for row, owner, _ in batch.places() if owner == sequence])
+            mine = torch.tensor([row for row, owner, _ in batch.entries() if owner == sequence])
             keys, values = cache.read(layer, sequence, 0, int(positions[mine].max()) + 1)
             distance = positions[mine, None] - torch.arange(keys.shape[1])
             seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)

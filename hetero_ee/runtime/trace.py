@@ -36,7 +36,7 @@ class SpanRecorder:
         self._found.append(lambda: span)
 
     def add_later(self, span: Callable[[], Span]) -> None:
-        """A span whose times can be had when its work is through; `span` is called when spans are asked for."""
+        """A span whose times are known when its work is through; `span` is called when spans are asked for."""
         self._found.append(span)
 
     @contextmanager

@@ -26,23 +26,20 @@ class Overhead(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """n_positions: that the rows read, one after another's at most once. kv_bytes_per_token: of one layer as kept."""
-
-    n_positions: int
-    kv_bytes_per_token: int
+    n_positions: int  # that a batch reads, each at most once
+    kv_bytes_per_token: int  # of one layer as kept
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """m rows through one block. products: (layout, n_rows, n_columns) of each matrix. disk_bytes: read from the disk
-    meanwhile."""
+    """m tokens through one block."""
 
     name: str
     m: int
-    products: tuple[tuple[str, int, int], ...] = ()
+    products: tuple[tuple[str, int, int], ...] = ()  # (layout, n_rows, n_columns) of each matrix
     attention: Attention | None = None
     overhead: Overhead = Overhead.NONE
-    disk_bytes: int = 0
+    disk_bytes: int = 0  # read from the disk meanwhile
 
 
 def joined_name(works: Sequence[Work]) -> str:
@@ -65,7 +62,7 @@ def block_works(
     kv_bytes_per_token: int,
     disk_bytes: Callable[[Block], int] = lambda block: 0,
 ) -> list[Work]:
-    """One work for each of these blocks, all rows through all of them. kv_bytes_per_token: of one layer's cache.
+    """One work for each of these blocks, the whole batch through all of them. kv_bytes_per_token: of one layer's cache.
 
     disk_bytes: that a block has to be read from the disk for each pass.
     """
@@ -80,7 +77,7 @@ def block_works(
 
 
 def block_work(block: Block, m: int, *, attention: Attention | None = None, disk_bytes: int = 0) -> Work:
-    """m rows through the block. A matrix that rows are only looked up in is no product."""
+    """m tokens through the block. A matrix that is only looked up in is no product."""
     matrices = [t for t in block.tensors.values() if t.role in (TensorRole.MATRIX, TensorRole.VOCABULARY)]
     products = () if block.kind is BlockKind.EMBEDDING else tuple((stored_layout(t), *_shape(t)) for t in matrices)
     if block.layer is not None:
@@ -106,7 +103,7 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
 
 
 def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
-    """Few rows take the time of reading what is kept; its type may be another than the one that was timed."""
+    """A decode batch takes the time of reading what is kept; its type may be another than the one that was timed."""
     few = m <= MAX_DECODE_TOKENS
     seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, attention.n_positions, few=few)
     if few:
@@ -115,7 +112,7 @@ def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSp
 
 
 def _positions_read(spec: ModelSpec, block: Block, m: int, context_tokens: int) -> int:
-    """By m rows of a sequence of context_tokens with them, inside the layer's window; each row reads itself."""
+    """By m tokens of a sequence of context_tokens with them, inside the layer's window; each reads itself."""
     window = None if block.layer is None else spec.sliding_windows[block.layer]
     seen = context_tokens if window is None else min(context_tokens, window + m - 1)
     return max(seen, m)

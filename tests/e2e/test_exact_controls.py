@@ -112,7 +112,7 @@ class WrittenOnce(CpuKvCache):
         self.written: set[tuple[int, int, int]] = set()
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        for row, sequence, position in batch.places():
+        for row, sequence, position in batch.entries():
             if (layer, sequence, position) not in self.written:
                 self.written.add((layer, sequence, position))
                 one = Batch.of_sequence(sequence, position, [batch.token_ids[row]])

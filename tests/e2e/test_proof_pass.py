@@ -97,7 +97,7 @@ def test_what_a_long_prompt_would_lack_is_told_at_opening(
     told: list[str] = []
     found = on_gpu(model, monkeypatch, told, Watched(10**9))
     (warn,) = told
-    assert "needs 2" in warn and warn.endswith("Going on without the GPU.")
+    assert "needs 2" in warn and warn.endswith("Continuing without the GPU.")
     assert generated(found.executor) == text
     found.executor.close()
 

@@ -130,7 +130,7 @@ def test_out_of_memory_at_every_point_is_planned_around(
         points.armed = True
         assert text_of(executor) == expected, n
         executor.cache.check()
-        assert all("going on" in text.lower() for text in points.notices)
+        assert all("continuing" in text.lower() for text in points.notices)
         n_replanned += len(points.notices)  # none where the copy that failed was ahead of its time, and not needed
         assert text_of(executor) == expected
         executor.close()

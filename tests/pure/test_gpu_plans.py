@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
+from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
@@ -195,6 +198,22 @@ def test_closing_gives_everything_back(llama: Model, placement: str) -> None:
     assert machine.gpu.held_bytes() == machine.cpu.held_bytes() == {}
     gpu_cache: Any = executor._executors[1].cache
     assert gpu_cache.n_bytes == 0
+
+
+def test_a_block_without_a_norm_takes_its_input_as_it_is(llama: Model) -> None:
+    spec, weights = llama
+    blocks = [replace(block, has_norm=False) for block in decoder_blocks(spec)[1:3]]
+    shape = (1, spec.n_kv_heads, spec.head_dim)
+    cache = GpuKvCache(shape, CONTEXT_TOKENS, torch.device("cpu"), kind="fp32", layers=[0])
+    segment = GpuSegment(spec, weights, blocks, cache, torch_operations())
+    reference, batch = ReferenceExecutor(*llama, CONTEXT_TOKENS), Batch.of_sequence(0, 0, PROMPT)
+    for owner in (segment, reference):
+        owner.cache.open(0)
+        owner.cache.admit(batch, range(1))
+    hidden = reference.embed(batch)
+    expected = reference.forward(hidden, batch, blocks)
+    assert squared_error(segment.run(hidden, batch), expected) <= INT8_ACTIVATIONS
+    assert squared_error(reference.forward(hidden, batch, decoder_blocks(spec)[1:3]), expected) > INT8_ACTIVATIONS
 
 
 def test_dense_weights_are_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def machine() -> EmulatedMachine:
     return EmulatedMachine()
 
 
-def streamed(machine: EmulatedMachine, stream: WeightStream[int], block: int, size: int = 1) -> Event:
+def streamed(machine: EmulatedMachine, stream: WeightStream, block: int, size: int = 1) -> Event:
     found, event = stream.use(block)
     assert found == block
     done = machine.on_gpu(f"block {block}", size, [event])
@@ -142,7 +142,7 @@ def test_two_blocks_may_be_in_use(machine: EmulatedMachine) -> None:
     source = Source(machine.link, [32] * 3)
     stream = WeightStream(source, range(3), AtOnce())
     assert stream.use(0)[0] == 0 and stream.use(1)[0] == 1
-    with pytest.raises(ValueError, match="block 2 can't be had while block 0 is in use"):
+    with pytest.raises(ValueError, match="block 2 was asked for while block 0 is in use"):
         stream.use(2)
     assert source.contents == [0, 1]
     with pytest.raises(ValueError, match="block 1 is not the one in use for longest"):
@@ -154,7 +154,7 @@ def test_two_blocks_may_be_in_use(machine: EmulatedMachine) -> None:
 
 def test_another_order_is_refused(machine: EmulatedMachine) -> None:
     stream = WeightStream(Source(machine.link, [32] * 3), (2, 0), AtOnce())
-    with pytest.raises(ValueError, match="block 0 can't be had while block 2 is next"):
+    with pytest.raises(ValueError, match="block 0 was asked for while block 2 is next"):
         stream.use(0)
     assert stream.use(2)[0] == 2
     with pytest.raises(ValueError, match="at least one block"):

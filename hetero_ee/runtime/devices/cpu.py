@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.devices.allocation import memory_error
-from hetero_ee.runtime.devices.device import CPU, Device, Event, T
+from hetero_ee.runtime.devices.device import CPU, Device, Event, T, memory_error
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder
 from hetero_ee.runtime.work import Work, joined_name

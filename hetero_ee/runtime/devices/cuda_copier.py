@@ -1,4 +1,4 @@
-"""Hidden states between the CPU and a GPU, through pinned buffers that take turns: the host never waits for a copy."""
+"""Hidden states between the CPU and a GPU, through pinned buffers used in rotation: the host never waits for a copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ class CudaCopier:
 
 
 class _Turns:
-    """Buffers of n_bytes or more that take turns."""
+    """Buffers of n_bytes or more, used in rotation."""
 
     def __init__(self, make: Callable[[int], Tensor], n_bytes: int) -> None:
         self._make = make

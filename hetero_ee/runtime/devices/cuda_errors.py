@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from hetero_ee.errors import DeviceLostError, shown
-from hetero_ee.runtime.devices.allocation import memory_error
-from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.device import GPU, memory_error
 
 NO_MEMORY = "out of memory"  # in the words of CUDA, HIP and Triton alike
 FROM_DRIVER = ("CUDA", "HIP", "Triton Error")  # how messages of RuntimeError begin that are no AcceleratorError

@@ -1,6 +1,7 @@
 """Machine: the devices a plan runs on, and how hidden states move between them."""
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block
 from hetero_ee.runtime.devices.device import Device, Link
-from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource, Worker
+from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource
 from hetero_ee.weights.model_weights import ModelWeights
 
 
@@ -40,16 +41,16 @@ class CpuCopier:
 
 
 # Makes the source of streamed blocks: their weights, the link, and bytes of what comes along with each, by number.
-MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]], BlockSource[ModelWeights]]
+MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]], BlockSource]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """gpu, link, make_source: None where there is no GPU. new_worker: of what fetches streamed blocks."""
+    """gpu, link, make_source: None where there is no GPU."""
 
     cpu: Device
     gpu: Device | None
     link: Link | None
     copier: Copier
     make_source: MakeSource | None = None
-    new_worker: Callable[[], Worker] = AtOnce
+    new_worker: Callable[[], futures.Executor] = AtOnce  # of what fetches streamed blocks

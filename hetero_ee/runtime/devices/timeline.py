@@ -1,7 +1,7 @@
 """A discrete-event clock: what runs when on the CPU, the GPU and each direction of the link, in virtual seconds.
 
 Weights and hidden states have lanes of their own: on a GPU they go in streams of their own, weights in small pieces, so
-that rows never wait behind the copies in line. What the two take from each other is not counted.
+that hidden states never wait for the copies in line. What the two take from each other is not counted.
 """
 
 from collections.abc import Iterable

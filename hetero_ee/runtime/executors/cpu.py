@@ -135,7 +135,7 @@ class CpuExecutor(HostExecutor):
         return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
 
     def _places(self, batch: Batch) -> Any:
-        """Where each row's keys and values lie, for all layers."""
+        """Where each token's keys and values lie, for all layers."""
         caches = [self._sequence_cache(sequence) for sequence in batch.sequences]
         return kv_table(caches, batch.positions, self._cache_shape, self.cache.kind)
 

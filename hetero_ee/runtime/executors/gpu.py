@@ -16,8 +16,7 @@ from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
-from hetero_ee.runtime.kv.gpu import GpuKvCache
-from hetero_ee.runtime.kv.uploaded import VisitingCache
+from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
@@ -142,6 +141,6 @@ class GpuExecutor(BlockExecutor):
 def _by_sequence(batch: Batch) -> dict[int, list[int]]:
     """Row numbers of each sequence."""
     found: dict[int, list[int]] = {}
-    for row, sequence, _ in batch.places():
+    for row, sequence, _ in batch.entries():
         found.setdefault(sequence, []).append(row)
     return found

@@ -18,8 +18,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.allocation import Allocation
-from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
+from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
@@ -126,7 +125,7 @@ class PlannedExecutor(Executor):
         return found
 
     def _take_back(self, batch: Batch, layers: range) -> None:
-        for _, sequence, position in batch.places():
+        for _, sequence, position in batch.entries():
             self.cache.cut(sequence, position, layers)
 
     def to_logits(self, hidden: Tensor) -> Tensor:

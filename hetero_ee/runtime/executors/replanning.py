@@ -117,13 +117,13 @@ class ReplanningExecutor(Executor):
 
     def _remember(self, batch: Batch) -> None:
         """The ids of tokens that are new in the first layer."""
-        for row, sequence, position in batch.places():
+        for row, sequence, position in batch.entries():
             if sequence in self.cache.sequences and position >= self.cache.length_at(sequence, 0):
                 self._token_ids.setdefault(sequence, [])[position:] = [batch.token_ids[row]]
 
     def _refuse_lost(self, batch: Batch) -> None:
         """Tokens of sequences that a lost device has emptied follow nothing, unless they begin again."""
-        for _, sequence, position in batch.places():
+        for _, sequence, position in batch.entries():
             if sequence in self._emptied and sequence in self.cache.sequences and position:
                 raise DeviceLostError(
                     f"the first {position} tokens of this text were lost with the GPU; begin it again."
@@ -193,9 +193,9 @@ class ReplanningExecutor(Executor):
             n_left -= 1
 
     def _tell_of(self, problem: str) -> None:
-        """What went wrong, and how it goes on."""
-        budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM, and going on."
-        self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Going on without the GPU.'}")
+        """What went wrong, and what was done."""
+        budget = f"Planned again within {self.plan.vram_budget_bytes / GIB:.2f} GiB of VRAM; continuing."
+        self._warn(f"{problem} {budget if _uses_gpu(self.plan) else 'Continuing without the GPU.'}")
 
     def _look_at_memory(self) -> None:
         """Tells, once, of another program that has taken VRAM."""

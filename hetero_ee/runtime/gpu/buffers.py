@@ -15,7 +15,7 @@ from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
 
-MAX_ROWS = 16  # more rows run in turns; each number of rows has a graph of its own
+MAX_ROWS = 16  # of one pass, more follow in further ones; each number of rows has a graph of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SegmentRoom:
         self.buffers = _buffers(spec, self.device)
 
     def place(self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Brings the rows of a pass into the buffers. The host goes on while numbers are copied to a GPU."""
+        """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them."""
         some = self.buffers.first(len(slots))
         some.x.copy_(hidden)
         numbers = torch.tensor([slots, positions], dtype=torch.int32, pin_memory=self.device.type == "cuda")

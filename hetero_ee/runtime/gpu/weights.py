@@ -52,7 +52,7 @@ class GpuWeights:
         return None if tensor is None else self.vectors[tensor.name]
 
     def release(self) -> None:
-        """Lets go of everything; nothing can be had any more."""
+        """Gives all memory back; nothing can be used any more."""
         self.vectors.clear()
         self._linears.clear()
 

@@ -54,7 +54,7 @@ class CpuKvCache(LayeredCache[_Sequence]):
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """Keys and values (m, n_kv_heads, head_dim) of admitted tokens."""
         index = self.index(layer)
-        for row, sequence, position in batch.places():
+        for row, sequence, position in batch.entries():
             found: tuple[Tensor, ...] = keys[row], values[row]
             if self.kind == "int8":
                 (key_codes, key_scales), (value_codes, value_scales) = map(_int8, found)

@@ -55,7 +55,7 @@ class DeviceCaches(KvCache):
 
     def admit(self, batch: Batch, layers: range | None = None) -> None:
         first: dict[int, int] = {}
-        for _, sequence, position in batch.places():
+        for _, sequence, position in batch.entries():
             first.setdefault(sequence, position)
             if layers and layers.start - 1 in self._holders and position >= self.length_at(sequence, layers.start - 1):
                 raise ValueError(f"sequence {sequence}: position {position} has not passed layer {layers.start - 1}.")

@@ -1,25 +1,23 @@
-"""Streamed blocks: the copy of the next ones runs under the compute of this one, in buffers that take turns."""
+"""Streamed blocks: the copy of the next ones runs under the compute of this one, in alternating buffers."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from hetero_ee.runtime.devices.device import Event
+from hetero_ee.weights.model_weights import ModelWeights
 
 N_BUFFERS = 2  # on the device: one is computed from while the other is filled
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
-
-class BlockSource(Protocol[T_co]):
+class BlockSource(Protocol):
     """Blocks by number, in memory of the CPU, and device buffers for the largest of them."""
 
     n_buffers: int
 
-    def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[T_co, Event]:
+    def fetch(self, block: int, buffer: int, after: Sequence[Event]) -> tuple[ModelWeights, Event]:
         """Begins the copy of the block into that buffer after the events: its tensors there, and the copy's event.
 
         Calls come one at a time. Raises DeviceMemoryError, DeviceLostError.
@@ -31,28 +29,17 @@ class BlockSource(Protocol[T_co]):
         ...
 
 
-class Worker(Protocol):
-    """Runs jobs one after the other: a concurrent.futures executor of one thread, or this thread, at once."""
+class AtOnce(Executor):
+    """Runs jobs in the caller's thread."""
 
-    def submit(self, job: Callable[..., Any], /, *arguments: Any) -> "Future[Any]": ...
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
-class AtOnce:
-    """A worker that is the caller."""
-
-    def submit(self, job: Callable[..., Any], /, *arguments: Any) -> "Future[Any]":
+    def submit(self, job: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
         """The job is over when this returns; its error waits in the future."""
         future: Future[Any] = Future()
         try:
-            future.set_result(job(*arguments))
+            future.set_result(job(*arguments, **named))
         except Exception as error:
             future.set_exception(error)
         return future
-
-    def shutdown(self, wait: bool = True) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +51,13 @@ class _Copy:
     fetched: "Future[Any]"
 
 
-class WeightStream(Generic[T]):
+class WeightStream:
     """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block alternately.
 
-    worker: where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
+    worker: the one thread where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
     """
 
-    def __init__(self, source: BlockSource[T], order: Sequence[int], worker: Worker) -> None:
+    def __init__(self, source: BlockSource, order: Sequence[int], worker: Executor) -> None:
         if not order:
             raise ValueError("a stream needs at least one block.")
         self._source, self._order, self._worker = source, tuple(order), worker
@@ -88,7 +75,7 @@ class WeightStream(Generic[T]):
             fetched = self._worker.submit(self._source.fetch, block, buffer, after)
             self._ahead.append(_Copy(block, buffer, fetched))
 
-    def use(self, block: int) -> tuple[T, Event]:
+    def use(self, block: int) -> tuple[ModelWeights, Event]:
         """The next block's tensors on the device, and the event after which they are there; then done() is owed.
 
         Raises what the source raised, and ValueError where the order is another or no buffer is left for it; after
@@ -97,8 +84,8 @@ class WeightStream(Generic[T]):
         self.prefetch()
         if not self._ahead or self._ahead[0].block != block:
             expected = f"{self._ahead[0].block} is next" if self._ahead else f"{self._in_use[0].block} is in use"
-            raise ValueError(f"block {block} can't be had while block {expected}.")
-        found: tuple[T, Event] = self._ahead[0].fetched.result()
+            raise ValueError(f"block {block} was asked for while block {expected}.")
+        found: tuple[ModelWeights, Event] = self._ahead[0].fetched.result()
         self._in_use.append(self._ahead.popleft())
         return found
 

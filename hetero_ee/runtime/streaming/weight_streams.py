@@ -1,4 +1,4 @@
-"""Streamed blocks of a plan: each is computed by the GPU from weights that have just come over the link.
+"""Streamed blocks of a plan: the GPU computes each from weights that have just come over the link.
 
 Blocks follow each other in the order of a pass, and the first ones of the next pass are fetched while this one ends.
 Keys and values of a visiting attention come with its weights, and the new ones go back to the CPU's cache.
@@ -22,7 +22,7 @@ VISIT = "visit"
 
 
 class Borrowed(Protocol):
-    """Computes one block of the rows on the GPU, from these weights: hidden states before it -> after it."""
+    """Computes one block for the batch on the GPU, from these weights: hidden states before it -> after it."""
 
     def __call__(self, block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch, /) -> Tensor: ...
 
@@ -35,7 +35,7 @@ class WeightStreams:
 
     def __init__(
         self,
-        stream: WeightStream[ModelWeights],
+        stream: WeightStream,
         blocks: Sequence[Block],
         machine: Machine,
         compute: Borrowed,
@@ -62,7 +62,7 @@ class WeightStreams:
     def run(
         self, block: Block, place: str, batch: Batch, hidden: Tensor, ready: Sequence[Event], work: Work
     ) -> tuple[Tensor, Event]:
-        """The rows through the next block of the pass, once the events are reached; its event."""
+        """The batch through the next block of the pass, once the events are reached; its event."""
         gpu, link = self._machine.gpu, self._machine.link
         assert gpu is not None and link is not None, "only a GPU has weights streamed to it"
         number, order = self._numbers[block.name], self._order

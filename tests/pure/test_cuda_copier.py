@@ -6,7 +6,7 @@ import torch
 from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.runtime.devices.cuda import CudaLink
 from hetero_ee.runtime.devices.cuda_copier import N_TURNS, CudaCopier
-from hetero_ee.runtime.devices.machine import EmulatedGpuTensor
+from hetero_ee.runtime.devices.emulated import EmulatedGpuTensor
 from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import StandInCopier
 
