@@ -12,17 +12,32 @@ _.CACHE_DIR  # numba's setting
 _.tags, _.parse  # jinja2's, of an extension
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
 
+_.__signature__, _.__annotations__  # typer's, of a command whose options come from dataclasses
+
+# Of an annotation in quotes, imported for type checkers alone.
+BaseFileLock
+
+# Python callers'.
+_.count_tokens
+
 # Loaded by name: strings in hetero_ee/runtime/gpu/registry.py.
 bitsandbytes_matrix
 tile_matrix
 exit_predictor  # of the GPU: for exits that are judged there
+
+exit_schedules  # read by scripts/compare_exit_layers.py
 
 # Read by scripts/generate_gpu_kernel_docs.py and tests/gpu/test_ahead_of_time.py, which compile without a GPU.
 every_compilation, compile_for, CARD_CLASSES
 is_memory_bound, program_shared_bytes, stack_bytes, n_vector_loads
 
 # Part of a record that is compared or written as a whole.
+plan_hash, nested_dtype, mtime_ns
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.
 _.neuron_frequencies
+
+# For lossy exit modes, which follow: the last-exits rule, and predictors on partial logits.
+RecentExits
+_.of_candidates

@@ -4,6 +4,7 @@ Seconds by the profile, of a work of `work()`: the CPU takes 4 for one row and 1
 quarter of that. To the GPU go 64 bytes a second, to the CPU 32, each copy 0.5 later; a row crosses in 0.25.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,3 +179,11 @@ class FaultyLink:
 
 def no_memory() -> Exception:
     return DeviceMemoryError("a test needs more on the GPU than there is.")
+
+
+def held_bytes(device: Device) -> dict[str, int]:
+    """What is claimed on a device, by purpose."""
+    found: Counter[str] = Counter()
+    for claim in device._claims:
+        found[claim.purpose] += claim.n_bytes
+    return dict(found)

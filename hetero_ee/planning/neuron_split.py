@@ -93,7 +93,7 @@ def _times(problem: Problem, part: Part, known_bytes: dict[int, Any]) -> SplitTi
     seconds = np.maximum(gpu_s, cpu_s) + 2 * costs.transfer_s(1)
     if part.shape not in known_bytes:
         known_bytes[part.shape] = np.array([rounded(part.bytes_of_neurons(int(size))) for size in sizes])
-    return SplitTimes(seconds * problem.survival(part), known_bytes[part.shape])
+    return SplitTimes(seconds, known_bytes[part.shape])
 
 
 def place_split_chain(

@@ -50,13 +50,13 @@ class Problem:
         known: dict[object, PartOptions] = {}  # alike for parts of one shape
         found = []
         for part in self.layers:
-            key = part.shape, self._pinned(part), self.survival(part)
+            key = part.shape, self._pinned(part)
             if key not in known:
-                known[key] = self._options(part, *key[1:], m, context_tokens)
+                known[key] = self._options(part, key[1], m, context_tokens)
             found.append(known[key])
         return found
 
-    def _options(self, part: Part, pinned: str | None, chance: float, m: int, context_tokens: int) -> PartOptions:
+    def _options(self, part: Part, pinned: str | None, m: int, context_tokens: int) -> PartOptions:
         found: dict[str, Option] = {}
         for placement in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
             if pinned not in (None, placement):
@@ -65,7 +65,7 @@ class Problem:
             if placement == "stream":
                 seconds = max(seconds, self.costs.copy_s(part))
             n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
-            found[placement] = Option(seconds * chance, n_bytes, on_gpu=placement != "cpu")
+            found[placement] = Option(seconds, n_bytes, on_gpu=placement != "cpu")
         if not found:
             raise UsageError(
                 f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
@@ -77,11 +77,6 @@ class Problem:
         if pinned is None and self.limits.gpu_layers is not None and part.layer is not None:
             return "gpu" if part.layer < self.limits.gpu_layers else "cpu"
         return pinned
-
-    def survival(self, part: Part) -> float:
-        """The chance that a token needs the part."""
-        exits = self.statistics.exits
-        return 1.0 if exits is None or part.layer is None else exits.survival_at(part.layer)
 
 
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:

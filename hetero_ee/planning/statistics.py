@@ -11,7 +11,6 @@ from hetero_ee.errors import UsageError
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
-NEVER_NEEDED = 1e-6  # survival of a layer that no token needs: a little more than 0, so that spare memory is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,32 +22,9 @@ class ExitRates:
     refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
 
     def __post_init__(self) -> None:
-        _check_shares(self, "exit_rate", "precision", "refused_precision")
-
-
-@dataclass(frozen=True, slots=True)
-class WalkRates:
-    """The same of tokens judged at several exit layers, one after the other. Calibration measures it."""
-
-    exit_rate: float
-    precision: float
-    refused_precision: float
-    mean_exit_depth: float  # layers that an exiting token has passed, 0 where none exits
-    n_evaluated: float  # exit layers at which a token is judged, on average over all tokens
-
-    def __post_init__(self) -> None:
-        _check_shares(self, "exit_rate", "precision", "refused_precision")
-        for name in ("mean_exit_depth", "n_evaluated"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}, expected 0 or more")
-
-
-def _check_shares(rates: ExitRates | WalkRates, *names: str) -> None:
-    for name in names:
-        value = getattr(rates, name)
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, expected 0 to 1")
+        for share in (self.exit_rate, self.precision, self.refused_precision):
+            if not 0 <= share <= 1:
+                raise ValueError(f"a share of exits is {share}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +34,6 @@ class ExitStatistics:
     source: str  # where it comes from, for people
     n_layers: int
     rates: Mapping[int, ExitRates]  # by exit layer, ascending
-    survival: tuple[float, ...] | None = None  # chance that a token needs each layer; None: every token needs all
 
     def __post_init__(self) -> None:
         exit_layers = list(self.rates)
@@ -68,10 +43,6 @@ class ExitStatistics:
             or not 0 < exit_layers[0] <= exit_layers[-1] < self.n_layers
         ):
             raise ValueError(f"exit layers must ascend between 1 and {self.n_layers - 1}")
-        if self.survival is not None and len(self.survival) != self.n_layers:
-            raise ValueError(f"survival has {len(self.survival)} values for {self.n_layers} layers")
-        if self.survival is not None and not all(0 <= chance <= 1 for chance in self.survival):
-            raise ValueError("survival holds chances from 0 to 1")
 
     def rates_at(self, exit_layer: int) -> ExitRates:
         """Linear between the exit layers that are known; no exits before the first, the last one's rates after it."""
@@ -83,19 +54,13 @@ class ExitStatistics:
         )
         return ExitRates(*(float(np.interp(exit_layer, known, column, left=0.0)) for column in columns))
 
-    def survival_at(self, layer: int) -> float:
-        """The chance that a token needs the layer."""
-        return 1.0 if self.survival is None else max(self.survival[layer], NEVER_NEEDED)
-
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
     """Of drafts that need none of the model's layers."""
 
     source: str  # where it comes from, for people
-    acceptance: tuple[
-        float, ...
-    ]  # by position of a draft sequence: draft right where all before it are; the last holds on
+    acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
     draft_s: float  # seconds to draft a token
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from tests.device_support import held_bytes
 from tests.emulation import planned, prompt_of
 from tests.executor_support import Model, model_of
 from tests.kv_contents import read_back
@@ -190,12 +191,12 @@ def test_streamed_weights_are_prepared_once(llama: Model) -> None:
 def test_closing_gives_everything_back(llama: Model, placement: str) -> None:
     executor = on_stand_in(*llama, visiting(plan_of(llama, placement)))
     machine = executor.machine
-    assert machine.gpu is not None and machine.gpu.held_bytes() and machine.cpu.held_bytes()
+    assert machine.gpu is not None and held_bytes(machine.gpu) and held_bytes(machine.cpu)
     steps(executor)
     executor.cache.open_new()
     executor.close()
     executor.close()
-    assert machine.gpu.held_bytes() == machine.cpu.held_bytes() == {}
+    assert held_bytes(machine.gpu) == held_bytes(machine.cpu) == {}
     gpu_cache: Any = executor._executors[1].cache
     assert gpu_cache.n_bytes == 0
 

@@ -151,23 +151,6 @@ def faster(link: LinkTimes, factor: float) -> LinkTimes:
     return LinkTimes(*(scaled(getattr(link, name)) for name in LinkTimes.__slots__))
 
 
-@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
-def test_with_every_layer_needed_their_order_does_not_matter(sheet: DataSheet) -> None:
-    """Survival of 1 everywhere is full depth; survival that falls puts the early layers on the GPU."""
-    spec, profile = spec_of(40, 5120, 13824), derived_profile(sheet, "2026-11-21")
-    always = replace(published_statistics(40), survival=(1.0,) * 40)
-    limits = Limits(vram_budget_bytes=4 * GIB, mode="full")
-    plain, same = plan(spec, profile, limits), plan(spec, profile, limits, Statistics(always))
-    assert plain.prediction == same.prediction and plain.n_bytes("gpu") == same.n_bytes("gpu")
-    falling = replace(always, survival=tuple(1 - layer / 41 for layer in range(40)))
-    early = [
-        part.layer
-        for part in plan(spec, profile, limits, Statistics(falling)).parts
-        if part.decode_placement == "gpu" and part.layer
-    ]
-    assert sum(early) / len(early) < 19
-
-
 def test_overrides_win_and_the_first_that_matches_counts() -> None:
     profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
     limits = Limits(overrides=((r"layers\.3\.ffn", "cpu"), (r"layers\..*\.ffn", "stream"), ("head", "cpu")))

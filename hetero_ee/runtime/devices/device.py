@@ -1,7 +1,6 @@
 """Devices and the link between them, as the executor sees them: a seam with a real, an emulated and a faulty side."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -70,13 +69,6 @@ class Device(ABC):
     @property
     def claimed_bytes(self) -> int:
         return sum(allocation.n_bytes for allocation in self._claims)
-
-    def held_bytes(self) -> dict[str, int]:
-        """What is claimed, by purpose."""
-        found: Counter[str] = Counter()
-        for allocation in self._claims:
-            found[allocation.purpose] += allocation.n_bytes
-        return dict(found)
 
     def allocate(self, n_bytes: int, purpose: str) -> Allocation:
         """Claims memory before it is used. Raises DeviceMemoryError, and ValueError below 0; nothing has changed."""
