@@ -25,7 +25,8 @@ SHARES = (0.25, 0.5, 0.75)  # of the layers that fit on the GPU
 CONTEXT_TOKENS = 512
 GIB = 2**30
 HEAD = (
-    "| machine | model | VRAM GiB | GPU layers | full ms | blind ms | aware ms | exit layer | ratio | chosen |\n"
+    "| machine | model | VRAM GiB | GPU layers | full ms | blind ms | aware ms | exit layer "
+    "| blind / aware | chosen |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 
