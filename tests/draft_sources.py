@@ -37,7 +37,7 @@ class ScriptedSource:
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
         held = self.observed[sequence]
         n_observed = len(held)
-        assert list(token_ids[:n_observed]) == held and (self.is_free or len(token_ids) == n_observed + 1)
+        assert list(token_ids[:n_observed]) == held and len(token_ids) > n_observed
         try:
             held += token_ids[n_observed:]
             for token_id in self._drafted(token_ids, choose):
