@@ -1,14 +1,35 @@
 """Draft sources for tests: drafts of every quality, and a check of what the sources are told."""
 
+import itertools
 import random
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 from torch import Tensor
 
-from hetero_ee.speculation.sources.source import Choose, Draft
+from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
 MAX_DRAFTS = 16
 Propose = Callable[[Sequence[int]], Sequence[int]]  # every token so far -> what may follow
+
+
+def greedy(logits: Tensor, history: Sequence[int]) -> int:
+    return int(logits.argmax())
+
+
+def taken(
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+) -> list[Draft]:
+    """Up to n of the source's drafts."""
+    with closing(source.drafts(sequence, token_ids, choose)) as drafts:
+        return list(itertools.islice(drafts, n))
+
+
+def taken_ids(
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+) -> list[int]:
+    """Their tokens."""
+    return [draft.token_id for draft in taken(source, token_ids, n, choose, sequence)]
 
 
 class ScriptedSource:
