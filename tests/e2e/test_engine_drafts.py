@@ -15,7 +15,7 @@ from tests.emulation import LAPTOP
 
 OPENINGS = ["Once upon a time", "The big dog", "Tom and his mom went to the store."]
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 3}
-WAYS = ["head", "exits", "levels", "n-grams"]
+WAYS = ["head", "exits", "n-grams"]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,6 @@ def drafting_plan(way: str, **limits: Any) -> Plan:
     with emulating(limits=Limits(mode="exact", **limits)) as engine:
         found = engine.plan
     assert found is not None and found.drafts == CHAIN
-    if way == "levels":
-        return replace(found, drafts=EXIT, exit_layer=10, exit_levels=(4, 7), draft_length=5)
     return replace(found, drafts=EXIT, exit_layer=6, draft_length=5) if way == "exits" else found
 
 
@@ -45,7 +43,7 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     plan = drafting_plan(way, gpu_layers=gpu_layers)
     with pytest.MonkeyPatch.context() as patched:
         if way == "n-grams":  # as for a model that brings no draft head
-            patched.setattr("hetero_ee.speculation.draft_opening.DRAFT_HEAD_FOLDER", "missing")
+            patched.setattr("hetero_ee.speculation.opening.DRAFT_HEAD_FOLDER", "missing")
         engine = emulating(plan=plan)
     with engine:
         yield engine
@@ -57,9 +55,9 @@ def test_texts_are_those_of_full_mode(full: Engine, drafting: Engine, sampling: 
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     statistics = drafting.draft_statistics
     assert statistics is not None and statistics.n_tokens == sum(len(result.token_ids) - 1 for result in expected)
-    if drafting.plan is not None and drafting.plan.exit_levels:
-        assert drafting.draft_origin == "exit after layer 4, 7 or 10"
-        assert all(statistics.known_after[depth] for depth in (4, 7, 10, 12))
+    if drafting.plan is not None and drafting.plan.drafts == EXIT:
+        assert drafting.draft_origin == "exit after layer 6"
+        assert all(statistics.known_after[depth] for depth in (6, 12))
 
 
 def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:

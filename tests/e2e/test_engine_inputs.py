@@ -159,7 +159,7 @@ def test_a_head_that_was_named_is_read_or_refused_and_the_models_own_left_out(ow
     assert "Drafting without this model's own draft head." in warn
     drafting = replace(made, mode="exact", drafts=CHAIN, exit_layer=0, draft_length=4)
     with Engine.from_pretrained(own_head, plan=drafting, **options) as engine:
-        assert engine.draft_origin == "repeated n-grams"
+        assert engine.draft_origin == "n-grams"
 
 
 def test_a_named_head_whose_weights_are_missing_is_an_error(demo: Path, tmp_path: Path, on_gpu: Plan) -> None:

@@ -1,6 +1,7 @@
-"""Drafts by exit, made ready: levels of the plan, predictors of the calibration, a gate by the plan's costs."""
+"""Drafting made ready: the calibration's predictors, a rule by the plan's costs, every registered source."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,24 @@ import torch
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.plan import EXIT, Plan
+from hetero_ee.planning.plan import CHAIN, EXIT, Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate
-from hetero_ee.speculation.exit_opening import exit_drafting, exit_levels
+from hetero_ee.runtime.opening import Opened, Placement
+from hetero_ee.speculation import opening
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.features import exit_features
+from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.calibration_support import some_calibration
 from tests.device_support import SPEC as TWO_LAYERS
 from tests.device_support import round_profile
+from tests.draft_sources import ScriptedSource, following
+from tests.scripted_model import HIDDEN, PROMPT, ScriptedModel, decoding, successor
 
-N_LAYERS = 6
+N_LAYERS, EXIT_LAYER, PLENTY = 6, 4, 2**33
 SPEC: ModelSpec = replace(TWO_LAYERS, n_layers=N_LAYERS, sliding_windows=(None,) * N_LAYERS)
-PLENTY = 2**33
 CALIBRATION = some_calibration(SPEC)
 
 
@@ -38,46 +44,73 @@ def roomy_profile() -> HardwareProfile:
 PROFILE = roomy_profile()
 
 
-def exit_plan(**limits: Any) -> Plan:
+def drafting_plan(drafts: str, **limits: Any) -> Plan:
     found = plan(SPEC, PROFILE, Limits(context_tokens=64, mode="full", **limits))
-    return replace(found, mode="exact", drafts=EXIT, exit_layer=4, exit_levels=(1, 3), draft_length=3)
+    exit_layer = EXIT_LAYER if drafts == EXIT else 0
+    return replace(found, mode="exact", drafts=drafts, exit_layer=exit_layer, draft_length=3)
 
 
-def test_every_boundary_before_the_plans_is_a_level_and_the_plans_own_are_scheduled() -> None:
-    levels = exit_levels(CALIBRATION, exit_plan())
-    assert levels is not None and levels.scheduled == (1, 3) and sorted(levels.by_exit_layer) == [1, 2, 3]
-    for exit_layer, level in levels.by_exit_layer.items():
-        fitted = CALIBRATION.at(exit_layer)
-        assert (level.threshold, level.sliced_threshold) == (fitted.threshold, fitted.sliced_threshold)
-        assert (level.sliced is None) == (fitted.sliced_predictor is None)
-        assert (level.head.map is None) == (fitted.exit_map is None)
-    assert exit_levels(CALIBRATION, replace(exit_plan(), exit_levels=())) is None
+def opened(drafts: str, executor: Any = None, placement: Placement | None = None, **limits: Any) -> Opened:
+    unquantized: Any = SimpleNamespace(spec=SPEC, weights=SimpleNamespace(quantizer="none"))
+    return Opened(executor or unquantized, lambda: 0.0, drafting_plan(drafts, **limits), placement=placement)
+
+
+def exits(profile: HardwareProfile | None = PROFILE, **limits: Any) -> Drafting:
+    found = open_drafting(DraftKnowledge(CALIBRATION), opened(EXIT, **limits), profile, print)
+    assert found is not None and found.origin == "exit after layer 4"
+    return found.drafting
 
 
 def test_confidences_are_the_predictors() -> None:
-    levels, fitted = exit_levels(CALIBRATION, exit_plan()), CALIBRATION.at(2)
-    assert levels is not None and fitted.sliced_predictor is not None
-    level, logits = levels.by_exit_layer[2], torch.linspace(0, 3, 32)
+    found, fitted, logits = exits(), CALIBRATION.at(EXIT_LAYER), torch.linspace(0, 3, 32)
+    assert (found.exit_layer, found.draft_length, found.sources) == (EXIT_LAYER, 3, ())
     best = logits.topk(4).values.numpy()
-    first = fitted.predictor.probability(exit_features(best[None], np.zeros((1, 4), np.float32)))
-    assert level.head.confidence_of(torch.zeros(3), logits, 0, True) == pytest.approx(float(first[0]), rel=1e-5)
-    softmax = np.array([0.7, 0.1, 0.1, 0.1], np.float32)
-    later = fitted.sliced_predictor.probability(exit_features(best[None], softmax[None].copy()))
-    assert level.sliced is not None and level.sliced(best, softmax) == pytest.approx(float(later[0]), rel=1e-5)
-    assert softmax == pytest.approx(torch.softmax(torch.from_numpy(best), 0).numpy())  # for the next level
+    expected = fitted.predictor.probability(exit_features(best[None], np.zeros((1, 4), np.float32)))
+    assert found.exit_head is not None and (found.exit_head.exit_map is None) == (fitted.exit_map is None)
+    assert found.exit_head.confidence(torch.zeros(3), logits) == pytest.approx(float(expected[0]), rel=1e-5)
 
 
-def test_the_gate_goes_by_costs_where_they_are_known() -> None:
-    arguments: Any = (CALIBRATION, exit_plan(), SPEC)
-    assert isinstance(exit_drafting(*arguments, PROFILE, print, None).gate, AdaptiveGate)
-    fixed = exit_drafting(*arguments, None, print, None)
-    assert isinstance(fixed.gate, FixedGate) and not fixed.drafts_ahead
+def test_the_rule_goes_by_costs_where_they_are_known() -> None:
+    assert isinstance(exits().rule, MarginalRule)
+    unpriced = exits(None)
+    assert isinstance(unpriced.rule, FixedThreshold) and unpriced.async_layers == 0
+    assert unpriced.rule.is_worth([CALIBRATION.at(EXIT_LAYER).threshold], 0.0)
     with pytest.raises(UsageError, match="this model has no calibration"):
-        exit_drafting(None, exit_plan(), SPEC, PROFILE, print, None)
+        open_drafting(DraftKnowledge(), opened(EXIT), PROFILE, print)
 
 
-@pytest.mark.parametrize(("gpu_layers", "layers_ahead"), [(0, 0), (2, 2), (4, 4), (6, 0)])
-def test_rows_begin_ahead_where_the_gpu_is_done_before_the_cpu(gpu_layers: int, layers_ahead: int) -> None:
-    made = exit_plan(gpu_layers=gpu_layers)
-    found = exit_drafting(CALIBRATION, made, SPEC, PROFILE, print, None)
-    assert (found.drafts_ahead, found.layers_ahead) == (layers_ahead > 0, layers_ahead)
+@pytest.mark.parametrize(("gpu_layers", "async_layers"), [(0, 0), (2, 2), (4, 4), (6, 0)])
+def test_guesses_begin_where_the_gpu_is_done_before_the_cpu(gpu_layers: int, async_layers: int) -> None:
+    assert exits(gpu_layers=gpu_layers).async_layers == async_layers
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft_length", "has_switch"), [("exact", None, False), (None, None, True), (None, 3, True)]
+)
+def test_who_asks_for_exact_mode_gets_it_at_its_length(
+    mode: str | None, draft_length: int | None, has_switch: bool
+) -> None:
+    """Else the switch may turn drafting off; and a length that nobody asked for is the rule's to find."""
+    placement = Placement(PROFILE, Limits(mode=mode, draft_length=draft_length))
+    found = open_drafting(DraftKnowledge(), opened(CHAIN, placement=placement), PROFILE, print)
+    assert found is not None and (found.drafting.switch is not None) == has_switch
+    assert found.drafting.draft_length == (3 if draft_length else 8)
+
+
+def test_a_source_that_is_registered_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_source(request: opening.SourceRequest) -> ScriptedSource | None:
+        return ScriptedSource(following(successor), HIDDEN) if request.profile is None else None
+
+    def found(profile: HardwareProfile | None, executor: Any = None) -> OpenDrafting:
+        drafting = open_drafting(DraftKnowledge(), opened(CHAIN, executor), profile, print)
+        assert drafting is not None
+        return drafting
+
+    monkeypatch.setattr(opening, "SOURCES", (*opening.SOURCES, open_source))
+    model, counts = ScriptedModel(successor, successor), DraftCounts()
+    drafting = found(None, model)
+    assert drafting.origin == "scripted" and found(PROFILE).origin == "n-grams"
+    tokens = list(decoding(model, drafting.drafting, [PROMPT], 12, counts))
+    assert tokens == list(decoding(ScriptedModel(successor, successor), None, [PROMPT]))
+    (origin,) = counts.statistics(model.spec.n_layers, 0).origins
+    assert (origin.origin, origin.precision) == ("scripted", 1.0) and origin.n_drafted > 6
