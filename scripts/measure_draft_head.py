@@ -14,7 +14,9 @@ import functools
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,12 @@ def acceptance(
             first = 0 if position == len(beginnings[number]) else position - 1
             source.observe(number, first, tokens[first:position], states[first:position])
             started = time.perf_counter()
-            chain = source.propose(number, tokens[: position + 1], size.draft_length, choose)
+            with closing(source.drafts(number, tokens[: position + 1], choose)) as drafting:
+                drafts = [draft.token_id for draft in islice(drafting, size.draft_length)]
             drafting_s += time.perf_counter() - started
-            true = tokens[position + 1 : position + 1 + len(chain)]
+            true = tokens[position + 1 : position + 1 + len(drafts)]
             n_right = next(
-                (i for i, pair in enumerate(zip(chain, true, strict=False)) if pair[0] != pair[1]), len(true)
+                (i for i, pair in enumerate(zip(drafts, true, strict=False)) if pair[0] != pair[1]), len(true)
             )
             right[:n_right] += 1
             tried[: min(n_right + 1, len(true))] += 1

@@ -25,7 +25,7 @@ from hetero_ee.calibration.texts import text_chunks
 from hetero_ee.calibration.traces import drafts_of, trace
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.resolve import resolve_model
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration, DepthMetrics, ExitLayerMetrics
 from hetero_ee.text.tokenizer import Tokenizer
 

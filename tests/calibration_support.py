@@ -21,7 +21,7 @@ from hetero_ee.speculation.exits.calibration import (
 )
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitPredictor
-from hetero_ee.weights.store.filesystem import LocalFileSystem
+from hetero_ee.weights.store.filesystem import FileSystem
 from tests.families import config_of
 
 KEY = "ab" * 32
@@ -64,7 +64,7 @@ def same(one: Calibration, other: Calibration) -> bool:
     return _plain(one) == _plain(other)
 
 
-class FailingDisk(LocalFileSystem):
+class FailingDisk(FileSystem):
     """A disk on which one call of one kind fails: the `at`-th write, rename and so on, counted from 0."""
 
     def __init__(self, operation: str, at: int = 0, number: int = errno.ENOSPC) -> None:

@@ -1,36 +1,72 @@
-"""Draft sources for tests: guesses of every quality, and a check of what they are told."""
+"""Draft sources for tests: drafts of every quality, and a check of what the sources are told."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 from torch import Tensor
 
-from hetero_ee.speculation.exits.candidates import ChainJudge, Choose
+from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
-Propose = Callable[[Sequence[int], int], list[int]]  # every token so far, tokens wanted -> a chain
+MAX_DRAFTS = 16
+Propose = Callable[[Sequence[int]], Sequence[int]]  # every token so far -> what may follow
+
+
+def greedy(logits: Tensor, history: Sequence[int]) -> int:
+    return int(logits.argmax())
+
+
+def taken(
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+) -> list[Draft]:
+    """Up to n of the source's drafts."""
+    with closing(source.drafts(sequence, token_ids, choose)) as drafts:
+        return list(itertools.islice(drafts, n))
+
+
+def taken_ids(
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+) -> list[int]:
+    """Their tokens."""
+    return [draft.token_id for draft in taken(source, token_ids, n, choose, sequence)]
 
 
 class ScriptedSource:
-    """Proposes what `propose` says, and keeps what it is told: `observed` by sequence, `closed` sequences.
+    """Drafts what `propose` says, and keeps what it is told: `observed` by sequence, `closed` sequences.
 
-    As a draft head does, it computes its drafts' rows behind what it has observed: they are there until truncated.
+    As a draft head does, it computes its drafts after what it has observed: they are there until the generator closes.
     """
 
-    def __init__(self, propose: Propose, hidden_size: int) -> None:
-        self._propose, self._hidden_size = propose, hidden_size
+    name = "scripted"
+
+    def __init__(
+        self,
+        propose: Propose,
+        hidden_size: int,
+        confidence: Callable[[], float] = lambda: 1.0,
+        *,
+        is_free: bool = False,
+        draft_s: float = 0.0,
+    ) -> None:
+        self._propose, self._hidden_size, self._confidence = propose, hidden_size, confidence
+        self.is_free, self.draft_s = is_free, draft_s
         self.observed: dict[int, list[int]] = {}
         self.closed: list[int] = []
+        self.n_drafts = 0
 
-    def propose(
-        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
-    ) -> list[int]:
-        assert n_tokens > 0 and list(token_ids[:-1]) == self.observed[sequence]  # all but the last has been a row
-        chain = self._propose(token_ids, n_tokens)
-        self.observed[sequence] += [token_ids[-1], *chain]
-        return chain
-
-    def candidates(self, sequence: int, token_ids: Sequence[int], k: int) -> list[int]:
-        return []
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        held = self.observed[sequence]
+        n_observed = len(held)
+        assert list(token_ids[:n_observed]) == held and len(token_ids) > n_observed
+        try:
+            held += token_ids[n_observed:]
+            for token_id in self._drafted(token_ids, choose):
+                held.append(token_id)
+                self.n_drafts += 1
+                yield Draft(token_id, self._confidence())
+        finally:
+            del held[n_observed:]
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
         held = self.observed.setdefault(sequence, [])
@@ -44,41 +80,56 @@ class ScriptedSource:
         self.observed.pop(sequence, None)
         self.closed.append(sequence)
 
+    def _drafted(self, token_ids: Sequence[int], choose: Choose) -> Sequence[int] | Generator[int]:
+        return self._propose(token_ids)
 
-def repetition(token_ids: Sequence[int], n_tokens: int) -> list[int]:
+
+def repetition(token_ids: Sequence[int]) -> list[int]:
     """What followed the last pair of tokens where it stood before, else nothing: a small n-gram lookup."""
     for start in range(len(token_ids) - 3, -1, -1):
         if tuple(token_ids[start : start + 2]) == tuple(token_ids[-2:]):
-            return list(token_ids[start + 2 : start + 2 + n_tokens])
+            return list(token_ids[start + 2 :])
     return []
 
 
 def garbage(seed: int, vocab_size: int) -> Propose:
-    """Chains of random tokens, some too long, some empty."""
+    """Random tokens, often none."""
     draw = random.Random(seed)
-    return lambda _, n_tokens: [draw.randrange(vocab_size) for _ in range(draw.randrange(n_tokens + 3))]
+    return lambda _: [draw.randrange(vocab_size) for _ in range(draw.randrange(MAX_DRAFTS))]
 
 
 def oracle(texts: Sequence[Sequence[int]], seed: int = 0, error_rate: float = 0.0) -> Propose:
     """What the texts go on with, each token wrong with a chance of error_rate."""
     draw = random.Random(seed)
 
-    def propose(token_ids: Sequence[int], n_tokens: int) -> list[int]:
+    def propose(token_ids: Sequence[int]) -> list[int]:
         known = tuple(token_ids)
         followers = [list(text[len(known) :]) for text in texts if tuple(text[: len(known)]) == known]
-        chain = followers[0][:n_tokens] if followers else []
-        return [token ^ 1 if draw.random() < error_rate else token for token in chain]
+        drafts = followers[0][:MAX_DRAFTS] if followers else []
+        return [token ^ 1 if draw.random() < error_rate else token for token in drafts]
 
     return propose
 
 
-def in_turns(*proposals: Propose) -> Propose:
+def alternately(*proposals: Propose) -> Propose:
     """One after the other."""
     n_asked = 0
 
-    def propose(token_ids: Sequence[int], n_tokens: int) -> list[int]:
+    def propose(token_ids: Sequence[int]) -> Sequence[int]:
         nonlocal n_asked
         n_asked += 1
-        return proposals[n_asked % len(proposals)](token_ids, n_tokens)
+        return proposals[n_asked % len(proposals)](token_ids)
+
+    return propose
+
+
+def following(drafts: Callable[[int, int], int]) -> Propose:
+    """One token after another. drafts: a token and its position -> the token that follows."""
+
+    def propose(token_ids: Sequence[int]) -> list[int]:
+        text = list(token_ids)
+        while len(text) < len(token_ids) + MAX_DRAFTS:
+            text.append(drafts(text[-1], len(text) - 1))
+        return text[len(token_ids) :]
 
     return propose

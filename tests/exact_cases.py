@@ -1,27 +1,26 @@
 """Cases for the identity of exact and full: what is drafted how, sampled how and ended by what, drawn by a seed."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hetero_ee.speculation.chain_rule import ChainRule
-from hetero_ee.speculation.draft_gate import AdaptiveGate, FixedGate, Gate
-from hetero_ee.speculation.sources.combined import CombinedSource
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.runtime.executors.reference import Executor
-from hetero_ee.speculation.drafting import Drafting, ExitHead, ExitLevel, ExitLevels
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exits.candidates import DraftSource
+from hetero_ee.speculation.exit_drafter import ExitHead, largest_probability
 from hetero_ee.speculation.sources.ngram import NgramSource
+from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
 from tests.draft_heads import random_head_source
-from tests.draft_sources import ScriptedSource, garbage, in_turns, oracle, repetition
+from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
 from tests.e2e.test_trained_models import OPENINGS
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -37,39 +36,35 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": ("demo", "stories260k", "tiny12"),
     "quantizer": ("none", "codebook"),
     "is_split": (False, True),
-    "source": ("exit", "n-gram", "garbage", "oracle", "combination", "n-grams and oracle", "n-grams and trimmed head"),
+    "drafts": (*["exit"] * 4, "alternately", "n-grams", "garbage", "oracle", "n-grams and oracle", "n-grams and head"),
     "n_drafts": (1, 2, 3, 4, 5, 6, 7, 8),
     "depth": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
-    "gate": ("always", "threshold", "adaptive"),
+    "rule": ("always", "threshold", "marginal"),
     "mapped": (False, True),
     "sampling": tuple(SAMPLINGS),
     "n_sequences": (1, 3),
     "ending": ("length", "stop string", "end token", "stop token", "context"),
-    "levels": ("none", "some", "every"),
-    "is_ahead": (False, True),
+    "is_async": (False, True),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """is_split: exact mode runs on an emulated machine, half of the layers on its GPU. depth: the exit layer's, from no
-    layer to all but one. mapped: the exit head has a map. is_ahead: on a split machine rows are drafted ahead.
-    levels: exit layers before it where rows exit at random: none, some and those near recent exits, or every one."""
+    """One way to draft, sample and end."""
 
     seed: int
     model: str
     quantizer: str
-    is_split: bool
-    source: str
+    is_split: bool  # exact mode runs on an emulated machine, half of the layers on its GPU
+    drafts: str
     n_drafts: int
-    depth: float
-    gate: str
-    mapped: bool
+    depth: float  # of exits: from the first layer to all but one
+    rule: str
+    mapped: bool  # the exit head has a map
     sampling: str
     n_sequences: int
     ending: str
-    is_ahead: bool = False
-    levels: str = "none"
+    is_async: bool = False  # on a split machine guesses begin while the CPU verifies
 
 
 def drawn_cases(n_cases: int) -> list[Case]:
@@ -132,49 +127,39 @@ class Run:
 
 def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Drafting:
     """texts: prompts with what follows them, for sources that know."""
-    spec = run.engine.spec
-    exit_layer = round(case.depth * (spec.n_layers - 1))
-    propose = {
-        "exit": None,
-        "n-gram": repetition,
-        "garbage": garbage(case.seed, spec.vocab_size),
-        "oracle": oracle(texts, case.seed, error_rate=0.1),
-        "combination": in_turns(repetition, oracle(texts), garbage(case.seed, spec.vocab_size), lambda *_: []),
-        "n-grams and oracle": oracle(texts, case.seed, error_rate=0.3),
-        "n-grams and trimmed head": None,
-    }[case.source]
-    source: DraftSource | None = ScriptedSource(propose, spec.hidden_size) if propose else None
-    if case.source == "n-grams and trimmed head":
-        source = random_head_source(run.engine.executor, case.seed)
-    if source is not None and case.source.startswith("n-grams and"):
-        source = CombinedSource(NgramSource(), source)
-    gates: dict[str, Gate] = {
-        "always": FixedGate(0.0),
-        "threshold": FixedGate(0.3),
-        "adaptive": AdaptiveGate(0.2, lambda m: 1 + 0.1 * m),
+    rules: dict[str, StopRule] = {
+        "always": FixedThreshold(0.0),
+        "threshold": FixedThreshold(0.3),
+        "marginal": MarginalRule(0.2 if case.drafts == "exit" else 0.0, lambda m: 1 + 0.1 * m),
     }
-    exits = case.source in ("exit", "combination") or case.seed % 2 == 0  # chains with and without pruning
-    return Drafting(
-        exit_layer,
-        case.n_drafts + 1,
-        gates[case.gate],
-        ExitHead(nearly_itself if case.mapped else None) if exits else None,
-        source,
-        drafts_ahead=case.is_ahead,
-        levels=levels_of(case, exit_layer),
-        chain_rule=ChainRule(AdaptiveGate(0.0, lambda m: 1 + 0.1 * m), 0.1) if case.gate == "adaptive" else None,
-    )
+    n_layers, rule = run.engine.spec.n_layers, rules[case.rule]
+    if case.drafts != "exit":
+        return Drafting(0, case.n_drafts + 1, rule, None, sources_of(case, run, texts))
+    exit_layer = 1 + round(case.depth * (n_layers - 2))
+    head = ExitHead(nearly_itself if case.mapped else None, largest_probability)
+    return Drafting(exit_layer, case.n_drafts + 1, rule, head, async_layers=exit_layer if case.is_async else 0)
 
 
-def levels_of(case: Case, exit_layer: int) -> ExitLevels | None:
-    """Predictors that let a third of the rows exit, whatever they look like."""
-    if case.levels == "none":
-        return None
-    draw, places = random.Random(case.seed), range(1, exit_layer)
-    head = ExitHead(nearly_itself if case.mapped else None, lambda *_: draw.random())
-    level = ExitLevel(head, 2 / 3, lambda *_: draw.random(), 2 / 3)
-    scheduled = places if case.levels == "every" else draw.sample(places, len(places) // 2)
-    return ExitLevels(dict.fromkeys(places, level), tuple(sorted(scheduled)))
+def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[DraftSource, ...]:
+    """Each says at random how sure it is."""
+    spec, draw = run.engine.spec, random.Random(case.seed)
+    rubbish = garbage(case.seed, spec.vocab_size)
+
+    def scripted(propose: Propose, *, is_free: bool = case.seed % 2 == 0) -> ScriptedSource:
+        draft_s = 0.0 if is_free else 0.1
+        return ScriptedSource(propose, spec.hidden_size, draw.random, is_free=is_free, draft_s=draft_s)
+
+    sources: dict[str, Callable[[], tuple[DraftSource, ...]]] = {
+        "alternately": lambda: (scripted(alternately(repetition, oracle(texts), rubbish, lambda _: [])),),
+        "n-grams": lambda: (NgramSource(),),
+        "garbage": lambda: (scripted(rubbish),),
+        "oracle": lambda: (scripted(oracle(texts, case.seed, error_rate=0.1)),),
+        "n-grams and oracle": lambda: (
+            NgramSource(), scripted(oracle(texts, case.seed, error_rate=0.3), is_free=False), scripted(repetition)
+        ),
+        "n-grams and head": lambda: (NgramSource(), random_head_source(run.engine.executor, case.seed)),
+    }  # fmt: skip
+    return sources[case.drafts]()
 
 
 def nearly_itself(normed: torch.Tensor) -> torch.Tensor:

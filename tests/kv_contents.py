@@ -4,7 +4,7 @@ from typing import Any
 
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.kv.gpu import GpuKvCache
-from hetero_ee_kernels.reference.attention import read
+from hetero_ee_kernels.reference import read
 
 
 def read_back(cache: Any, layer: int, sequence: int, first: int, end: int) -> Any:

@@ -1,6 +1,6 @@
 """A model whose answers are scripted, behind the executor's interface: it counts what it is asked to compute."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -8,42 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Observe
 from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import ExitHead
+from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
+from tests.draft_sources import ScriptedSource, following
 
-N_LAYERS, VOCABULARY = 6, 32
+N_LAYERS, VOCABULARY, HIDDEN, EXIT_LAYER = 6, 32, 3, 2
+PROMPT = [3, 4, 5]
+COUNTING = [(6 + i) % 32 for i in range(40)]  # what successor says after PROMPT
 Next = Callable[[int, int], int]  # token, its position -> the token that follows
 
 
 @dataclass
 class Pass:
-    """One call of run: layers, and the rows' tokens, sequences and positions."""
+    """One call of run."""
 
     layers: range
-    rows: Batch
+    batch: Batch
+    is_prompt: bool = False
 
 
 @dataclass
 class ScriptedModel:
-    """A hidden state is (token, position, layers passed). full says what follows after all layers, exits before.
+    """A hidden state is (token, position, layers passed)."""
 
-    spread: how far the chosen token's logit is above the others'. spoiled: positions whose full logits are NaN.
-    overlap: as an executor has it.
-    """
-
-    full: Next
-    exits: Next
+    full: Next  # what follows after all layers
+    exits: Next  # what follows by the exit layer's state
     max_tokens: int = 200
-    spread: float = 5.0
-    spoiled: frozenset[int] = frozenset()
+    spread: float = 5.0  # how far the chosen token's logit is above the others'
+    spoiled: frozenset[int] = frozenset()  # positions whose full logits are NaN
     prompt_chunk_tokens: int = 256
     progress: None = None
-    overlap: Overlap | None = None
+    overlap: Overlap | None = None  # as an executor has it
     passes: list[Pass] = field(default_factory=list)
-    n_projected: int = 0
-    n_sliced: int = 0
+    n_logits: int = 0  # states that the lm_head was asked about
 
     def __post_init__(self) -> None:
         self.spec: Any = SimpleNamespace(n_layers=N_LAYERS, vocab_size=VOCABULARY)
@@ -52,6 +60,7 @@ class ScriptedModel:
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         for batch in chunks:
             hidden = self.hidden(batch)
+            self.passes[-1].is_prompt = True
             if observe is not None:
                 observe(batch, self.final_norm(hidden))
         return self.to_logits(hidden[-1:])[0]
@@ -80,14 +89,8 @@ class ScriptedModel:
         return hidden
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        self.n_projected += len(normed)
-        return torch.stack([self._logits(*(int(x) for x in row)) for row in normed])
-
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        n_projected = self.n_projected
-        logits = self.lm_head(normed).gather(1, token_ids)
-        self.n_projected, self.n_sliced = n_projected, self.n_sliced + len(normed)
-        return logits
+        self.n_logits += len(normed)
+        return torch.stack([self._logits(*(int(x) for x in state)) for state in normed])
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.final_norm(hidden))
@@ -99,12 +102,12 @@ class ScriptedModel:
         return logits * float("nan") if is_full and position in self.spoiled else logits
 
     @property
-    def later(self) -> list[Pass]:
-        """Passes through the last layers, those through all of them left out."""
-        return [one for one in self.passes if one.layers.stop == N_LAYERS and one.layers.start > 0]
+    def verifications(self) -> list[Pass]:
+        """Passes through the last layers, those of prompts left out."""
+        return [one for one in self.passes if one.layers.stop == N_LAYERS and not one.is_prompt]
 
     @property
-    def earlier(self) -> list[Pass]:
+    def drafting_passes(self) -> list[Pass]:
         """Passes through the first layers alone."""
         return [one for one in self.passes if one.layers.stop < N_LAYERS]
 
@@ -117,3 +120,38 @@ def successor(token_id: int, position: int) -> int:
 def wrong_at(*positions: int) -> Next:
     """The same, but for what follows the tokens at these positions."""
     return lambda token_id, position: (token_id + (7 if position in positions else 1)) % VOCABULARY
+
+
+KINDS = ("exits", "sequences")  # of drafters
+
+
+def drafted(
+    kind: str, drafts: Next = successor, draft_length: int = 4, **changes: Any
+) -> tuple[ScriptedModel, Drafting]:
+    """A model that counts, and drafting of this kind without end: what follows is said by `drafts`."""
+    exits, sequences = (ExitHead(), ()), (None, (ScriptedSource(following(drafts), HIDDEN),))
+    exit_head, sources = exits if kind == "exits" else sequences
+    options = {"rule": FixedThreshold(0.0), "exit_head": exit_head, "sources": sources} | changes
+    exit_layer = 0 if options["exit_head"] is None else EXIT_LAYER
+    return ScriptedModel(successor, drafts), Drafting(exit_layer, draft_length, **options)
+
+
+def decoding(
+    model: ScriptedModel,
+    how: Drafting | None,
+    prompts: Prompts,
+    n_tokens: int | None = 12,
+    counts: DraftCounts | None = None,
+    eos: frozenset[int] = frozenset(),
+    context_tokens: int = 200,
+    **params: Any,
+) -> Iterator[GeneratedToken]:
+    """In exact mode, or at full depth where `how` is None; the text is the tokens' numbers."""
+    sampling, ending = SamplingParams(max_new_tokens=n_tokens, **params), Ending(eos, context_tokens)
+    arguments: Any = (model, prompts, sampling, ending, numbers, lambda: 0.0)
+    return generate(*arguments) if how is None else generate_exact(*arguments, how, counts)
+
+
+def numbers(token_ids: Sequence[int]) -> str:
+    """A text of them."""
+    return "".join(f"{token_id}," for token_id in token_ids)

@@ -44,7 +44,10 @@ class SequenceDrafter:
         for source in self._free:
             drafts = list(islice(source.drafts(step.text.cached_as, step.history, _no_choice), step.max_drafts))
             n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
-            if saved_s > computed_s and all(self._add(step, source, draft) for draft in drafts[:n_best]):
+            if saved_s > computed_s:
+                for draft in drafts[:n_best]:
+                    if not self._add(step, source, draft):
+                        break
                 return True
         return False
 

@@ -3,20 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from exit_rows import EMULATED, Row, Timed, described_row, full_row, planned_costs, row, timed
-from hetero_ee.speculation.draft_opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
+from exit_rows import EMULATED, Row, StepCounts, Timed, described_row, full_row, planned_costs, row, timed
 
 from hetero_ee import Engine
 from hetero_ee.config import demo_model_folder
-from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER, DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -129,10 +130,9 @@ def _row(
     costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, drafts.draft_s if drafts else 0.0)
     if drafting is None or plan.drafts is None:
         return full_row(described, costs, full)
-    counts = DraftCounts()
+    counts = StepCounts()
     exact = stories.told(opened, described.sampling, drafting.drafting, counts)
-    found = counts.statistics(spec.n_layers, drafting.drafting.exit_layer)
-    return row(described, found, costs, plan.drafts, full, exact)
+    return row(described, counts, costs, full, exact)
 
 
 def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledge: DraftKnowledge) -> Opened:

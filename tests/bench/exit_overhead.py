@@ -1,14 +1,14 @@
 """What exact mode costs beside the model and the draft source: processor time of one thread, as a share of a token's.
 
 All that runs outside of the executor's passes, its head and the draft head's layer is counted, in exact and in full
-mode; the difference, by token, is what drafting adds: features, predictor, gate, choosing drafts, bookkeeping. The
+mode; the difference, by token, is what drafting adds: features, predictor, stop rule, choosing drafts, bookkeeping. The
 modes take turns, and the medians count. Of a big model's shape the same is derived: the loop's time is the same, and
 what looks at a whole vocabulary's logits is measured at both sizes.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -18,8 +18,6 @@ from unittest.mock import patch
 import torch
 from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
-from hetero_ee.speculation.draft_opening import open_drafting
-from hetero_ee.speculation.sources.combined import CombinedSource
 
 from hetero_ee.decoding import sampling, texts
 from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
@@ -27,23 +25,24 @@ from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.speculation import draft_judge, drafter, exact
+from hetero_ee.speculation import drafts, exact, exit_drafter
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exits.candidates import DraftSource
+from hetero_ee.speculation.opening import open_drafting
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
 PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "lm_head_on_cpu", "sliced")
 LAYER = ("guess", "embed", "logits")
-GATE = ("goes_on", "audit", "settle", "spend", "chance")
+RULE = ("is_worth", "best_length", "audit", "settle", "spend", "chance")
 BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512
 N_ROUNDS = 7  # of both modes, for each median
-SOURCE_CALLS = ("propose", "observe", "truncate", "close")
-CHOOSE, NOISE, FINITE, CONFIDENCE, GATE_CALL, SOURCE = "choose", "noise", "finite", "confidence", "gate", "source"
+SOURCE_CALLS = ("observe", "truncate", "close")
+CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL, SOURCE = "choose", "noise", "finite", "confidence", "rule", "source"
 PLACES = {
-    CHOOSE: [(module, "choose_token") for module in (texts, drafter, draft_judge)],
+    CHOOSE: [(module, "choose_token") for module in (texts, drafts)],
     NOISE: [(sampling, "gumbel_noise")],
-    FINITE: [(module, "all_finite") for module in (drafter, draft_judge, exact)],
+    FINITE: [(module, "all_finite") for module in (exit_drafter, exact)],
 }
 
 
@@ -51,7 +50,7 @@ PLACES = {
 class Overhead:
     """Seconds of processor time a token. full_s: at full depth, everything; loop_s: beside the passes, in full mode;
     exact_loop_s: the same in exact mode. Of what that adds: choosing_s, tokens from logits; judging_s, predictor and
-    gate; source_s, what a draft source does beside its layer; the rest is the loop's. big_added_s: what it adds with
+    rule; source_s, what draft sources do beside their layer; the rest is the loop's. big_added_s: what it adds with
     the big shape's vocabulary, whose token takes big_token_s.
     """
 
@@ -83,7 +82,7 @@ class Overhead:
 
     def __str__(self) -> str:
         rest_s = self.added_s - self.choosing_s - self.judging_s
-        parts = f"choosing tokens {_us(self.choosing_s)}, predictor and gate {_us(self.judging_s)}, loop {_us(rest_s)}"
+        parts = f"choosing tokens {_us(self.choosing_s)}, predictor and rule {_us(self.judging_s)}, loop {_us(rest_s)}"
         return (
             f"overhead, {self.asked}, {self.sampling}: {_us(self.added_s)} us a token, {self.share:.1%} of the demo "
             f"model's {_us(self.full_s)} us at full depth (processor time of one thread; {parts}; not counted, the "
@@ -132,6 +131,20 @@ class Clocked:
         return getattr(self._inner, name)
 
 
+class ClockedSource(Clocked):
+    """A draft source whose time is told to the watch."""
+
+    def __init__(self, inner: DraftSource, watch: Stopwatch) -> None:
+        super().__init__(inner, SOURCE_CALLS, watch)
+        self._next = watch.timed(next)
+
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        """See DraftSource.drafts."""
+        with closing(self._inner.drafts(sequence, token_ids, choose)) as found:
+            while (draft := self._next(found, None)) is not None:
+                yield draft
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """One mode's runs of one kind of drafts and sampling. how: None for full mode."""
@@ -152,14 +165,13 @@ class Loop:
 
     def parts(self) -> tuple[dict[str, float], dict[str, float]]:
         """Of one more run, seconds a token and calls a token of each part."""
-        watches = {part: Stopwatch() for part in (CHOOSE, NOISE, FINITE, CONFIDENCE, GATE_CALL)}
+        watches = {part: Stopwatch() for part in (CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL)}
         watches[SOURCE] = Stopwatch([self.watch, watches[CHOOSE], watches[FINITE]])
         how = self.how
         if how is not None:
-            how = replace(how, gate=Clocked(how.gate, GATE, watches[GATE_CALL]))  # type: ignore[arg-type]
-            if how.source is not None:
-                how = replace(how, source=Clocked(how.source, SOURCE_CALLS, watches[SOURCE]))  # type: ignore[arg-type]
-            if how.exit_head is not None and how.exit_head.confidence is not None:
+            rule: Any = Clocked(how.rule, RULE, watches[RULE_CALL])
+            how = replace(how, rule=rule, sources=tuple(ClockedSource(each, watches[SOURCE]) for each in how.sources))
+            if how.exit_head is not None:
                 confidence = watches[CONFIDENCE].timed(how.exit_head.confidence)
                 how = replace(how, exit_head=replace(how.exit_head, confidence=confidence))
         with ExitStack() as patched:
@@ -181,23 +193,22 @@ def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUN
         for name in SAMPLINGS:
             watch = Stopwatch()
             executor: Any = Clocked(opened.executor, PASSES, watch)
-            how = replace(drafting.drafting, pace=None)  # drafts in every round
+            how = replace(drafting.drafting, switch=None)  # drafts in every step
             told = partial(stories.told_by, executor, opened, name)
-            with _clocked_head(how.source, watch):
+            with _clocked_head(how.sources, watch):
                 yield _compared(kind, name, Loop(told, watch, None), Loop(told, watch, how), n_rounds, big_token_s)
         drafting.close()
         opened.executor.close()
 
 
 @contextmanager
-def _clocked_head(source: DraftSource | None, watch: Stopwatch) -> Iterator[None]:
-    """The time inside of a draft head's layer, and of the model's head on its states, is the watch's meanwhile."""
-    head: Any = source._computed if isinstance(source, CombinedSource) else source
+def _clocked_head(sources: Sequence[DraftSource], watch: Stopwatch) -> Iterator[None]:
+    """The time inside of a draft head's layer, and of the lm_head on its states, is the watch's meanwhile."""
     with ExitStack() as patched:
-        if isinstance(head, DraftHeadSource):
+        for head in (source for source in sources if isinstance(source, DraftHeadSource)):
             patched.enter_context(patch.object(head, "_layer", Clocked(head._layer, LAYER, watch)))
             patched.enter_context(patch.object(head, "_target", Clocked(head._target, PASSES, watch)))
-            patched.enter_context(patch.object(head, "_project", watch.timed(head._project)))
+            patched.enter_context(patch.object(head, "_lm_head", watch.timed(head._lm_head)))
         yield
 
 
@@ -222,7 +233,7 @@ def _compared(asked: str, name: str, full: Loop, exact_: Loop, n_rounds: int, bi
         loop_s,
         exact_loop_s,
         added[CHOOSE] + added[FINITE],
-        added[CONFIDENCE] + added[GATE_CALL],
+        added[CONFIDENCE] + added[RULE_CALL],
         added[SOURCE],
         exact_loop_s - loop_s - added[SOURCE] + grown_s,
         big_token_s,
@@ -240,7 +251,7 @@ def _looks_s(loop: Loop, name: str, n_tokens: int) -> dict[str, float]:
     }
     exit_head = None if loop.how is None else loop.how.exit_head
     if exit_head is not None:
-        calls[CONFIDENCE] = lambda: exit_head.confidence_of(logits, logits, 0, True)
+        calls[CONFIDENCE] = lambda: exit_head.confidence(logits, logits)
     return {part: _call_s(call) for part, call in calls.items()}
 
 

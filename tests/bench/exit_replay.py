@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from exit_rows import REPLAYED, Row, Timed, described_row, full_row, planned_costs, row, timed
-from hetero_ee.speculation.draft_gate import FixedGate
+from exit_rows import REPLAYED, Row, StepCounts, Timed, described_row, full_row, planned_costs, row, timed
 from torch import Tensor
 
-from hetero_ee.decoding.full import Ending, generate
+from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
@@ -32,11 +32,13 @@ from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import block_work, work_s
-from hetero_ee.speculation.drafting import Confidence, Drafting, ExitHead
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import Confidence, ExitHead
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
@@ -153,10 +155,9 @@ class Replay:
         full = self._run(plan, statistics, None)
         if plan.drafts is None:
             return full_row(described, costs, full)
-        counts = DraftCounts()
+        counts = StepCounts()
         exact = self._run(plan, statistics, counts)
-        found = counts.statistics(self.spec.n_layers, plan.exit_layer or 0)
-        return row(described, found, costs, plan.drafts, full, exact)
+        return row(described, counts, costs, full, exact)
 
     def _run(self, plan: Plan, statistics: Statistics, counts: DraftCounts | None) -> Timed:
         """In exact mode where `counts` is to be told, else in full mode."""
@@ -195,20 +196,15 @@ class Replay:
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
         if plan.drafts == EXIT and plan.exit_layer is not None:
             exit_head = ExitHead(None, _confidence(fates))
-            n_ahead = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
-            return Drafting(
-                plan.exit_layer,
-                plan.draft_length,
-                FixedGate(0.5),
-                exit_head,
-                drafts_ahead=n_ahead > 0,
-                layers_ahead=n_ahead,
-            )
+            n_layers = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
+            rule = FixedThreshold(0.5)
+            return Drafting(plan.exit_layer, plan.draft_length, rule, exit_head, async_layers=n_layers)
         machine, head_spec = executor.machine, draft_head_spec(self.spec)
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0
         placed = PlacedDraftHead(layer, head_spec, lambda: machine, on_gpu=on_gpu)
-        return Drafting(0, plan.draft_length, FixedGate(0.0), None, DraftHeadSource(placed, executor, on_gpu=on_gpu))
+        source = DraftHeadSource(placed, executor, on_gpu=on_gpu)
+        return Drafting(0, plan.draft_length, FixedThreshold(0.0), None, (source,))
 
 
 def head_draft_s(spec: ModelSpec, profile: HardwareProfile, *, on_gpu: bool) -> float:
@@ -226,8 +222,8 @@ def draft_head_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def _confidence(fates: Fates) -> Confidence:
-    """1 where the row exits, else 0."""
-    return lambda normed, logits, token_id: float(fates.exits(int(normed[POSITION])))
+    """1 where the token exits, else 0."""
+    return lambda normed, logits: float(fates.exits(int(normed[POSITION])))
 
 
 def _decode(token_ids: Sequence[int]) -> str:

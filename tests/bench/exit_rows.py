@@ -1,5 +1,6 @@
 """One line of the early-exit benchmark: what was measured, and what the formula says of the same rates."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.problem import Problem, resolve
 from hetero_ee.planning.statistics import ExitRates, Statistics
 from hetero_ee.planning.times.steps import StepTimes, exit_steps, sequence_step
-from hetero_ee.speculation.statistics import DraftStatistics
+from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee_profiles.hardware import HardwareProfile
 
 MEASURED, EMULATED, REPLAYED = "measured", "emulated", "timing replay, no quality claim"
@@ -131,15 +132,35 @@ def _gpu_s(problem: Problem, places: Sequence[str], context_tokens: int) -> floa
     return sum(problem.costs.part_s(part, place, 1, context_tokens) for part, place in layers)
 
 
-def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: str, full: Timed, exact: Timed) -> Row:
+class StepCounts(DraftCounts):
+    """checked_runs[n]: steps with n drafts that the full model judged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked_runs = Counter[int]()
+
+    def add_step(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
+        """See DraftCounts.add_step."""
+        super().add_step(origins, n_accepted, n_tokens)
+        self.checked_runs[min(n_tokens, len(origins))] += 1
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """For each position of a draft sequence the share of judged drafts there that were right."""
+        accepted = self.statistics(0, 0).accepted_runs
+        checked = [self.checked_runs[n] for n in range(max(self.checked_runs, default=0) + 1)]
+        return tuple(sum(accepted[j:]) / sum(checked[j:]) for j in range(1, len(checked)))
+
+
+def row(described: Row, counts: StepCounts, costs: StepCosts, full: Timed, exact: Timed) -> Row:
     """The line of a run in exact mode. described: with what is known before it."""
     assert full.token_ids == exact.token_ids, f"{described.asked}: exact mode says something else than full mode"
-    n_rows = described.draft_length
-    rates = exit_rates(statistics, n_rows) if drafts == EXIT else None
-    acceptance = chain_acceptance(statistics) if drafts == SEQUENCE else ()
+    n_rows, statistics = described.draft_length, counts.statistics(0, 0)
+    rates = exit_rates(statistics, n_rows) if described.drafts == EXIT else None
+    acceptance = counts.acceptance if described.drafts == SEQUENCE else ()
     if rates is not None:
         expected = exit_steps(rates, n_rows, costs.draft_s, costs.verify_s)[-1]
-        ahead = statistics.n_ahead_kept / statistics.n_rounds
+        ahead = statistics.n_ahead_kept / statistics.n_steps
         expected = replace(expected, seconds=expected.seconds - ahead * costs.ahead_s)
     else:
         at = acceptance or (0.0,)
@@ -147,7 +168,6 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
     return replace(
         described,
         mode="exact",
-        drafts=drafts,
         n_tokens=exact.n_tokens,
         exit_rate=rates.exit_rate if rates else None,
         precision=rates.precision if rates else None,
@@ -156,12 +176,12 @@ def row(described: Row, statistics: DraftStatistics, costs: StepCosts, drafts: s
         kappa=costs.verify_s(n_rows) / costs.verify_s(1),
         head_s=costs.head_s,
         draft_s=costs.draft_s,
-        rows_per_pass=statistics.n_rows / statistics.n_passes,
+        rows_per_pass=statistics.n_verified / statistics.n_passes,
         tokens_per_pass=statistics.tokens_per_pass,
         full_token_s=full.token_s,
         exact_token_s=exact.token_s,
         formula=costs.full_s / expected.seconds_per_token,
-        ahead=statistics.n_ahead_kept / statistics.n_rounds if statistics.n_ahead else None,
+        ahead=statistics.n_ahead_kept / statistics.n_steps if statistics.n_ahead else None,
     )
 
 
@@ -187,14 +207,8 @@ def full_row(described: Row, costs: StepCosts, full: Timed) -> Row:
 
 
 def exit_rates(statistics: DraftStatistics, draft_length: int) -> ExitRates:
-    """Of the rows that might exit those that did; of the exits that were judged those that were right."""
-    n_exits = sum(n * rounds for n, rounds in enumerate(statistics.drafted_runs))
-    n_closed = sum(rounds for n, rounds in enumerate(statistics.drafted_runs) if n < draft_length - 1)
+    """Of the tokens that might exit those that did; of the exits that were judged those that were right."""
+    n_exits = sum(n * steps for n, steps in enumerate(statistics.drafted_runs))
+    n_closed = sum(steps for n, steps in enumerate(statistics.drafted_runs) if n < draft_length - 1)
     exits = next((counts for counts in statistics.origins if counts.origin == EXIT), None)
     return ExitRates(n_exits / max(1, n_exits + n_closed), exits.precision if exits else 0.0)
-
-
-def chain_acceptance(statistics: DraftStatistics) -> tuple[float, ...]:
-    """For each position of a chain the share of judged drafts there that were right."""
-    positions = range(1, len(statistics.checked_runs))
-    return tuple(sum(statistics.accepted_runs[j:]) / sum(statistics.checked_runs[j:]) for j in positions)

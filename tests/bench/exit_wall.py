@@ -2,12 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from exit_demo import KINDS, PLANNER, SAMPLINGS, Stories
-from exit_rows import MEASURED, Row, StepCosts, Timed, described_row, full_row, row
-from hetero_ee.speculation.draft_opening import open_drafting
+from exit_rows import MEASURED, Row, StepCosts, StepCounts, Timed, described_row, full_row, row
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, data_folder
@@ -17,8 +17,8 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exits.candidates import ChainJudge, Choose, DraftSource
-from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.opening import open_drafting
+from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
 N_STEPS = 40  # whose median is a step's time
@@ -68,52 +68,50 @@ class WallClock:
         return full_row(described, StepCosts(full.token_s, 0.0, 0.0, lambda m: full.token_s, None), full)
 
     def _row(self, kind: str, sampling: str, opened: Opened, drafting: Drafting) -> Row:
-        full, exact, counts = [], [], DraftCounts()
-        self.stories.told(opened, sampling, drafting)  # the gate learns, the kernels are compiled
-        clocked = drafting if drafting.source is None else replace(drafting, source=ClockedSource(drafting.source))
+        full, exact, counts = [], [], StepCounts()
+        self.stories.told(opened, sampling, drafting)  # the rule learns, the kernels are compiled
+        sources = tuple(ClockedSource(source) for source in drafting.sources)
+        clocked = replace(drafting, sources=sources)
         for _ in range(self.n_rounds):
             full.append(self.stories.told(opened, sampling))
             exact.append(self.stories.told(opened, sampling, clocked, counts))
         machine = f"this CPU, {self.threads} threads"
         described = described_row(MEASURED, "demo", machine, 1.0, kind, sampling, opened.plan)
-        found = counts.statistics(self.stories.engine.spec.n_layers, drafting.exit_layer)
-        assert opened.plan.drafts is not None
-        costs = self._costs(opened, clocked)
-        return row(described, found, costs, opened.plan.drafts, _median(full), _median(exact))
+        costs = self._costs(opened, drafting.exit_layer, sources)
+        return row(described, counts, costs, _median(full), _median(exact))
 
-    def _costs(self, opened: Opened, drafting: Drafting) -> StepCosts:
+    def _costs(self, opened: Opened, first: int, sources: Sequence["ClockedSource"]) -> StepCosts:
         """Medians of single steps behind a text of medium length."""
         steps = Steps(opened.executor, self.stories.mean_context_tokens)
-        first, every = drafting.exit_layer, opened.executor.spec.n_layers
+        every = opened.executor.spec.n_layers
         head_s, full_s = steps.head_s(), steps.pass_s(1, range(every))
         later = {m: steps.pass_s(m, range(first, every)) for m in range(1, opened.plan.draft_length + 1)}
-        if isinstance(drafting.source, ClockedSource):
-            return StepCosts(full_s, head_s, drafting.source.draft_s, lambda m: later[m], None)
+        if sources:
+            draft_s = sum(source.seconds for source in sources) / sum(source.n_drafts for source in sources)
+            return StepCosts(full_s, head_s, draft_s, lambda m: later[m], None)
         earlier_s = steps.pass_s(1, range(first))
         return StepCosts(full_s, head_s, earlier_s + head_s, lambda m: later[m], later[1] / earlier_s)
 
 
 class ClockedSource:
-    """A DraftSource, and how long its chains take."""
+    """A DraftSource, and how long its drafts take."""
 
     def __init__(self, source: DraftSource) -> None:
-        self._source, self._seconds, self._n_drafts = source, 0.0, 0
-        self.candidates, self.observe = source.candidates, source.observe
-        self.truncate, self.close = source.truncate, source.close
+        self._source, self.seconds, self.n_drafts = source, 0.0, 0
+        self.name, self.is_free, self.draft_s = source.name, source.is_free, source.draft_s
+        self.observe, self.truncate, self.close = source.observe, source.truncate, source.close
 
-    @property
-    def draft_s(self) -> float:
-        return self._seconds / self._n_drafts
-
-    def propose(
-        self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Choose, judge: ChainJudge | None = None
-    ) -> list[int]:
-        """See DraftSource.propose."""
-        start_s = time.perf_counter()
-        chain = self._source.propose(sequence, token_ids, n_tokens, choose, judge)
-        self._seconds += time.perf_counter() - start_s
-        self._n_drafts += len(chain)
-        return chain
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        """See DraftSource.drafts."""
+        with closing(self._source.drafts(sequence, token_ids, choose)) as drafts:
+            while True:
+                start_s = time.perf_counter()
+                draft = next(drafts, None)
+                self.seconds += time.perf_counter() - start_s
+                if draft is None:
+                    return
+                self.n_drafts += 1
+                yield draft
 
 
 class Steps:

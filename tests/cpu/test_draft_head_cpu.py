@@ -15,6 +15,7 @@ from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
+from tests.draft_sources import taken
 
 N_TOKENS, MAX_TOKENS = 20, 64
 TOKENS, STATES = random_text(N_TOKENS)
@@ -82,23 +83,23 @@ def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, 
     assert whole is not None and some is not None and torch.equal(some, whole[:, ids])
 
 
-def test_after_a_rollback_it_proposes_as_a_fresh_one_does(pool: ThreadPool) -> None:
+def test_after_a_rollback_it_drafts_as_a_fresh_one_does(pool: ThreadPool) -> None:
     def source() -> DraftHeadSource:
         return DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), BareTarget())
 
     used, fresh = source(), source()
     wrong, wrong_states = random_text(N_TOKENS, seed=5)
     used.observe(0, 0, TOKENS[:8], STATES[:8])
-    used.propose(0, TOKENS[:9], 6, lambda logits, history: int(logits.argmax()))
+    taken(used, TOKENS[:9], 6)
     used.observe(0, 8, wrong[:7], wrong_states[:7])
-    used.propose(0, [*TOKENS[:8], *wrong[:7], 3], 6, lambda logits, history: int(logits.argmax()))
+    taken(used, [*TOKENS[:8], *wrong[:7], 3], 6)
     used.truncate(0, 8)
     for first in range(8, 16, 2):
         used.observe(0, first, TOKENS[first : first + 2], STATES[first : first + 2])
     fresh.observe(0, 0, TOKENS[:16], STATES[:16])
     logits: list[list[Tensor]] = [[], []]
     for number, one in enumerate((used, fresh)):
-        one.propose(0, TOKENS[:17], 5, lambda found, history, n=number: logits[n].append(found) or int(found.argmax()))
+        taken(one, TOKENS[:17], 5, lambda found, history, n=number: logits[n].append(found) or int(found.argmax()))
     assert len(logits[0]) == 5 and all(map(torch.equal, *logits))
 
 
@@ -116,5 +117,5 @@ def test_a_model_whose_head_is_no_number_gets_no_drafts(pool: ThreadPool, broken
     source = DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     for _ in range(2):
-        assert source.propose(0, [*TOKENS, 4], 3, lambda logits, history: int(logits.argmax())) == []
+        assert taken(source, [*TOKENS, 4], 3) == []
     assert len(notices) == 1

@@ -107,7 +107,7 @@ def test_json_says_how_the_text_was_decoded(cli: Cli, kept: Path) -> None:
     assert document["gpu_layers"] == 0 and re.fullmatch("[0-9a-f]{64}", document["plan_hash"])
     assert (
         drafts["n_tokens"] == 23
-        and drafts["n_accepted"] <= drafts["n_drafted"] == drafts["n_rows"] - drafts["n_rounds"]
+        and drafts["n_accepted"] <= drafts["n_drafted"] == drafts["n_verified"] - drafts["n_steps"]
     )
     assert drafts["acceptance"] == drafts["n_accepted"] / drafts["n_drafted"]
     full = json.loads(cli("generate", *ARGUMENTS, "--json", "--mode", "full").out)
@@ -120,8 +120,9 @@ def test_stats_count_what_the_json_counts(cli: Cli, kept: Path) -> None:
     drafts = json.loads(cli("generate", *arguments, "--json").out)["drafts"]
     err = cli("generate", *arguments, "--stats").err
     assert re.search(r"^time +prompt [\d.]+ s \(\d+%\), text [\d.]+ s \(\d+%\)$", err, re.M)
-    assert re.search(r"^ +CPU +busy +\d+% of the prompt, +\d+% of the text$", err, re.M)
-    assert f"by chain: {drafts['n_drafted']} drafted, {drafts['n_accepted']} accepted, " in err
+    assert re.search(r"^ +CPU busy \d+% of the prompt, \d+% of the text$", err, re.M)
+    for each in drafts["origins"]:
+        assert f"by {each['origin']}: {each['n_drafted']} drafted, {each['n_accepted']} accepted, " in err
     for title, counts in (("drafted", drafts["drafted_runs"]), ("accepted", drafts["accepted_runs"])):
         rows = re.findall(rf"^{title} per step +(\d+) +(\d+)( #+)?$", err, re.M)
         assert [(int(n), int(count), bool(bar)) for n, count, bar in rows] == [

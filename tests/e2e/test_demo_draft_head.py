@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exits.candidates import ABSENT
+from hetero_ee.speculation.sources.draft_head import ABSENT
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from tests.draft_sources import taken
 from tests.e2e.test_placements import split_at
 from tests.e2e.test_trained_models import OPENINGS
 from tests.emulation import emulated, planned
@@ -49,8 +50,9 @@ def run_of(engine: Engine, **sampling: Any) -> Run:
     return Run(engine, prompts, SamplingParams(N_TOKENS, seed=3, **sampling), ending)
 
 
-def drafting_with(head: Path, executor: Executor, exit_layer: int, **placed: Any) -> Drafting:
-    return Drafting(exit_layer, 5, FixedGate(0.0), source=open_draft_head(head, executor, ThreadPool(1), **placed))
+def drafting_with(head: Path, executor: Executor, **placed: Any) -> Drafting:
+    source = open_draft_head(head, executor, ThreadPool(1), **placed)
+    return Drafting(0, 5, FixedThreshold(0.0), None, (source,))
 
 
 @pytest.mark.parametrize(("sampling", "least"), [({}, 2.5), (SAMPLED, 2.0)], ids=["greedy", "sampled"])
@@ -58,10 +60,10 @@ def test_drafts_are_right_often_and_the_tokens_are_full_modes(
     head: Path, engine: Engine, sampling: dict[str, Any], least: float
 ) -> None:
     run, counts = run_of(engine, **sampling), DraftCounts()
-    tokens = run.exact(drafting_with(head, engine.executor, 0), counts=counts)
+    tokens = run.exact(drafting_with(head, engine.executor), counts=counts)
     assert tokens == run.full()
     statistics = counts.statistics(engine.spec.n_layers, 0)
-    assert statistics.n_tokens / statistics.n_rounds > least
+    assert statistics.n_tokens / statistics.n_steps > least
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -70,12 +72,12 @@ def test_on_an_emulated_machine_too_and_drafting_takes_its_time(head: Path, engi
     plan = planned(engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens)
     executor = emulated(engine.spec, engine.executor.weights, plan, timeline=timeline)
     run, counts = run_of(engine), DraftCounts()
-    drafting = drafting_with(head, executor, 6, machine=lambda: executor.machine, on_gpu=on_gpu)
+    drafting = drafting_with(head, executor, machine=lambda: executor.machine, on_gpu=on_gpu)
     assert run.exact(drafting, executor, counts) == run.full()
     lanes = {span.lane for span in timeline.spans if span.name.startswith("draft_head.") and span.end_s > span.start_s}
     assert lanes == {"gpu" if on_gpu else "cpu"}
-    statistics = counts.statistics(engine.spec.n_layers, 6)
-    assert statistics.n_tokens / statistics.n_rounds > 2.5
+    statistics = counts.statistics(engine.spec.n_layers, 0)
+    assert statistics.n_tokens / statistics.n_steps > 2.5
     executor.close()
 
 
@@ -90,7 +92,7 @@ def test_its_vocabulary_is_trimmed_and_no_logit_of_it_changes(head: Path, engine
         source = open_draft_head(folder, engine.executor, ThreadPool(1))
         source.observe(0, 0, [5, 6], torch.ones(2, engine.spec.hidden_size))
         logits: list[Tensor] = []
-        source.propose(0, [5, 6, 7], 3, lambda found, before, to=logits: to.append(found) or token_ids[len(before)])
+        taken(source, [5, 6, 7], 3, lambda found, before, to=logits: to.append(found) or token_ids[len(before)])
         seen.append(logits)
     for trimmed, whole in zip(*seen, strict=True):
         assert torch.equal(trimmed[token_ids], whole[token_ids])

@@ -6,7 +6,6 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
@@ -18,9 +17,11 @@ from hetero_ee.planning.statistics import ExitRates, Statistics
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
 from tests.drawn_plans import Drawn, drawn, roomy
 from tests.emulation import dummy
@@ -90,7 +91,7 @@ def rate(case: Drawn, exit_layer: int, m: int, layers_ahead: int) -> float:
     """Emulated tokens a second of steps of m tokens whose drafts and guesses are all right."""
     timeline = Timeline()
     executor = dummy(case.spec, case.plan, case.profile, timeline)
-    how = Drafting(exit_layer, m, FixedGate(0.0), ExitHead(), drafts_ahead=layers_ahead > 0, layers_ahead=layers_ahead)
+    how = Drafting(exit_layer, m, FixedThreshold(0.0), ExitHead(), async_layers=layers_ahead)
     params, n_known = SamplingParams(6 * m + 1), N_KNOWN - 2 * m
     ending = Ending(frozenset(), case.plan.context_tokens)
     tokens = generate_exact(executor, [[0] * n_known], params, ending, str, lambda: timeline.now_s, how)
@@ -133,9 +134,8 @@ def test_texts_whose_tokens_exit_at_random(n_on_gpu: int, close: float) -> None:
     limits = Limits(context_tokens=512, gpu_layers=n_on_gpu, mode="full")
     made = plan(spec, profile, limits)
     case, exit_layer = Drawn("exits", spec, profile, limits, made), 14
-    how = Drafting(
-        exit_layer, 4, FixedGate(0.5), ExitHead(None, Fates(0.8, seed=n_on_gpu).confidence), drafts_ahead=True
-    )  # fmt: skip
+    head = ExitHead(None, Fates(0.8, seed=n_on_gpu).confidence)
+    how = Drafting(exit_layer, 4, FixedThreshold(0.5), head, async_layers=exit_layer)
     timeline, counts = Timeline(), DraftCounts()
     executor = dummy(spec, made, profile, timeline)
     ending = Ending(frozenset(), made.context_tokens)

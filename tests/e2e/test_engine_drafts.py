@@ -43,7 +43,7 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     plan = drafting_plan(way, gpu_layers=gpu_layers)
     with pytest.MonkeyPatch.context() as patched:
         if way == "n-grams":  # as for a model that brings no draft head
-            patched.setattr("hetero_ee.speculation.draft_opening.DRAFT_HEAD_FOLDER", "missing")
+            patched.setattr("hetero_ee.speculation.opening.DRAFT_HEAD_FOLDER", "missing")
         engine = emulating(plan=plan)
     with engine:
         yield engine

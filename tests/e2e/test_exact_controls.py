@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
-from hetero_ee.speculation.draft_round import DraftRound
 from torch import Tensor
 
 from hetero_ee import Engine
@@ -20,13 +17,15 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
-from hetero_ee.speculation import draft_judge
-from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation import drafts
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
-from tests.exact_cases import Case, Run, check_identity, levels_of
+from hetero_ee.speculation.stop_rule import FixedThreshold
+from tests.exact_cases import Case, Run, check_identity
 
-BOUNDARY = 5
-DRAFTING = Drafting(BOUNDARY, 5, FixedGate(0.0), ExitHead())
+EXIT_LAYER = 5
+DRAFTING = Drafting(EXIT_LAYER, 5, FixedThreshold(0.0), ExitHead())
 N_TOKENS = 48
 SAMPLED = Case(3, "demo", "none", False, "exit", 4, 0.5, "always", False, "top-p", 1, "length")
 
@@ -44,11 +43,11 @@ def run(engine: Engine) -> Run:
     return replace(run, params=run.params.changed(max_new_tokens=N_TOKENS))
 
 
-class Later(ReferenceExecutor):
-    """Does something before or after a pass of waiting rows through the later layers."""
+class Later(Executor):
+    """Does something before or after a pass of waiting tokens through the later layers."""
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        if hidden is None or layers.start != BOUNDARY:
+        if hidden is None or layers.start != EXIT_LAYER:
             return super().run(batch, hidden, layers)
         result = super().run(batch, self.before(hidden), layers)
         self.after(batch)
@@ -60,22 +59,22 @@ class Later(ReferenceExecutor):
     def after(self, batch: Batch) -> None: ...
 
 
-class SwappedKvRow(Later):
-    """The first two rows of a round change places in one layer's cache."""
+class SwappedKv(Later):
+    """The first two tokens of a step are exchanged in one layer's cache."""
 
     def after(self, batch: Batch) -> None:
         if len(batch) > 1:
             first = batch.positions[0]
             keys, values = (
                 part.transpose(0, 1).flip(0).clone()
-                for part in self.cache.read(BOUNDARY + 1, batch.sequences[0], first, first + 2)
+                for part in self.cache.read(EXIT_LAYER + 1, batch.sequences[0], first, first + 2)
             )
             two = Batch(batch.token_ids[:2], batch.sequences[:2], batch.positions[:2])
-            self.cache.write(BOUNDARY + 1, two, keys, values)
+            self.cache.write(EXIT_LAYER + 1, two, keys, values)
 
 
-class StalePendingRow(Later):
-    """The last row that waits is the one that waited there the round before."""
+class StaleState(Later):
+    """The last token that waits has the state of the one that waited there in the step before."""
 
     stale: Tensor | None = None
 
@@ -94,7 +93,7 @@ class ShiftedOps(TorchOps):
 
 
 class OffByOnePosition(Later):
-    """Rows that have waited are taken for one position later than they are."""
+    """Tokens that have waited are taken for one position later than they are."""
 
     def before(self, hidden: Tensor) -> Tensor:
         self._ops.shift = 1  # type: ignore[attr-defined]
@@ -139,12 +138,12 @@ def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
     counts = DraftCounts()
     for sound in (executor(engine), executor(engine, Later)):
         check_identity(run.full(), run.exact(DRAFTING, sound, counts))
-    found = counts.statistics(engine.spec.n_layers, BOUNDARY)
+    found = counts.statistics(engine.spec.n_layers, EXIT_LAYER)
     assert 0.1 < found.acceptance < 0.95 and found.accepted_runs[0] > 2  # right and wrong drafts both
 
 
-@pytest.mark.parametrize("defect", [SwappedKvRow, StalePendingRow, OffByOnePosition])
-def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[ReferenceExecutor]) -> None:
+@pytest.mark.parametrize("defect", [SwappedKv, StaleState, OffByOnePosition])
+def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[Executor]) -> None:
     said = run.exact(DRAFTING, executor(engine, defect))
     with pytest.raises(AssertionError):
         check_identity(run.full(), said)
@@ -156,35 +155,6 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
         check_identity(run.full(), said)
     with pytest.raises(ValueError, match="can't follow"):
         run.exact(DRAFTING, executor(engine, cache=NeverTruncated))
-
-
-class LeftBehind(ReferenceExecutor):
-    """Rows that waited at a level come to the next with the state they had."""
-
-    n_left = 0
-
-    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
-        result = super().run(batch, hidden, layers)
-        if hidden is None or layers.start >= BOUNDARY or len(batch) == 1:
-            return result
-        self.n_left += 1
-        return torch.cat([hidden[:-1], result[-1:]])
-
-
-def test_a_row_left_behind_at_its_level_is_found(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(SAMPLED, levels="every")
-    counts, how = DraftCounts(), partial(replace, DRAFTING)
-    check_identity(run.full(), run.exact(how(levels=levels_of(case, BOUNDARY)), executor(engine), counts))
-    found = counts.statistics(engine.spec.n_layers, BOUNDARY)
-    assert all(found.known_after[1:BOUNDARY])  # exits were right at every level
-    defect = executor(engine, LeftBehind)
-    said = run.exact(how(levels=levels_of(case, BOUNDARY)), defect)
-    assert isinstance(defect, LeftBehind) and defect.n_left > 5
-    with pytest.raises(AssertionError):
-        check_identity(run.full(), said)
-    monkeypatch.setattr(DraftRound, "first_moving", property(lambda self: len(self.token_ids) - 1))
-    with pytest.raises(ValueError, match=r"can't follow|has not passed"):
-        run.exact(how(levels=levels_of(case, BOUNDARY)), executor(engine))
 
 
 def of_the_next_position(
@@ -203,7 +173,7 @@ def test_noise_of_the_wrong_position_is_found(engine: Engine, run: Run, monkeypa
     # A draft's noise decides how often it is right, and never what is said.
     right, wrong = DraftCounts(), DraftCounts()
     check_identity(expected, run.exact(DRAFTING, counts=right))
-    monkeypatch.setattr(draft_judge, "choose_token", of_the_next_position)
+    monkeypatch.setattr(drafts, "choose_token", of_the_next_position)
     check_identity(expected, run.exact(DRAFTING, counts=wrong))
-    shares = [counts.statistics(engine.spec.n_layers, BOUNDARY).acceptance for counts in (right, wrong)]
+    shares = [counts.statistics(engine.spec.n_layers, EXIT_LAYER).acceptance for counts in (right, wrong)]
     assert shares[1] < 0.8 * shares[0]

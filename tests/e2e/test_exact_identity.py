@@ -77,31 +77,31 @@ def check_run(run: Run, case: Case, models: Models) -> DraftCounts:
     return counts
 
 
-@pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.source}")
+@pytest.mark.parametrize("case", drawn_cases(N_CASES), ids=lambda case: f"{case.seed}-{case.model}-{case.drafts}")
 def test_exact_says_what_full_says(case: Case, models: Models) -> None:
     check_case(case, models, TOKENS)
 
 
-AHEAD = Case(7, "demo", "codebook", True, "exit", 1, 0.45, "threshold", False, "greedy", 1, "length", is_ahead=True)
+ASYNC = Case(7, "demo", "codebook", True, "exit", 1, 0.45, "threshold", False, "greedy", 1, "length", is_async=True)
 
 
-@pytest.mark.parametrize("depth", [0.1, 0.55, 0.8])  # before the end of the GPU's layers, at it, and behind it
-@pytest.mark.parametrize("source", ["exit", "combination"])
-@pytest.mark.parametrize(("gate", "sampling", "n_sequences"), [("threshold", "greedy", 3), ("always", "top-p", 1)])
-def test_rows_drafted_ahead_change_nothing(
-    models: Models, depth: float, source: str, gate: str, sampling: str, n_sequences: int
+@pytest.mark.parametrize("depth", [0.1, 0.55, 0.8])  # before the end of the GPU's layers, at it, and after it
+@pytest.mark.parametrize("n_drafts", [1, 3])
+@pytest.mark.parametrize(("rule", "sampling", "n_sequences"), [("threshold", "greedy", 3), ("always", "top-p", 1)])
+def test_asynchronous_drafting_changes_nothing(
+    models: Models, depth: float, n_drafts: int, rule: str, sampling: str, n_sequences: int
 ) -> None:
-    case = replace(AHEAD, depth=depth, source=source, gate=gate, sampling=sampling, n_sequences=n_sequences)
+    case = replace(ASYNC, depth=depth, n_drafts=n_drafts, rule=rule, sampling=sampling, n_sequences=n_sequences)
     run = Run.of(case, models.engine(case), TOKENS)
     counts = check_run(replace(run, params=run.params.changed(max_new_tokens=TOKENS)), case, models)
     assert 0 < counts.n_ahead_kept < counts.n_ahead  # right and wrong guesses both
 
 
 @pytest.mark.parametrize("ending", DIMENSIONS["ending"])
-def test_rows_drafted_ahead_end_with_the_text(models: Models, ending: str) -> None:
+def test_guesses_end_with_the_text(models: Models, ending: str) -> None:
     n_ahead = 0
     for seed in range(4):
-        case = replace(AHEAD, seed=seed, ending=ending, n_drafts=1 + seed % 3, n_sequences=1 + 2 * (seed % 2))
+        case = replace(ASYNC, seed=seed, ending=ending, n_drafts=1 + seed % 3, n_sequences=1 + 2 * (seed % 2))
         n_ahead += check_case(case, models, TOKENS).n_ahead
     assert n_ahead > 10
 

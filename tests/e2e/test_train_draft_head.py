@@ -12,6 +12,7 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from tests.draft_sources import taken
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STORY = "Once upon a time there was a {0}. The {0} saw a dog. They had a lot of fun.\n<|endoftext|>\n"
@@ -57,4 +58,4 @@ def test_a_short_training_makes_a_head_that_drafts(run: Run, tiny: Path, tmp_pat
         assert read_draft_head(output, engine.spec).weights.matrices["fc"].dequantize().dtype == torch.float32
         source = open_draft_head(output, engine.executor)
         source.observe(0, 0, [5, 6], torch.randn(2, engine.spec.hidden_size))
-        assert len(source.propose(0, [5, 6, 7], 4, lambda logits, history: int(logits.argmax()))) == 4
+        assert len(taken(source, [5, 6, 7], 4)) == 4

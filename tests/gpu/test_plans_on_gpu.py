@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee import Engine
 from hetero_ee.config import cache_folder, data_folder
@@ -27,9 +26,11 @@ from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
-from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.emulation import prompt_of
 from tests.executor_support import Model, model_of
@@ -159,14 +160,14 @@ def test_a_row_has_the_same_bits_whatever_m_is(opened: Open, placement: str) -> 
             assert torch.equal(executor.to_logits(alone)[0], logits[position])
 
 
-def test_rows_drafted_ahead_change_no_token(opened: Open) -> None:
-    """The GPU has them in its layer while the CPU verifies the rows before: one, and two."""
+def test_asynchronous_drafting_changes_no_token(opened: Open) -> None:
+    """The GPU has the guesses in its layer while the CPU verifies the tokens before: one, and two."""
     executor, counts = opened(PLACEMENTS["split"]), DraftCounts()
     params = SamplingParams(100, temperature=0.7, seed=2, top_k=8)
     common: Any = executor, [PROMPT], params, Ending(frozenset(), CONTEXT_TOKENS), str, lambda: 0.0
     expected = list(generate(*common))
     for threshold in (2.0, 0.0):
-        how = Drafting(1, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
+        how = Drafting(1, 2, FixedThreshold(threshold), ExitHead(), async_layers=1)
         assert list(generate_exact(*common, how, counts)) == expected
         executor.cache.check()
     assert 0 < counts.n_ahead_kept < counts.n_ahead

@@ -12,9 +12,11 @@ from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.speculation.sources.source import Draft
 from hetero_ee.weights.weight import DenseWeight
 from tests.device_support import EmulatedMachine
 from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, BareTarget, head_weights, random_text
+from tests.draft_sources import taken
 
 SPEC = dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,))
 DRAFT_TOKENS = torch.tensor([2, 5, 17])
@@ -22,9 +24,9 @@ TOKENS, STATES = random_text(6)
 N_DRAFTS = 3
 
 
-def chain_of(source: DraftHeadSource) -> list[int]:
+def drafts_of(source: DraftHeadSource) -> list[Draft]:
     source.observe(0, 0, TOKENS, STATES)
-    return source.propose(0, [*TOKENS, 4], N_DRAFTS, lambda logits, history: int(logits.argmax()))
+    return taken(source, [*TOKENS, 4], N_DRAFTS)
 
 
 def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bool = False) -> DraftHeadSource:
@@ -40,7 +42,7 @@ def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bo
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, trimmed: bool) -> None:
     devices = EmulatedMachine(spec=SPEC)
-    assert chain_of(source_of(devices, on_gpu, trimmed)) == chain_of(source_of(None, trimmed=trimmed))
+    assert drafts_of(source_of(devices, on_gpu, trimmed)) == drafts_of(source_of(None, trimmed=trimmed))
     spans = [(span.lane, span.name) for span in devices.timeline.spans if span.end_s > span.start_s]
     device = "gpu" if on_gpu else "cpu"
     expected = [(device, "draft_head.attention"), (device, "draft_head.ffn")]
@@ -67,5 +69,5 @@ def test_without_a_gpu_it_is_the_cpus_work() -> None:
     devices = EmulatedMachine(spec=SPEC)
     machine = Machine(devices.cpu, None, None, EmulatedCopier())
     layer: Any = PlacedDraftHead(draft_head_layer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
-    assert chain_of(DraftHeadSource(layer, BareTarget(), None)) == chain_of(source_of(None))
+    assert drafts_of(DraftHeadSource(layer, BareTarget(), None)) == drafts_of(source_of(None))
     assert {span.lane for span in devices.timeline.spans} == {"cpu"}

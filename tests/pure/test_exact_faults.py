@@ -2,58 +2,56 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
 from torch import Tensor
 
-from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending
-from hetero_ee.errors import HeteroError
+from hetero_ee.decoding.texts import Continuation
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
 from hetero_ee.planning.times.overlap import Overlap
-from hetero_ee.speculation.drafting import Drafting, ExitHead
-from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exit_drafter import ExitHead
+from hetero_ee.speculation.sources.source import Choose
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import ScriptedSource
-from tests.scripted_model import N_LAYERS, VOCABULARY, ScriptedModel, successor, wrong_at
+from tests.scripted_model import (
+    COUNTING,
+    EXIT_LAYER,
+    HIDDEN,
+    KINDS,
+    N_LAYERS,
+    PROMPT,
+    VOCABULARY,
+    ScriptedModel,
+    decoding,
+    drafted,
+    successor,
+    wrong_at,
+)
 
-PROMPTS = [[3, 4, 5], [20, 21]]
-N_TOKENS = 12
-COUNTING = [(6 + i) % VOCABULARY for i in range(40)]
+PROMPTS, N_TOKENS = [PROMPT, [20, 21]], 12
 NAN, INFINITY = float("nan"), float("inf")
+WAYS = [*KINDS, "asynchronous"]
+
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def arguments(n_tokens: int = N_TOKENS) -> Any:
-    decode = lambda token_ids: "".join(f"{token_id}," for token_id in token_ids)  # noqa: E731
-    return SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), 200), decode, lambda: 0.0
+# Values that are not finite.
 
 
-def drafting(draft_length: int = 4, **changes: Any) -> Drafting:
-    return Drafting(2, draft_length, **{"gate": FixedGate(0.0), "exit_head": ExitHead()} | changes)
-
-
-def half_known(hidden_size: int = 3) -> ScriptedSource:
-    """Chains of right tokens of which every fifth is wrong."""
-    return ScriptedSource(
-        lambda before, n: [(before[-1] + 1 + i + (len(before) + i) % 5 // 4) % VOCABULARY for i in range(n)],
-        hidden_size,
-    )
-
-
-# Values that are no numbers.
-
-
-def spoiled_map(value: float, *rows: int) -> Callable[[Tensor], Tensor]:
-    """Makes the exit logits of these calls' rows `value`: the scripted head takes what no layer gives for it."""
-    calls = itertools.count()
+def spoiled_map(value: float, *calls: int) -> Callable[[Tensor], Tensor]:
+    """Makes these calls' exit logits `value`: the scripted lm_head takes what no layer gives for it."""
+    numbers = itertools.count()
 
     def spoil(normed: Tensor) -> Tensor:
         spoiled = normed.clone()
-        if next(calls) in rows:
+        if next(numbers) in calls:
             spoiled[:, 2] = value
         return spoiled
 
@@ -70,83 +68,96 @@ class SpoiltExits(ScriptedModel):
         return logits
 
 
-def noticed(model: ScriptedModel, **changes: Any) -> tuple[list[str], list[int]]:
-    """What is told, and how many rows each verification had. The tokens must be right."""
-    notices: list[str] = []
-    how = drafting(warn=notices.append, **changes)
-    tokens = list(generate_exact(model, PROMPTS[:1], *arguments(), how))  # type: ignore[arg-type]
+def warned(model: ScriptedModel, how: Drafting) -> tuple[list[str], list[int]]:
+    """Warnings, and how many tokens each verification had. The text must be right."""
+    warnings: list[str] = []
+    tokens = list(decoding(model, replace(how, warn=warnings.append), [PROMPT]))
     assert [token.token_id for token in tokens] == COUNTING[:N_TOKENS]
-    return notices, [len(one.rows) for one in model.later]
+    return warnings, [len(one.batch) for one in model.verifications]
+
+
+def warned_of_exits(exit_head: ExitHead) -> tuple[list[str], list[int]]:
+    return warned(SpoiltExits(successor, successor), Drafting(EXIT_LAYER, 4, FixedThreshold(0.0), exit_head))
+
+
+def warned_of(*sources: ScriptedSource) -> tuple[list[str], list[int]]:
+    return warned(ScriptedModel(successor, successor), Drafting(0, 4, FixedThreshold(0.0), None, sources))
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
-def test_exit_logits_that_are_no_numbers_draft_nothing(value: float) -> None:
-    exit_head = ExitHead(map=spoiled_map(value, *range(99)))
-    notices, sizes = noticed(SpoiltExits(successor, successor), exit_head=exit_head)
+def test_exit_logits_that_are_not_finite_draft_nothing(value: float) -> None:
+    warnings, sizes = warned_of_exits(ExitHead(spoiled_map(value, *range(99))))
     assert sizes == [1] * 11
-    assert notices == ["exits' logits are not finite; these tokens pass every layer one by one, as in mode full."]
-    _, sizes = noticed(SpoiltExits(successor, successor), exit_head=ExitHead(map=spoiled_map(value, 1)))
+    assert warnings == ["exits' logits are not finite; these tokens pass every layer one by one, as in mode full."]
+    _, sizes = warned_of_exits(ExitHead(spoiled_map(value, 1)))
     assert sizes == [2, 4, 4, 1]  # drafting goes on where it can
-    notices, sizes = noticed(SpoiltExits(successor, successor), exit_head=exit_head, source=half_known())
-    assert sizes == [1] * 11 and len(notices) == 1  # a chain that can't be judged is not verified
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
-def test_confidences_that_are_no_numbers_draft_nothing(value: float) -> None:
-    for source in (None, half_known()):
-        exit_head = ExitHead(confidence=lambda *_: value)
-        notices, sizes = noticed(ScriptedModel(successor, successor), exit_head=exit_head, source=source)
-        assert sizes == [1] * 11
-        assert len(notices) == 1 and notices[0].startswith("exits' confidences are not finite; ")
+def test_confidences_that_are_not_finite_draft_nothing(value: float) -> None:
+    warnings, sizes = warned_of_exits(ExitHead(confidence=lambda *_: value))
+    assert sizes == [1] * 11
+    assert len(warnings) == 1 and warnings[0].startswith("exits' confidences are not finite; ")
 
 
-def test_source_logits_that_are_no_numbers_draft_nothing() -> None:
-    class Spoilt(ScriptedSource):
-        def propose(self, sequence: int, token_ids: Sequence[int], n_tokens: int, choose: Any, *_: Any) -> list[int]:
-            return [choose(torch.full((VOCABULARY,), NAN), token_ids)]
+class Faulty(ScriptedSource):
+    """Drafts a right token, then has logits that are not finite, or raises."""
 
-    source = Spoilt(lambda *_: [], 3)
-    notices, sizes = noticed(ScriptedModel(successor, successor), exit_head=None, source=source)
-    assert sizes == [1] * 11 and source.closed == [0]
-    assert len(notices) == 1 and notices[0].startswith("the draft source's logits are not finite; ")
+    def __init__(self, fault: Exception | None) -> None:
+        super().__init__(lambda _: [], HIDDEN)
+        self._fault = fault
+
+    def _drafted(self, token_ids: Sequence[int], choose: Choose) -> Generator[int]:
+        yield successor(token_ids[-1], 0)
+        if self._fault is not None:
+            raise self._fault
+        assert choose(torch.full((VOCABULARY,), NAN), token_ids) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (None, "the draft source's logits are not finite; these tokens pass every layer"),
+        (DeviceMemoryError("the GPU is full."), "the GPU is full. No drafts follow in this step; these tokens"),
+        (DeviceLostError("the GPU is gone."), "the GPU is gone. No drafts follow in this step; these tokens"),
+    ],
+)
+def test_a_source_that_fails_drafts_no_further(fault: Exception | None, words: str) -> None:
+    source = Faulty(fault)
+    warnings, sizes = warned_of(source)
+    assert sizes == [2] * 5 + [1] and source.closed == [0]
+    assert len(warnings) == 1 and warnings[0].startswith(words)
 
 
 @pytest.mark.parametrize("foreign", [VOCABULARY, -1, 2**40])
-def test_a_source_of_another_vocabulary_drafts_what_this_model_has(foreign: int) -> None:
-    source = ScriptedSource(lambda before, n: [before[-1] + 1, foreign, 7][:n], 3)
-    notices, sizes = noticed(ScriptedModel(successor, successor), exit_head=None, source=source)
+@pytest.mark.parametrize("is_free", [False, True])
+def test_a_source_of_another_vocabulary_drafts_what_this_model_has(foreign: int, is_free: bool) -> None:
+    warnings, sizes = warned_of(ScriptedSource(lambda before: [before[-1] + 1, foreign, 7], HIDDEN, is_free=is_free))
     assert sizes == [2] * 5 + [1]
-    assert len(notices) == 1 and notices[0].startswith(f"the draft source proposes token {foreign}, which this model")
-
-
-def test_a_source_that_proposes_more_than_was_asked_for_is_cut_short() -> None:
-    source = ScriptedSource(lambda before, n: [before[-1] + 1 + i for i in range(n + 5)], 3)
-    notices, sizes = noticed(ScriptedModel(successor, successor), exit_head=None, source=source)
-    assert (notices, sizes) == ([], [4, 4, 3])
+    assert len(warnings) == 1 and warnings[0].startswith(f"scripted drafts token {foreign}, which this model does not")
 
 
 def test_without_anybody_to_tell_drafting_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    how = drafting(exit_head=ExitHead(confidence=lambda *_: NAN))
-    assert len(list(generate_exact(ScriptedModel(successor, successor), PROMPTS, *arguments(), how))) == 2 * N_TOKENS  # type: ignore[arg-type]
+    model, how = drafted("exits", exit_head=ExitHead(confidence=lambda *_: NAN))
+    assert len(list(decoding(model, how, PROMPTS))) == 2 * N_TOKENS
     assert capsys.readouterr() == ("", "")
 
 
+@both_kinds
 @pytest.mark.parametrize("position", range(2, 14))
-def test_full_logits_that_are_no_numbers_fail_as_at_full_depth(position: int) -> None:
-    def until_failure(tokens: Iterator[GeneratedToken]) -> tuple[list[GeneratedToken], str]:
+def test_full_logits_that_are_not_finite_fail_as_at_full_depth(kind: str, position: int) -> None:
+    def until_failure(how: Drafting | None) -> tuple[list[GeneratedToken], str]:
         seen: list[GeneratedToken] = []
+        model = ScriptedModel(successor, wrong_at(6), spoiled=frozenset({position}))
         with pytest.raises(HeteroError) as failed:
-            for token in tokens:
+            for token in decoding(model, how, [PROMPT]):
                 seen.append(token)
+        assert model.cache.n_bytes == 0
         return seen, str(failed.value)
 
-    def spoiled() -> ScriptedModel:
-        return ScriptedModel(successor, wrong_at(6), spoiled=frozenset({position}))
-
-    expected = until_failure(generate(spoiled(), PROMPTS[:1], *arguments()))  # type: ignore[arg-type]
-    model = spoiled()
-    assert until_failure(generate_exact(model, PROMPTS[:1], *arguments(), drafting())) == expected  # type: ignore[arg-type]
-    assert f"logits at position {position + 1} are not finite" in expected[1] and model.cache.n_bytes == 0
+    expected = until_failure(None)
+    assert until_failure(drafted(kind, wrong_at(6))[1]) == expected
+    assert f"logits at position {position + 1} are not finite" in expected[1]
 
 
 # Interruptions.
@@ -177,46 +188,64 @@ class Interrupter:
 
 SEAMS = {
     "model": ("run", "on_cpu", "final_norm", "lm_head"),
-    "source": ("propose", "observe", "truncate"),
-    "gate": ("goes_on", "audit", "settle"),
+    "source": ("drafts", "observe", "truncate"),
+    "rule": ("is_worth", "audit", "settle"),
 }
 
 
-def interrupted_model(at: int, after: bool, ahead: bool) -> tuple[ScriptedModel, Drafting, ScriptedSource]:
-    model = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3) if ahead else None)
-    source, gate = half_known(), FixedGate(0.0)
+def often_right(way: str) -> tuple[ScriptedModel, Drafting]:
+    """A model that counts, whose drafts are right but for every fifth."""
+
+    def drafts(token_id: int, position: int) -> int:
+        return (token_id + (7 if position % 5 == 4 else 1)) % VOCABULARY
+
+    is_async = way == "asynchronous"
+    model, how = drafted("exits" if is_async else way, drafts, async_layers=EXIT_LAYER if is_async else 0)
+    model.overlap = Overlap(2, 3) if is_async else None
+    return model, how
+
+
+def interrupted(at: int, after: bool, way: str) -> tuple[ScriptedModel, Drafting]:
+    """The same, interrupted once."""
+    model, how = often_right(way)
     interrupter = Interrupter(at)
-    for thing, names in zip((model, source, gate), SEAMS.values(), strict=True):
-        interrupter.wrap(thing, names, after)
-    return model, drafting(source=source, gate=gate, drafts_ahead=ahead), source
+    things = {"model": [model], "source": how.sources, "rule": [how.rule]}
+    for seam, names in SEAMS.items():
+        for thing in things[seam]:
+            interrupter.wrap(thing, names, after)
+    return model, how
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+def is_forgotten(how: Drafting) -> bool:
+    """By the sources."""
+    return all(isinstance(source, ScriptedSource) and source.observed == {} for source in how.sources)
+
+
+@every_way
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interruption_anywhere_frees_everything(after: bool, ahead: bool) -> None:
-    expected = list(generate_exact(ScriptedModel(successor, successor), PROMPTS, *arguments(), drafting()))  # type: ignore[arg-type]
+def test_an_interruption_anywhere_frees_everything(after: bool, way: str) -> None:
+    expected = sorted(map(str, decoding(ScriptedModel(successor, successor), None, PROMPTS)))
     for at in itertools.count(1):
-        model, how, source = interrupted_model(at, after, ahead)
+        model, how = interrupted(at, after, way)
         try:
-            tokens = list(generate_exact(model, PROMPTS, *arguments(), how))  # type: ignore[arg-type]
+            tokens = list(decoding(model, how, PROMPTS))
         except KeyboardInterrupt:
-            assert model.cache.n_bytes == 0 and source.observed == {}
-            again = list(generate_exact(model, PROMPTS, *arguments(), how))  # type: ignore[arg-type]
-            assert sorted(map(str, again)) == sorted(map(str, expected))
+            assert model.cache.n_bytes == 0 and is_forgotten(how)
+            assert sorted(map(str, decoding(model, how, PROMPTS))) == expected
         else:
-            assert at > 100 and sorted(map(str, tokens)) == sorted(map(str, expected))
+            assert at > 60 and sorted(map(str, tokens)) == expected
             return
 
 
 def talked(model: ScriptedModel, how: Drafting) -> Iterator[bool]:
     """Generates as a conversation does, again after each interruption: what is known for certain then is the prompt and
     the tokens before the last one that was seen. Yields whether it was interrupted."""
-    said = list(PROMPTS[0])
+    said = list(PROMPT)
     sequence = model.cache.open_new()
-    while len(said) < len(PROMPTS[0]) + N_TOKENS:
+    while len(said) < len(PROMPT) + N_TOKENS:
         certain = model.cache.length(sequence)
         try:
-            for token in generate_exact_from(model, sequence, said[:], *arguments(), how):  # type: ignore[arg-type]
+            for token in decoding(model, how, Continuation(sequence, said[:])):
                 certain = len(said)
                 said.append(token.token_id)
         except KeyboardInterrupt:
@@ -225,32 +254,32 @@ def talked(model: ScriptedModel, how: Drafting) -> Iterator[bool]:
             yield True
         else:
             yield False
-        assert said == (PROMPTS[0] + COUNTING)[: len(said)]
+        assert said == (PROMPT + COUNTING)[: len(said)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@every_way
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interruption_of_any_call_leaves_what_was_said_to_go_on_from(after: bool, ahead: bool) -> None:
+def test_an_interruption_of_any_call_leaves_what_was_said_to_be_resumed(after: bool, way: str) -> None:
     for at in itertools.count(1):
-        model, how, _ = interrupted_model(at, after, ahead)
+        model, how = interrupted(at, after, way)
         if True not in list(talked(model, how)):
             break
-    assert at > 60
+    assert at > 30
 
 
-def test_an_interruption_of_any_line_leaves_what_was_said_to_go_on_from() -> None:
+@every_way
+def test_an_interruption_of_any_line_leaves_what_was_said_to_be_resumed(way: str) -> None:
     for at in itertools.count(1, 5):
         lines = itertools.count(1)
 
         def trace(frame: Any, event: str, _: Any, at: int = at, lines: Iterator[int] = lines) -> Any:
-            if "/decoding/" not in frame.f_code.co_filename:
+            if "/speculation/" not in frame.f_code.co_filename and "/decoding/" not in frame.f_code.co_filename:
                 return None
             if event == "line" and next(lines) == at:
                 raise KeyboardInterrupt
             return trace
 
-        model = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3))
-        talk = talked(model, drafting(source=half_known(), drafts_ahead=True))
+        talk = talked(*often_right(way))
         before = sys.gettrace()
         sys.settrace(trace)
         try:
@@ -263,26 +292,28 @@ def test_an_interruption_of_any_line_leaves_what_was_said_to_go_on_from() -> Non
     assert at > 500
 
 
+@both_kinds
 @pytest.mark.parametrize("n_tokens", range(2 * N_TOKENS))
-def test_closing_early_frees_everything(n_tokens: int) -> None:
-    model, source = ScriptedModel(successor, wrong_at(8, 9)), half_known()
-    tokens: Any = generate_exact(model, PROMPTS, *arguments(), drafting(source=source))  # type: ignore[arg-type]
+def test_closing_early_frees_everything(kind: str, n_tokens: int) -> None:
+    model, how = often_right(kind)
+    tokens: Any = decoding(model, how, PROMPTS)
     for _ in range(n_tokens):
         next(tokens)
     tokens.close()
-    assert model.cache.n_bytes == 0 and source.observed == {}
+    assert model.cache.n_bytes == 0 and is_forgotten(how)
     assert list(tokens) == [] and len(model.passes) <= 12 * N_TOKENS
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@every_way
 @pytest.mark.parametrize("n_tokens", range(1, N_TOKENS))
-def test_closing_early_leaves_a_sequence_that_is_true(n_tokens: int, ahead: bool) -> None:
-    model, source = ScriptedModel(successor, wrong_at(8, 9), overlap=Overlap(2, 3)), half_known()
+def test_closing_early_leaves_a_sequence_that_is_true(n_tokens: int, way: str) -> None:
+    model, how = often_right(way)
     sequence = model.cache.open_new()
-    how = drafting(2, source=source, drafts_ahead=ahead)
-    tokens: Any = generate_exact_from(model, sequence, PROMPTS[0], *arguments(), how)  # type: ignore[arg-type]
-    said = PROMPTS[0] + [next(tokens).token_id for _ in range(n_tokens)]
+    tokens: Any = decoding(model, replace(how, draft_length=2), Continuation(sequence, PROMPT))
+    said = PROMPT + [next(tokens).token_id for _ in range(n_tokens)]
     tokens.close()
     lengths = {model.cache.length_at(sequence, layer) for layer in range(N_LAYERS)}
     assert len(lengths) == 1 and lengths.pop() >= len(said) - 1
-    assert source.observed[sequence][: len(said) - 1] == said[:-1]
+    for source in how.sources:
+        assert isinstance(source, ScriptedSource)
+        assert source.observed[sequence][: len(said) - 1] == said[:-1]

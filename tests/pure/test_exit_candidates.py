@@ -1,4 +1,4 @@
-"""Candidates of a head, and of several sources together."""
+"""Candidates of the lm_head."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_ee.speculation.exits.candidates import HeadCandidates, merged_candidates
+from hetero_ee.speculation.exits.candidates import HeadCandidates
 
 # Few values, so that ties abound, within the candidates and across their edge.
 ROWS = st.integers(1, 3).flatmap(
@@ -50,8 +50,3 @@ def test_excluded_tokens_are_no_fault_until_they_are_candidates() -> None:
     logits = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf]])
     assert HeadCandidates(2).of(logits).is_finite.tolist() == [True]
     assert HeadCandidates(3).of(logits).is_finite.tolist() == [False]
-
-
-def test_merging_ends_with_k_different_tokens() -> None:
-    assert merged_candidates([[3, 3, 1], [1, 2], [5]], 3) == [3, 1, 2]
-    assert merged_candidates([[3]], 0) == []

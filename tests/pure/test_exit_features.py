@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hetero_ee_kernels.reference.exit_predictor import exit_predictor
 
 from hetero_ee.speculation.exits.features import exit_features, is_finite
+from hetero_ee_kernels.reference import exit_predictor
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hetero_ee_kernels.reference.exit_predictor import exit_predictor
 
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.predictor import ExitPredictor
+from hetero_ee_kernels.reference import exit_predictor
 
 
 def random(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> np.ndarray:

@@ -6,7 +6,7 @@ import torch
 
 from hetero_ee.calibration.traces import PartialLogits, Trace, drafts_of, joined, n_pairs, trace
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.executors.reference import Executor
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import exit_features

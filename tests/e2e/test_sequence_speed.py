@@ -1,25 +1,26 @@
-"""What the demo model's chains gain on an emulated machine by ending in time and by n-grams around them."""
+"""What the demo model's draft sequences gain on an emulated machine by ending in time and by n-grams around them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hetero_ee.speculation.chain_rule import ChainRule
 
 from hetero_ee import Engine
 from hetero_ee.planning.limits import Limits
+from hetero_ee.speculation import opening
+from hetero_ee.speculation.stop_rule import MarginalRule
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP
 
 STORIES = ["Once upon a time", "The big dog", "Tom and his mom went to the store.", "One morning, a rabbit"]
-PLAIN_CHAINS, NO_NGRAMS, ALL = "chains of one length", "no n-grams", "all"
+ONE_LENGTH, NO_NGRAMS, ALL = "sequences of one length", "no n-grams", "all"
 
 
-class OneLength(ChainRule):
+class OneLength(MarginalRule):
     """Four drafts, whatever they look like."""
 
-    def goes_on(self, chances: Sequence[float]) -> bool:
-        return len(chances) < 4
+    def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
+        return len(chances) <= 4
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,10 @@ def engines(demo: Path) -> Iterator[dict[str, Engine]]:
     opened = {"full": _opened("full")}
     with pytest.MonkeyPatch.context() as patched:
         opened[ALL] = _opened("exact")
-        patched.setattr("hetero_ee.speculation.chain_opening.CombinedSource", lambda ngrams, head: head)
+        patched.setattr(opening, "SOURCES", opening.SOURCES[1:])
         opened[NO_NGRAMS] = _opened("exact")
-        patched.setattr("hetero_ee.speculation.chain_opening.ChainRule", OneLength)
-        opened[PLAIN_CHAINS] = _opened("exact")
+        patched.setattr(opening, "MarginalRule", OneLength)
+        opened[ONE_LENGTH] = _opened("exact")
         yield opened
     for engine in opened.values():
         engine.close()
@@ -56,5 +57,5 @@ def test_on_stories_nothing_is_lost(engines: dict[str, Engine]) -> None:
         how: sum(seconds_a_token(engine, [story], engines["full"]) for story in STORIES)
         for how, engine in engines.items()
     }
-    assert times[ALL] < 1.03 * times[NO_NGRAMS] and times[NO_NGRAMS] < times[PLAIN_CHAINS]
+    assert times[ALL] < 1.03 * times[NO_NGRAMS] and times[NO_NGRAMS] < times[ONE_LENGTH]
     assert 2 * times[ALL] < times["full"]

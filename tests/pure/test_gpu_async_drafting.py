@@ -1,11 +1,10 @@
-"""Rows drafted ahead by everything that runs a plan's GPU but the card: nobody waits for them, and they take nothing
-from those that wait."""
+"""Asynchronous drafting by everything that runs a plan's GPU but the card: nobody waits for the guesses, and they take
+nothing from the tokens that wait."""
 
 from typing import Any
 
 import pytest
 import torch
-from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
@@ -13,9 +12,11 @@ from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.speculation.drafting import Drafting, ExitHead
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.emulation import planned
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda
@@ -40,8 +41,8 @@ def opened(model: Model, places: str, driver: StandInCuda | None = None) -> Plan
     return on_stand_in(*model, plan, stand_in_gpu(driver))
 
 
-@pytest.mark.parametrize("n_rows", [1, 3, 16])
-def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int) -> None:
+@pytest.mark.parametrize("n_tokens", [1, 3, 16])
+def test_a_guess_takes_nothing_from_tokens_that_wait(model: Model, n_tokens: int) -> None:
     """Buffers that hidden states cross in are used again, alternately."""
     driver = StandInCuda(PLENTY)
     executor, n_layers = opened(model, "head on the CPU", driver), model[0].n_layers
@@ -49,14 +50,14 @@ def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int)
     sequence = executor.cache.open_new()
     executor.prompt([Batch.of_sequence(sequence, 0, PROMPTS[0])])
     first = len(PROMPTS[0])
-    batch = Batch.of_sequence(sequence, first, list(range(2, 2 + n_rows)))
-    guess = Batch.of_sequence(sequence, first + n_rows, [50])
+    batch = Batch.of_sequence(sequence, first, list(range(2, 2 + n_tokens)))
+    guess = Batch.of_sequence(sequence, first + n_tokens, [50])
 
-    def passed(*, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def passed(*, is_async: bool) -> tuple[torch.Tensor, torch.Tensor]:
         executor.cache.truncate(sequence, first)
         waiting = executor.on_cpu(executor.run(batch, None, range(1)))
         before, n_logged = waiting.clone(), len(driver.log)
-        early = executor.run(guess, None, range(1)) if ahead else None
+        early = executor.run(guess, None, range(1)) if is_async else None
         last = executor.run(batch, waiting, range(1, n_layers))
         assert torch.equal(waiting, before)
         if early is None:
@@ -64,7 +65,7 @@ def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int)
         assert not any(entry[:2] == ("host", "waits for") for entry in driver.log[n_logged:])
         return last, executor.run(guess, early, range(1, n_layers))
 
-    for found, expected in zip(passed(ahead=True), passed(ahead=False), strict=True):
+    for found, expected in zip(passed(is_async=True), passed(is_async=False), strict=True):
         assert torch.equal(found, expected)
     executor.close()
 
@@ -74,7 +75,7 @@ def test_rows_ahead_take_nothing_from_those_that_wait(model: Model, n_rows: int)
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 def test_texts_are_those_of_full_mode(model: Model, places: str, exit_layer: int, threshold: float) -> None:
     executor, counts = opened(model, places), DraftCounts()
-    how = Drafting(exit_layer, 2, FixedGate(threshold), ExitHead(), drafts_ahead=True)
+    how = Drafting(exit_layer, 2, FixedThreshold(threshold), ExitHead(), async_layers=exit_layer)
     params, ending = SamplingParams(40, temperature=0.7, seed=2, top_k=3), Ending(frozenset(), CONTEXT_TOKENS)
     common: Any = executor, PROMPTS, params, ending, str, lambda: 0.0
     expected, found = list(generate(*common)), list(generate_exact(*common, how, counts))

@@ -1,26 +1,27 @@
-"""Faults at every point of a text whose rows are drafted ahead: it goes on, or ends with one error; no row is left."""
+"""Faults at every point of asynchronous drafting: the text goes on, or ends with one error; no guess is left."""
 
 from typing import Any
 
 import pytest
-from hetero_ee.speculation.draft_gate import FixedGate
 
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.runtime.opening import open_on_cpu
-from hetero_ee.speculation.drafting import Drafting, ExitHead
-from hetero_ee.speculation.exact import generate_exact, generate_exact_from
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import no_memory
 from tests.e2e import test_runtime_faults as faults
 from tests.e2e.test_placements import of_family
 from tests.e2e.test_runtime_faults import CONTEXT_TOKENS, EVERY_OR_SOME, PROMPTS, KernelError, Model, Points, opened
 
-BOUNDARY, N_TOKENS = 1, 6
+N_TOKENS = 6
 WHERE = ["gpu", "cpu", "transfer"]
 PARAMS, ENDING = SamplingParams(max_new_tokens=N_TOKENS), Ending(frozenset(), CONTEXT_TOKENS)
-HOW = Drafting(BOUNDARY, 2, FixedGate(2.0), ExitHead(), drafts_ahead=True)
+HOW = Drafting(1, 2, FixedThreshold(2.0), ExitHead(), async_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def expected(model: Model) -> list[list[int]]:
 
 
 def text_of(executor: Any, counts: DraftCounts | None = None) -> list[list[int]]:
-    """Six greedy tokens behind each prompt; no row exits, so that every round has a guess."""
+    """Six greedy tokens after each prompt; no token exits, so that every step has a guess."""
     found: list[list[int]] = [[] for _ in PROMPTS]
     for token in generate_exact(executor, PROMPTS, PARAMS, ENDING, str, lambda: 0.0, HOW, counts):
         found[token.sequence].append(token.token_id)
@@ -42,7 +43,7 @@ def text_of(executor: Any, counts: DraftCounts | None = None) -> list[list[int]]
 
 
 def n_points(model: Model, expected: Any, where: str) -> int:
-    """How often a clean run passes there. Its rows ahead are right and wrong."""
+    """How often a clean run passes there. Its guesses are right and wrong."""
     points, counts = Points(KernelError, 0, True, armed=True), DraftCounts()
     executor = opened(model, points, where, "split")
     assert text_of(executor, counts) == expected
@@ -96,7 +97,7 @@ def test_a_sequence_that_stays_open_goes_on_after_a_fault(model: Model, expected
             executor.cache.truncate(sequence, certain)
             left = PARAMS.changed(max_new_tokens=len(PROMPTS[0]) + N_TOKENS - len(said))
             try:
-                tokens = generate_exact_from(executor, sequence, said[:], left, ENDING, str, lambda: 0.0, HOW)
+                tokens = generate_exact(executor, Continuation(sequence, said[:]), left, ENDING, str, lambda: 0.0, HOW)
                 for token in tokens:
                     certain = len(said)
                     said.append(token.token_id)
