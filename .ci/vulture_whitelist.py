@@ -27,10 +27,6 @@ exit_predictor  # of the GPU: for exits that are judged there
 
 exit_schedules  # read by scripts/compare_exit_layers.py
 
-# Read by scripts/generate_gpu_kernel_docs.py and tests/gpu/test_ahead_of_time.py, which compile without a GPU.
-every_compilation, compile_for, CARD_CLASSES
-is_memory_bound, program_shared_bytes, stack_bytes, n_vector_loads
-
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign

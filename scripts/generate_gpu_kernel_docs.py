@@ -1,6 +1,6 @@
 """Writes docs/gpu_kernels.md: what the compiler makes of every GPU kernel, for every class of cards.
 
-python scripts/generate_gpu_kernel_docs.py
+PYTHONPATH=. python scripts/generate_gpu_kernel_docs.py
 
 Needs Triton and no GPU; takes a few minutes.
 """
@@ -10,7 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hetero_ee_kernels.compilation import CARD_CLASSES, Compiled, compile_for, every_compilation
+from tests.gpu_compilation import CARD_CLASSES, Compiled, compile_for
+from tests.gpu_compilations import every_compilation
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu_kernels.md"
 HEADER = """# GPU kernels

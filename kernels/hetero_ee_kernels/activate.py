@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import check
-from hetero_ee_kernels.compilation import Compilation
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu")
 BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
@@ -70,19 +69,3 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
         grid = (m, triton.cdiv(n_outputs, BLOCK))
         activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS)
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Every kind, of 11008 outputs."""
-    arguments = {"x_ptr": "*fp32", "out_ptr": "*fp32", "threshold": "fp32"}
-    return [
-        Compilation(
-            f"activate_{kind}",
-            activate_kernel,
-            arguments,
-            {"F": 11008, "KIND": kind, "GATED": gated, "BLOCK": BLOCK},
-            N_WARPS,
-            is_memory_bound=True,
-        )
-        for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
-    ]

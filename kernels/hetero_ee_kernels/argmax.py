@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.compilation import Compilation
-
 PIECE = 4096  # logits a program: 8 of each thread, and 32,000 are 8 programs a row
 LOWEST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)  # above every number's
@@ -57,13 +55,3 @@ def argmax(logits: Any, out: Any = None) -> Any:
         piece_kernel[(m, n_pieces)](logits, best, n, PIECE, num_warps=N_WARPS)
         row_kernel[(m,)](best, out, n_pieces, triton.next_power_of_2(n_pieces), num_warps=ROW_WARPS)
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Both launches for a vocabulary of 128,000."""
-    pieces = {"logits_ptr": "*fp32", "best_ptr": "*i64", "n": "i32"}
-    rows = {"best_ptr": "*i64", "out_ptr": "*i64", "n_pieces": "i32"}
-    return [
-        Compilation("argmax_pieces", piece_kernel, pieces, {"PIECE": PIECE}, N_WARPS),
-        Compilation("argmax_rows", row_kernel, rows, {"PIECES": 32}, ROW_WARPS),
-    ]

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import check
-from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.pages import (
     PAGE_TOKENS,
     PART_TOKENS,
@@ -214,33 +213,3 @@ def _sizes(group: int, head_dim: int) -> dict[str, int]:
     group_block = min(MAX_GROUP, triton.next_power_of_2(group))
     lanes = max(1, min(PAGE_TOKENS, TILE // (group_block * dim_block)))
     return {"GROUP": group, "GROUP_BLOCK": group_block, "HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}
-
-
-def compilations() -> list[Compilation]:
-    """Heads of 128 in groups of 1 and 4 over 4096 positions."""
-    pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
-    pointers |= {"sums_ptr": "*fp32", "states_ptr": "*fp32", "factor": "fp32", "layer": "i32"}
-    common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
-    layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
-    records = []
-    for kind, code, group in (
-        ("fp16", "*fp16", 1),
-        ("fp16", "*fp16", 4),
-        ("fp32", "*fp32", 4),
-        ("int8", "*i8", 4),
-        ("int8", "*i8", 1),
-    ):
-        signature = pointers | {"codes_ptr": code}
-        constants: dict[str, Any] = layout | common | _sizes(group, 128)
-        if kind == "int8":
-            signature["scales_ptr"] = "*fp32"
-        else:
-            constants["scales_ptr"] = None
-        name = f"attention_{kind}_group_{group}"
-        records.append(Compilation(name, attention_kernel, signature, constants, N_WARPS, is_memory_bound=True))
-    arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
-    shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128}
-    records.append(
-        Compilation("attention_combine", combine_kernel, arguments, shape, COMBINE_WARPS, is_memory_bound=True)
-    )
-    return records

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import check
-from hetero_ee_kernels.compilation import Compilation
 
 N_WARPS = 4  # h = 512: 4 hidden units a thread
 MAX_HIDDEN = 4096
@@ -101,12 +100,3 @@ def exit_predictor(
 def _sizes(c: int, h: int) -> dict[str, int]:
     blocks = {"C_BLOCK": triton.next_power_of_2(c), "HIDDEN_BLOCK": triton.next_power_of_2(h)}
     return {"C": c, "HIDDEN": h} | blocks
-
-
-def compilations() -> list[Compilation]:
-    """4 candidates, 512 hidden units (the paper's) and 64."""
-    arguments = {"logits_ptr": "*fp32", "previous_ptr": "*fp32", "first_ptr": "*fp16", "first_bias_ptr": "*fp16"}
-    arguments |= {"second_ptr": "*fp16", "second_bias_ptr": "*fp16", "out_ptr": "*fp32"}
-    return [
-        Compilation(f"exit_predictor_{h}", exit_predictor_kernel, arguments, _sizes(4, h), N_WARPS) for h in (512, 64)
-    ]

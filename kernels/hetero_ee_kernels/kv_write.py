@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import check
-from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages, check_rows
 
 N_WARPS = 1  # a head is 64 to 256 features
@@ -162,25 +161,3 @@ def _sizes(n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, n_pairs:
         "REST_BLOCK": triton.next_power_of_2(max(1, head_dim - 2 * n_pairs)),
         "TINY": SMALLEST,
     }
-
-
-def compilations() -> list[Compilation]:
-    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
-    pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
-    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
-    records = []
-    for kind, code, turns in (
-        ("fp16", "*fp16", True),
-        ("fp32", "*fp32", True),
-        ("int8", "*i8", True),
-        ("fp16", "*fp16", False),
-    ):
-        signature, constants = pointers | {"codes_ptr": code}, layout | _sizes(16, 32 if turns else 0, 8, 128, 64)
-        for name, there, pointer in (("turns_ptr", turns, "*fp32"), ("scales_ptr", kind == "int8", "*fp32")):
-            if there:
-                signature[name] = pointer
-            else:
-                constants[name] = None
-        name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
-        records.append(Compilation(name, kv_write_kernel, signature, constants, N_WARPS))
-    return records

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
     MAGIC_BITS,
@@ -34,11 +33,7 @@ from hetero_ee_kernels.tile_group import (
     to_float,
 )
 from hetero_ee_kernels.tile_matrix import (
-    BYTES,
-    CODEBOOK,
     GCN,
-    LINEAR,
-    PTX,
     TileMatrix,
     check_rows,
     instructions,
@@ -194,23 +189,3 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
             num_warps=N_WARPS,
         )
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Every kind of tile at the fewest and the most rows a program takes."""
-    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
-    signature |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
-    signature |= dict.fromkeys(("m", "n_rows", "n_groups", "one"), "i32")
-    return [
-        Compilation(
-            f"matmul_{name}_{n_rows}{'' if isa == PTX else '_amd'}",
-            matmul_kernel,
-            signature,
-            {"M": n_rows, "KIND": kind, "ISA": isa},
-            N_WARPS,
-            is_memory_bound=True,
-            isa=isa,
-        )
-        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-        for n_rows, isa in ((1, PTX), (MAX_ROWS, PTX), (MAX_ROWS_AMD, GCN))
-    ]

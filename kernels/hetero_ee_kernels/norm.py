@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import check
-from hetero_ee_kernels.compilation import Compilation
 
 MAX_FEATURES = 65536
 HEAD_WARPS = 1  # a head is 64 to 256 features
@@ -121,21 +120,3 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
 def _n_warps(block: int) -> int:
     """About 16 features a thread."""
     return min(16, max(1, block // 512))
-
-
-def compilations() -> list[Compilation]:
-    """The norms of a 4096 wide model, and of its heads."""
-    pointers = dict.fromkeys(("x_ptr", "delta_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*fp32")
-    wide = {"N": 4096, "BLOCK": 4096}
-    heads = {"FEATURES": 6144, "FIRST": 0, "N": 128, "BLOCK": 128}
-    rms = {name: kind for name, kind in pointers.items() if name != "bias_ptr"} | {"eps": "fp32"}
-    head_arguments = {"x_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"}
-    return [
-        Compilation(
-            "rms_norm", norm_kernel, rms, wide | {"CENTERED": False, "bias_ptr": None}, 8, is_memory_bound=True
-        ),
-        Compilation(
-            "layer_norm", norm_kernel, pointers | {"eps": "fp32"}, wide | {"CENTERED": True}, 8, is_memory_bound=True
-        ),
-        Compilation("rms_norm_heads", heads_kernel, head_arguments, heads, HEAD_WARPS, is_memory_bound=True),
-    ]

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.tile_group import MAGIC
 from hetero_ee_kernels.tile_matrix import GROUP
 
@@ -62,17 +61,3 @@ def quantize(x: Any) -> tuple[Any, Any]:
         grid = (m, -(-n_groups // GROUPS))
         quantize_kernel[grid](x, codes, scales, n_columns, n_groups, GROUPS, num_warps=N_WARPS)
     return codes, scales
-
-
-def compilations() -> list[Compilation]:
-    """From either type of activation."""
-    return [
-        Compilation(
-            f"quantize_{dtype}",
-            quantize_kernel,
-            {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"},
-            {"GROUPS": GROUPS},
-            N_WARPS,
-        )
-        for dtype in ("fp32", "fp16")
-    ]

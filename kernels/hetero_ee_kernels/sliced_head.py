@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.compilation import Compilation
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import (
     MAGIC_BITS,
@@ -26,11 +25,6 @@ from hetero_ee_kernels.tile_group import (
     to_float,
 )
 from hetero_ee_kernels.tile_matrix import (
-    BYTES,
-    CODEBOOK,
-    GCN,
-    LINEAR,
-    PTX,
     TileMatrix,
     check_rows,
     instructions,
@@ -141,22 +135,3 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
             num_warps=N_WARPS,
         )
     return out
-
-
-def compilations() -> list[Compilation]:
-    """Every kind of tile."""
-    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "x_ptr": "*i32"}
-    signature |= {"x_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
-    signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
-    return [
-        Compilation(
-            f"sliced_head_{name}{'' if isa == PTX else '_amd'}",
-            sliced_kernel,
-            signature,
-            {"KIND": kind, "ISA": isa},
-            N_WARPS,
-            isa=isa,
-        )
-        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-        for isa in (PTX, GCN)
-    ]

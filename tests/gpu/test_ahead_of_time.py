@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hetero_ee_kernels.compilation import CARD_CLASSES, CardClass, Compiled, compile_for, every_compilation
+from tests.gpu_compilation import CARD_CLASSES, CardClass, Compiled, compile_for
+from tests.gpu_compilations import every_compilation
 from tests.gpu_support import IS_INTERPRETED
 
 pytest.importorskip("triton")

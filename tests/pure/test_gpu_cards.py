@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetero_ee_kernels.compilation import CARD_CLASSES
+from tests.gpu_compilation import CARD_CLASSES
 
 CARDS = {card.name: card for card in CARD_CLASSES}
 

@@ -4,12 +4,9 @@ Sources: CUDA C++ Programming Guide, table of technical specifications per compu
 set guide and LLVM's AMDGPU user guide (gfx1100: a multiprocessor here is one SIMD32 unit).
 """
 
-import importlib
-import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +17,7 @@ VECTOR_LOADS = re.compile(r"ld\.global\S*\.(?:v4\.\w32|v8\.\w16|v2\.\w64)|(?:glo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compilation:
-    """One specialization of one kernel. Every file of an operation lists its own in `compilations()`."""
+    """One specialization of one kernel. gpu_compilations.py lists them."""
 
     name: str
     function: Any  # the @triton.jit function
@@ -98,15 +95,6 @@ class Compiled:
     @property
     def occupancy(self) -> float:
         return self.card.occupancy(self.registers, self.shared_bytes, self.n_warps)
-
-
-def every_compilation() -> Iterator[Compilation]:
-    """The records of every kernel file, in alphabetical order of the files."""
-    import hetero_ee_kernels
-
-    for module in pkgutil.iter_modules(hetero_ee_kernels.__path__, "hetero_ee_kernels."):
-        found = getattr(importlib.import_module(module.name), "compilations", None)
-        yield from found() if found else []
 
 
 def compile_for(record: Compilation, card: CardClass) -> Compiled:

@@ -1,0 +1,208 @@
+"""Every specialization of every GPU kernel that the product launches, for compiling it without a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hetero_ee_kernels import (
+    activate,
+    argmax,
+    attention,
+    exit_predictor,
+    kv_write,
+    matmul,
+    norm,
+    quantize,
+    sliced_head,
+    tile_group,
+)
+from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
+from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX
+from tests.gpu_compilation import Compilation
+
+
+def every_compilation() -> Iterator[Compilation]:
+    """Of all files, in alphabetical order."""
+    for listed in (_activate, _argmax, _attention, _exit_predictor, _kv_write, _matmul, _norm, _quantize, _sliced_head):
+        yield from listed()
+
+
+def _activate() -> list[Compilation]:
+    """Every kind, of 11008 outputs."""
+    arguments = {"x_ptr": "*fp32", "out_ptr": "*fp32", "threshold": "fp32"}
+    return [
+        Compilation(
+            f"activate_{kind}",
+            activate.activate_kernel,
+            arguments,
+            {"F": 11008, "KIND": kind, "GATED": gated, "BLOCK": activate.BLOCK},
+            activate.N_WARPS,
+            is_memory_bound=True,
+        )
+        for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
+    ]
+
+
+def _argmax() -> list[Compilation]:
+    """Both launches for a vocabulary of 128,000."""
+    pieces = {"logits_ptr": "*fp32", "best_ptr": "*i64", "n": "i32"}
+    rows = {"best_ptr": "*i64", "out_ptr": "*i64", "n_pieces": "i32"}
+    return [
+        Compilation("argmax_pieces", argmax.piece_kernel, pieces, {"PIECE": argmax.PIECE}, argmax.N_WARPS),
+        Compilation("argmax_rows", argmax.row_kernel, rows, {"PIECES": 32}, argmax.ROW_WARPS),
+    ]
+
+
+def _attention() -> list[Compilation]:
+    """Heads of 128 in groups of 1 and 4 over 4096 positions."""
+    pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
+    pointers |= {"sums_ptr": "*fp32", "states_ptr": "*fp32", "factor": "fp32", "layer": "i32"}
+    common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
+    layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
+    records = []
+    for kind, code, group in (
+        ("fp16", "*fp16", 1),
+        ("fp16", "*fp16", 4),
+        ("fp32", "*fp32", 4),
+        ("int8", "*i8", 4),
+        ("int8", "*i8", 1),
+    ):
+        signature = pointers | {"codes_ptr": code}
+        constants: dict[str, Any] = layout | common | attention._sizes(group, 128)
+        if kind == "int8":
+            signature["scales_ptr"] = "*fp32"
+        else:
+            constants["scales_ptr"] = None
+        name = f"attention_{kind}_group_{group}"
+        records.append(
+            Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
+        )
+    arguments = {"sums_ptr": "*fp32", "states_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*fp32"}
+    shape = common | {"N_HEADS": 32, "HEAD_DIM": 128, "DIM_BLOCK": 128}
+    records.append(
+        Compilation(
+            "attention_combine",
+            attention.combine_kernel,
+            arguments,
+            shape,
+            attention.COMBINE_WARPS,
+            is_memory_bound=True,
+        )
+    )
+    return records
+
+
+def _exit_predictor() -> list[Compilation]:
+    """4 candidates, 512 hidden units (the paper's) and 64."""
+    arguments = {"logits_ptr": "*fp32", "previous_ptr": "*fp32", "first_ptr": "*fp16", "first_bias_ptr": "*fp16"}
+    arguments |= {"second_ptr": "*fp16", "second_bias_ptr": "*fp16", "out_ptr": "*fp32"}
+    return [
+        Compilation(
+            f"exit_predictor_{h}",
+            exit_predictor.exit_predictor_kernel,
+            arguments,
+            exit_predictor._sizes(4, h),
+            exit_predictor.N_WARPS,
+        )
+        for h in (512, 64)
+    ]
+
+
+def _kv_write() -> list[Compilation]:
+    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
+    pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
+    layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
+    records = []
+    for kind, code, turns in (
+        ("fp16", "*fp16", True),
+        ("fp32", "*fp32", True),
+        ("int8", "*i8", True),
+        ("fp16", "*fp16", False),
+    ):
+        signature, constants = (
+            pointers | {"codes_ptr": code},
+            layout | kv_write._sizes(16, 32 if turns else 0, 8, 128, 64),
+        )
+        for name, there, pointer in (("turns_ptr", turns, "*fp32"), ("scales_ptr", kind == "int8", "*fp32")):
+            if there:
+                signature[name] = pointer
+            else:
+                constants[name] = None
+        name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
+        records.append(Compilation(name, kv_write.kv_write_kernel, signature, constants, kv_write.N_WARPS))
+    return records
+
+
+def _matmul() -> list[Compilation]:
+    """Every kind of tile at the fewest and the most rows a program takes."""
+    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
+    signature |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
+    signature |= dict.fromkeys(("m", "n_rows", "n_groups", "one"), "i32")
+    return [
+        Compilation(
+            f"matmul_{name}_{n_rows}{'' if isa == PTX else '_amd'}",
+            matmul.matmul_kernel,
+            signature,
+            {"M": n_rows, "KIND": kind, "ISA": isa},
+            tile_group.N_WARPS,
+            is_memory_bound=True,
+            isa=isa,
+        )
+        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
+        for n_rows, isa in ((1, PTX), (matmul.MAX_ROWS, PTX), (matmul.MAX_ROWS_AMD, GCN))
+    ]
+
+
+def _norm() -> list[Compilation]:
+    """The norms of a 4096 wide model, and of its heads."""
+    pointers = dict.fromkeys(("x_ptr", "delta_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*fp32")
+    wide = {"N": 4096, "BLOCK": 4096}
+    heads = {"FEATURES": 6144, "FIRST": 0, "N": 128, "BLOCK": 128}
+    rms = {name: kind for name, kind in pointers.items() if name != "bias_ptr"} | {"eps": "fp32"}
+    head_arguments = {"x_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"}
+    return [
+        Compilation(
+            "rms_norm", norm.norm_kernel, rms, wide | {"CENTERED": False, "bias_ptr": None}, 8, is_memory_bound=True
+        ),
+        Compilation(
+            "layer_norm",
+            norm.norm_kernel,
+            pointers | {"eps": "fp32"},
+            wide | {"CENTERED": True},
+            8,
+            is_memory_bound=True,
+        ),
+        Compilation("rms_norm_heads", norm.heads_kernel, head_arguments, heads, norm.HEAD_WARPS, is_memory_bound=True),
+    ]
+
+
+def _quantize() -> list[Compilation]:
+    """From either type of activation."""
+    return [
+        Compilation(
+            f"quantize_{dtype}",
+            quantize.quantize_kernel,
+            {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "scales_ptr": "*fp32", "n_columns": "i32", "n_groups": "i32"},
+            {"GROUPS": quantize.GROUPS},
+            quantize.N_WARPS,
+        )
+        for dtype in ("fp32", "fp16")
+    ]
+
+
+def _sliced_head() -> list[Compilation]:
+    """Every kind of tile."""
+    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "x_ptr": "*i32"}
+    signature |= {"x_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
+    signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
+    return [
+        Compilation(
+            f"sliced_head_{name}{'' if isa == PTX else '_amd'}",
+            sliced_head.sliced_kernel,
+            signature,
+            {"KIND": kind, "ISA": isa},
+            tile_group.N_WARPS,
+            isa=isa,
+        )
+        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
+        for isa in (PTX, GCN)
+    ]
