@@ -4,7 +4,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -19,7 +18,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.resolve import resolve_model
@@ -254,17 +253,8 @@ class Engine:
             )
         template = ChatTemplate(source, self._tokenizer.special_tokens)
         sources = () if self._drafting is None else self._drafting.drafting.sources
-        conversation = Conversation(
-            executor,
-            self._tokenizer,
-            template,
-            self._ending(executor),
-            params,
-            system,
-            self._generate,
-            [source.close for source in sources],
-            self._clock,
-        )
+        closing = [source.close for source in sources]
+        conversation = Conversation(executor, self._tokenizer, template, self._tokens, params, system, closing)
         self._conversations.add(conversation)
         return conversation
 
@@ -304,17 +294,14 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _generate(self, *arguments: Any) -> Iterator[GeneratedToken]:
-        """As full.generate, in the plan's mode."""
+    def _tokens(self, prompts: Prompts, params: SamplingParams) -> Iterator[GeneratedToken]:
+        """In the plan's mode."""
+        executor = self.executor
+        common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
         if self._drafting is None:
-            return generate(*arguments)
+            return generate(*common)
         self._draft_counts = DraftCounts()
-        way = partial(generate_exact, drafting=self._drafting.drafting, counts=self._draft_counts)
-        return way(*arguments)
-
-    def _tokens(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[GeneratedToken]:
-        executor, decode = self.executor, self._tokenizer.decode
-        return self._generate(executor, prompts, params, self._ending(executor), decode, self._clock)
+        return generate_exact(*common, self._drafting.drafting, self._draft_counts)
 
     @property
     def _clock(self) -> Callable[[], float]:

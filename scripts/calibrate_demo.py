@@ -11,7 +11,7 @@ import argparse
 import time
 from pathlib import Path
 
-from common import read_stories, without_held_out
+from stories import read_stories, without_held_out
 
 from hetero_ee import Engine
 from hetero_ee.calibration.file import write_calibration

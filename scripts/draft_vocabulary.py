@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import read_stories
+from stories import read_stories
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import CONFIG_FILE

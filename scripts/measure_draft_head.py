@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import read_stories
 from draft_head_teacher import Teacher
+from stories import read_stories
 from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams

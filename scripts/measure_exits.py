@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import read_stories
+from stories import read_stories
 
 from hetero_ee import Engine
 from hetero_ee.calibration.metrics import all_metrics, opened

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common import read_stories
+from stories import read_stories
 from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder

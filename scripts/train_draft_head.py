@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
 from draft_head_module import TrainingHead
 from draft_head_teacher import Teacher, Trace
 from draft_vocabulary import frequent_tokens, written
 from measure_draft_head import Size, measure
 from safetensors.torch import load_file, save_file
+from stories import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 

@@ -5,25 +5,23 @@ cache already holds. So its ids are those of a fresh run over the whole text, wh
 before; and so are its tokens, since a row's bits depend on its own sequence alone.
 """
 
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
-from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
 from hetero_ee.text.tokenizer import Tokenizer
 
 N_SEEDS = 2**64
-Generate = Callable[..., Iterator[GeneratedToken]]  # the way to decode: takes and yields what full.generate does
+Generate = Callable[[Continuation, SamplingParams], Iterator[GeneratedToken]]
 
 
 class Conversation:
@@ -41,18 +39,14 @@ class Conversation:
         executor: Executor,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        ending: Ending,
+        generate: Generate,
         sampling: SamplingParams,
         system: str | None = None,
-        generate: Generate = generate,
         closing: Sequence[Callable[[int], None]] = (),
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """generate: the way to decode; closing: told the sequence of the KV cache when it is freed."""
-        self._clock = clock
+        """generate: the way to decode. closing: told the sequence of the KV cache when it is freed."""
         self._executor, self._tokenizer, self._template = executor, tokenizer, template
-        self._generate = generate
-        self._ending, self._sampling = ending, sampling
+        self._generate, self._sampling = generate, sampling
         self._system: tuple[Message, ...] = ()
         self._messages: list[Message] = []
         self._reply: Reply | None = None
@@ -74,7 +68,7 @@ class Conversation:
     @property
     def context_tokens(self) -> int:
         """Longest prompt and reply together."""
-        return self._ending.context_tokens
+        return self._executor.cache.max_tokens
 
     @property
     def n_cached_tokens(self) -> int:
@@ -153,7 +147,7 @@ class Conversation:
 
     def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
         """How many of the earlier messages must be forgotten, and the ids of the rest."""
-        context = self._ending.context_tokens
+        context = self.context_tokens
         quarter = max(1, context // 4)
         room = context - min(params.max_new_tokens or context, quarter)
         ids = self._encoded([*earlier, question])
@@ -188,8 +182,7 @@ class Conversation:
         n_cached = min(n_cached, self._executor.cache.length(self._sequence))  # less where a lost GPU took it along
         self._cached_ids = ids[:n_cached]
         self._executor.cache.truncate(self._sequence, n_cached)
-        prompt, decode = Continuation(self._sequence, ids), self._tokenizer.decode
-        tokens = self._generate(self._executor, prompt, params, self._ending, decode, self._clock)
+        tokens = self._generate(Continuation(self._sequence, ids), params)
         computed, text = ids[n_cached:], ""
         for token in tokens:
             self._cached_ids.extend(computed)

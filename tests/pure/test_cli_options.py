@@ -16,7 +16,7 @@ from hetero_ee_cli.commands.chat import chat
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
-from hetero_ee_cli.options.common import with_options
+from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.planning import MIB, LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 

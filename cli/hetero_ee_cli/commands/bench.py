@@ -13,8 +13,8 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
+from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import OVERRIDE_HELP, LimitOptions
 from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError, shown
-from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.config.settings import SETTINGS, Resolved, Settings, read_settings
-from hetero_ee_cli.options.common import Json, with_options
 from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, table
 
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from hetero_ee_cli.options.common import with_options
 from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 

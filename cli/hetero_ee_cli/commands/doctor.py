@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hetero_ee.config import cache_folder
 from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.common import Json
+from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document
 
 if TYPE_CHECKING:

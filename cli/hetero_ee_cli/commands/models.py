@@ -12,7 +12,7 @@ import typer
 from hetero_ee.config import cache_folder
 from hetero_ee.config.toml_file import expanded
 from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.common import Json
+from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
