@@ -25,7 +25,7 @@ class WorkClock:
         self._spend(patch, Matmul, "__call__", lambda self_, x, matrix: self.product_s(matrix.n_bytes, len(x)))
         self._spend(patch, Attention, "attend", lambda self_, x, places, *rest: self._attention_s(places))
         self._spend(patch, KvWrite, "write", lambda *arguments: WRITE_S)
-        self._spend(patch, CpuKvCache, "place", lambda *arguments: PLACE_S)
+        self._spend(patch, CpuKvCache, "index", lambda *arguments: PLACE_S)
         self._spend(patch, cpu_executor, "kv_table", lambda *arguments: PLACES_S)
         for name in ("embed_int4", "embed_int8"):
             self._spend(patch, cpu_executor, name, lambda *arguments: EMBED_S)

@@ -22,9 +22,9 @@ class ExitRates:
     refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
 
     def __post_init__(self) -> None:
-        for share in (self.exit_rate, self.precision, self.refused_precision):
-            if not 0 <= share <= 1:
-                raise ValueError(f"a share of exits is {share}, expected 0 to 1")
+        for name in ("exit_rate", "precision", "refused_precision"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def run(engine: Engine) -> Run:
     return replace(run, params=run.params.changed(max_new_tokens=N_TOKENS))
 
 
-class Later(Executor):
+class Later(ReferenceExecutor):
     """Does something before or after a pass of waiting tokens through the later layers."""
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
@@ -143,7 +143,7 @@ def test_without_a_defect_the_check_passes(engine: Engine, run: Run) -> None:
 
 
 @pytest.mark.parametrize("defect", [SwappedKv, StaleState, OffByOnePosition])
-def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[Executor]) -> None:
+def test_a_defect_of_the_pass_is_found(engine: Engine, run: Run, defect: type[ReferenceExecutor]) -> None:
     said = run.exact(DRAFTING, executor(engine, defect))
     with pytest.raises(AssertionError):
         check_identity(run.full(), said)

@@ -25,7 +25,7 @@ from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee_profiles.reference import reference_profile
-from tests.device_support import Fault, FaultyDevice, no_memory
+from tests.device_support import Fault, FaultyDevice, held_bytes, no_memory
 from tests.emulation import LAPTOP, planned, prompt_of
 from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda
@@ -167,7 +167,7 @@ class Faulty:
         return plan_of(self.model, HALF if budget_bytes else (("layers.*|head", "cpu"),))
 
     def held_bytes(self) -> list[dict[str, int]]:
-        return [device.held_bytes() for m in self.machines for device in (m.cpu, m.gpu) if device is not None]
+        return [held_bytes(device) for m in self.machines for device in (m.cpu, m.gpu) if device is not None]
 
 
 @pytest.mark.parametrize("overrides", [HALF, STREAMED, (("layers.*|head", "gpu"),)])

@@ -21,7 +21,7 @@ from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.reference import reference_profile
-from tests.device_support import FaultyDevice, FaultyLink, no_memory
+from tests.device_support import FaultyDevice, FaultyLink, held_bytes, no_memory
 from tests.e2e.test_placements import of_family
 from tests.emulation import LAPTOP, emulated
 
@@ -207,11 +207,11 @@ def test_two_hundred_faults_lose_no_memory(model: Model) -> None:
     points = Points(KernelError, 0, only_once=True)
     executor = opened(model, points, "gpu")
     gpu: Any = executor.inner.machine.gpu
-    before, cached = gpu.held_bytes(), executor.cache.n_bytes
+    before, cached = held_bytes(gpu), executor.cache.n_bytes
     for n in range(200):
         points.n, points.calls, points.armed = 1 + n % 9, 0, True
         with pytest.raises(KernelError):
             text_of(executor)
-        assert gpu.held_bytes() == before and executor.cache.n_bytes == cached
+        assert held_bytes(gpu) == before and executor.cache.n_bytes == cached
     executor.close()
-    assert gpu.held_bytes() == {}
+    assert held_bytes(gpu) == {}

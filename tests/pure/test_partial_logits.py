@@ -6,7 +6,7 @@ import torch
 
 from hetero_ee.calibration.traces import PartialLogits, Trace, drafts_of, joined, n_pairs, trace
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.exits.candidates import HeadCandidates
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import exit_features
@@ -25,14 +25,14 @@ def some_logits(n_exit_layers: int, m: int, seed: int = 0) -> PartialLogits:
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+def executor(tmp_path_factory: pytest.TempPathFactory) -> ReferenceExecutor:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=5), tmp_path_factory.mktemp("model"))
     spec = read_spec(folder)
-    return Executor(spec, load_dense(Checkpoint(folder, spec)), len(CHUNK))
+    return ReferenceExecutor(spec, load_dense(Checkpoint(folder, spec)), len(CHUNK))
 
 
 @pytest.fixture(scope="module")
-def found(executor: Executor) -> Trace:
+def found(executor: ReferenceExecutor) -> Trace:
     return trace(executor, CHUNK)
 
 
@@ -41,7 +41,9 @@ def a_map(size: int) -> ExitMap:
     return ExitMap(torch.randn(3, size) / size, torch.randn(size, 3), torch.randn(size))
 
 
-def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(executor: Executor, found: Trace) -> None:
+def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(
+    executor: ReferenceExecutor, found: Trace
+) -> None:
     """By the definition: the candidates' rows of the head, on the normed and mapped state."""
     n_exit_layers = executor.spec.n_layers - 1
     maps = {2: a_map(executor.spec.hidden_size)}
@@ -54,13 +56,13 @@ def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(executor: 
         assert drafts.partial.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(drafts.is_right[first - 1], drafts.partial.is_right(first, first))
         for exit_layer in range(first, n_exit_layers + 1):
-            expected = executor.sliced(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
+            expected = executor.partial_logits(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
             np.testing.assert_allclose(drafts.partial.at(first, exit_layer), expected, atol=1e-5)
             best = np.take_along_axis(taken, expected.argmax(1)[:, None], 1)[:, 0]
             np.testing.assert_array_equal(drafts.partial.is_right(first, exit_layer), best == found.tokens.numpy())
 
 
-def test_without_a_map_both_drafts_are_the_same(executor: Executor, found: Trace) -> None:
+def test_without_a_map_both_drafts_are_the_same(executor: ReferenceExecutor, found: Trace) -> None:
     maps = {2: a_map(executor.spec.hidden_size)}
     drafts = drafts_of(executor, found, maps, with_unmapped=True)
     plain = drafts_of(executor, found, {}, with_unmapped=True)
