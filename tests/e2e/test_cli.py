@@ -34,7 +34,7 @@ def test_json_is_one_document(cli: Cli, tiny: Path, said: str) -> None:
         *("mode", "exit_layer", "draft_length", "gpu_layers", "plan_hash", "drafts"),
     }
     assert (document["mode"], document["plan_hash"], document["drafts"]) == ("full", None, None)
-    assert (document["schema"], document["version"], document["model"]) == (1, __version__, str(tiny))
+    assert (document["schema"], document["version"], document["model"]) == (2, __version__, str(tiny))
     assert (document["architecture"], document["quantizer"]) == ("LlamaForCausalLM", "none")
     assert (document["text"], document["finish_reason"]) == (said, "length")
     assert len(document["token_ids"]) == document["n_generated_tokens"] == N_TOKENS

@@ -47,7 +47,7 @@ def test_one_json_document_that_names_nobody(cache: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
     document = json.loads(ended.stdout)
-    assert set(document) == {"schema", "rows"} and document["schema"] == 1
+    assert set(document) == {"schema", "rows"} and document["schema"] == 2
     assert [row["name"] for row in document["rows"]] == ROWS
     for row in document["rows"]:
         assert set(row) == {"name", "status", "finding", "advice"} and row["finding"]
@@ -136,7 +136,7 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
     monkeypatch.setenv("HETERO_EE_THREADS", "2")
     ended = cli("config", "show", "--json", "-c", 512, "--offline")
     document = json.loads(ended.out)
-    assert (ended.code, ended.err, document["schema"]) == (0, "", 1)
+    assert (ended.code, ended.err, document["schema"]) == (0, "", 2)
     assert document["settings"] == {
         "model": {"value": None, "source": "default"},
         "threads": {"value": 2, "source": "HETERO_EE_THREADS"},

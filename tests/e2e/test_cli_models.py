@@ -126,7 +126,7 @@ def test_what_manifests_say_does_not_command_the_terminal(
 def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     listed = cli("models", "--json")
     document = json.loads(listed.out)
-    assert (document["schema"], document["folder"], listed.err) == (1, str(store.parent), "")
+    assert (document["schema"], document["folder"], listed.err) == (2, str(store.parent), "")
     (row,) = document["stores"]
     assert row["last_used_s"] > 1e9 and row["n_bytes"] > 70_000
     told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes")}
@@ -207,7 +207,7 @@ def test_verify_names_what_is_damaged(cli: Cli, store: Path, tmp_path: Path) -> 
     assert ended.code == 2 and re.fullmatch(r"hetero-ee: [^\n]+ no such home folder\.\n", ended.err)
     ended = cli("models", "verify", copy, "--json")
     document = json.loads(ended.out)
-    assert ended.code == 1 and (document["schema"], document["stores"][0]["path"]) == (1, str(copy))
+    assert ended.code == 1 and (document["schema"], document["stores"][0]["path"]) == (2, str(copy))
     assert document["stores"][0]["findings"][1] == {
         "file": "weights.bin",
         "part": "'embedding.tokens' tiles",

@@ -120,7 +120,7 @@ def test_stats_count_what_the_json_counts(cli: Cli, kept: Path) -> None:
     drafts = json.loads(cli("generate", *arguments, "--json").out)["drafts"]
     err = cli("generate", *arguments, "--stats").err
     assert re.search(r"^time +prompt [\d.]+ s \(\d+%\), text [\d.]+ s \(\d+%\)$", err, re.M)
-    assert re.search(r"^ +CPU busy \d+% of the prompt, \d+% of the text$", err, re.M)
+    assert re.search(r"^ +CPU +busy +\d+% of the prompt, +\d+% of the text$", err, re.M)
     for each in drafts["origins"]:
         assert f"by {each['origin']}: {each['n_drafted']} drafted, {each['n_accepted']} accepted, " in err
     for title, counts in (("drafted", drafts["drafted_runs"]), ("accepted", drafts["accepted_runs"])):

@@ -47,7 +47,7 @@ def test_the_text_is_generates(cli: Cli, mode: str) -> None:
 
 def test_json_says_what_it_is(cli: Cli, plan_file: Path) -> None:
     document = json.loads(cli("simulate", *SHORT, "--plan", plan_file, "--json").out)
-    assert document["simulated"] is True and document["schema"] == 1
+    assert document["simulated"] is True and document["schema"] == 2
     assert (document["hardware"], document["hardware_kind"]) == (LAPTOP, "derived")
     assert (document["gpu_layers"], document["mode"], document["exit_layer"]) == (3, "full", None)
     assert document["n_generated_tokens"] == 12 and len(document["plan_hash"]) == 64

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
-CALIBRATE_SCHEMA = 2  # of its own: figures of cascades left with the first
-
 
 @with_options(without=["ctx_size"])
 def calibrate(
@@ -109,7 +107,6 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         for each in calibration.exit_layers
     ]
     return {
-        "schema": CALIBRATE_SCHEMA,
         "model": model or "demo",
         "folder": str(outcome.folder),
         "seconds": outcome.seconds,

@@ -62,7 +62,7 @@ def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
     """The counts and what follows from them; None in full mode."""
     if found is None:
         return None
-    derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth")
+    derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth", "known_after")
     return asdict(found) | {name: getattr(found, name) for name in derived}
 
 

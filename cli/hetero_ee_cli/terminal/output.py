@@ -10,7 +10,7 @@ from hetero_ee import __version__
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 
 
 def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
