@@ -132,7 +132,7 @@ def test_another_text_in_exact_mode_is_no_result(bench: Any) -> None:
     full, exact = (exit_rows.Timed(((1, 2, last),), 1.0, 2) for last in (3, 4))
     row = replay(bench).row("exits", exits(0.6, 0.9))
     with pytest.raises(AssertionError, match="says something else"):
-        exit_rows.row(row, None, None, "exit", full, exact)
+        exit_rows.row(row, exit_rows.StepCounts(), None, full, exact)
 
 
 def test_the_overhead_is_of_a_token(bench: Any, stories: Any) -> None:
