@@ -87,6 +87,7 @@ class WallClock:
         head_s, full_s = steps.head_s(), steps.pass_s(1, range(every))
         later = {m: steps.pass_s(m, range(first, every)) for m in range(1, opened.plan.draft_length + 1)}
         if sources:
+            sources = [source for source in sources if not source.is_free] or sources
             draft_s = sum(source.seconds for source in sources) / sum(source.n_drafts for source in sources)
             return StepCosts(full_s, head_s, draft_s, lambda m: later[m], None)
         earlier_s = steps.pass_s(1, range(first))
