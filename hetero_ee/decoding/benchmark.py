@@ -86,7 +86,7 @@ def bench_text_run(
     repetitions: int,
     clock: Callable[[], float],
 ) -> BenchRun:
-    """n_gen tokens by a speculative mode; generate_drafted takes what full.generate does.
+    """n_gen tokens by a speculative mode; generate_drafted takes what full.generate does, once more than is timed.
 
     Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it come a
     first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.

@@ -19,7 +19,7 @@ class DraftStep:
     tokens: list[WaitingToken]  # the text's last token, then the drafts
     origins: list[str] = field(default_factory=list)  # of each draft: who made it
     chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
-    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: a token that may follow tokens[i], confidence
+    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: what was asked to follow tokens[i], confidence
     next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
 
     @property
@@ -31,6 +31,10 @@ class DraftStep:
     def has_room(self) -> bool:
         """Whether another draft may follow."""
         return len(self.origins) < self.max_drafts
+
+    def end(self) -> None:
+        """No draft may follow those that there are."""
+        self.max_drafts = len(self.origins)
 
     def add(self, token_id: int, origin: str, chance: float) -> None:
         """A draft becomes the last token."""

@@ -166,7 +166,7 @@ def _sequences(
     warn: Warn,
     switch: SpeculationSwitch | None,
 ) -> OpenDrafting:
-    pool, own_pool = _threads(opened) if knowledge.draft_head is not None else (None, None)
+    pool, own_pool = _threads(opened)
     request = SourceRequest(knowledge, opened, profile, warn, pool)
     try:
         found = [open_source(request) for open_source in SOURCES]

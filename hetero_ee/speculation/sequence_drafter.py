@@ -46,8 +46,7 @@ class SequenceDrafter:
             n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
             if saved_s > computed_s:
                 for draft in drafts[:n_best]:
-                    if not self._add(step, source, draft):
-                        break
+                    self._add(step, source, draft)
                 return True
         return False
 
@@ -63,8 +62,7 @@ class SequenceDrafter:
                 draft = self._next(drafts)
                 if draft is None or (source.is_free and not self._is_worth(step, source, draft.confidence)):
                     return
-                if not self._add(step, source, draft):
-                    return
+                self._add(step, source, draft)
 
     def _is_worth(self, step: DraftStep, source: DraftSource, chance: float) -> bool:
         return self._rule.is_worth([*step.chances, chance], source.draft_s)
@@ -76,22 +74,23 @@ class SequenceDrafter:
             self._warn(f"{error} No drafts follow in this step")
             return None
 
-    def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> bool:
-        """Whether others may follow."""
+    def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> None:
+        """The draft, if there is room; a token that ends the text, or is none of the model's, ends the step's drafts."""
+        if not step.has_room:
+            return
+        chance = draft.confidence
         if not 0 <= draft.token_id < self._vocab_size:
             self._warn(f"{source.name} drafts token {draft.token_id}, which this model does not have")
-            step.max_drafts = len(step.origins)
-            return False
-        chance = draft.confidence
+            step.end()
+            return
         if not source.is_free:
             self._rule.spend(source.draft_s)
             step.judged.append((draft.token_id, draft.confidence))
             chance = self._rule.chance(draft.confidence)
         if self._sampler.is_end(draft.token_id):
-            step.max_drafts = len(step.origins)
-            return False
-        step.add(draft.token_id, source.name, chance)
-        return True
+            step.end()
+        else:
+            step.add(draft.token_id, source.name, chance)
 
     def _choose(self, text: Text, logits: Tensor, history: Sequence[int]) -> int | None:
         try:

@@ -25,7 +25,7 @@ STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after
 class FixedThreshold:
     """Goes on while a draft's chance is at least `threshold`: where no costs are known. Learns nothing."""
 
-    mean_chance = 1.0
+    mean_chance = 1.0  # another computed draft is always worth asking for
     draft_s = 0.0
 
     def __init__(self, threshold: float) -> None:
@@ -42,7 +42,7 @@ class FixedThreshold:
     def best_length(self, chances: Sequence[float], draft_s: float) -> tuple[int, float]:
         """See MarginalRule."""
         n_worth = next((n for n, chance in enumerate(chances) if chance < self._threshold), len(chances))
-        return n_worth, 0.0
+        return n_worth, 0.0  # no seconds are known, so that free drafts never begin where others are computed
 
     def audit(self, confidence: float, was_right: bool) -> None:
         """See MarginalRule."""
