@@ -1,4 +1,4 @@
-"""Asynchronous drafting: while the CPU verifies, the GPU has the token that most likely follows in its layers.
+"""Asynchronous drafting: while the CPU verifies, the GPU already runs the likeliest next token.
 
 A step's last token has a likeliest successor too, its next-token guess, though no draft was made of it. Where all
 drafts are right and the full model says the guess after them, the next step's first token has passed layers already;
@@ -29,7 +29,7 @@ class AsyncDrafting:
         self._max_layers = min(exit_layer, max_layers)
         self._begun: dict[int, WaitingToken] = {}  # by Text.sequence
 
-    def verify(self, steps: Sequence[DraftStep]) -> Tensor:
+    def run_remaining_layers(self, steps: Sequence[DraftStep]) -> Tensor:
         """Hidden states (m, hidden) of all steps' tokens after the last layer; the guesses run meanwhile."""
         tokens = [token for step in steps for token in step.tokens]
         overlap = self._executor.overlap if self._max_layers else None
@@ -45,7 +45,7 @@ class AsyncDrafting:
         assert found is not None
         return found
 
-    def keeps(self, text: Text) -> bool:
+    def keep_if_right(self, text: Text) -> bool:
         """Whether the text's last token, now that a step was verified, is the guess; else the guess is forgotten here,
         and the cache is the caller's to roll back."""
         guess = self._begun.get(text.sequence)

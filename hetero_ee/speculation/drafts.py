@@ -19,7 +19,7 @@ class DraftStep:
     tokens: list[WaitingToken]  # the text's last token, then the drafts
     origins: list[str] = field(default_factory=list)  # of each draft: who made it
     chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
-    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: what was asked to follow tokens[i], confidence
+    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: drafted or not after tokens[i], confidence
     next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
 
     @property

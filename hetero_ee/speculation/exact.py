@@ -105,7 +105,7 @@ class _ExactDecoding:
 
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Tensor, Tensor]]:
         """All waiting tokens through the remaining layers and the lm_head: each step's normed states and logits."""
-        normed = self._executor.final_norm(self._guesses.verify(steps))
+        normed = self._executor.final_norm(self._guesses.run_remaining_layers(steps))
         logits = self._executor.lm_head(normed)
         self._counts.n_passes += 1
         bounds = pairwise(accumulate((len(each.tokens) for each in steps), initial=0))
@@ -138,9 +138,9 @@ class _ExactDecoding:
         return tokens
 
     def _roll_back(self, text: Text, first_position: int, normed: Tensor) -> None:
-        """Keeps the step's tokens that are the text's, all but its last, unless that one was guessed and has begun."""
+        """Keeps in the cache what is the text's: all but its last token, which only a right guess has put there."""
         n_true = len(text.token_ids) - 1
-        if not self._guesses.keeps(text):
+        if not self._guesses.keep_if_right(text):
             self._executor.cache.truncate(text.cached_as, n_true)
         token_ids = text.token_ids[first_position:n_true]
         self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])

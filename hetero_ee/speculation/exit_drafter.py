@@ -57,19 +57,20 @@ class ExitDrafter:
         """Adds each step's drafts; all its tokens wait at the exit layer."""
         while steps:
             advance(self._executor, [step.tokens[-1] for step in steps], self._exit_layer)
-            steps = self._exited([step for step in steps if step.has_room or self._may_guess(step)])
+            steps = self._draft_once([step for step in steps if step.has_room or self._may_guess(step)])
 
     def _may_guess(self, step: DraftStep) -> bool:
         return self._guesses_next and len(step.tokens) < self._sampler.n_left(step.text)
 
-    def _exited(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
-        """Those whose last token exits here; its draft is their last token now."""
+    def _draft_once(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
+        """Adds a draft to each step whose last token exits here; those steps."""
         if not steps:
             return []
         normed, logits = self._logits([step.tokens[-1] for step in steps])
-        return [step for step, *judged in zip(steps, normed, logits, strict=True) if self._exits(step, *judged)]
+        return [step for step, *judged in zip(steps, normed, logits, strict=True) if self._try_draft(step, *judged)]
 
-    def _exits(self, step: DraftStep, normed: Tensor, logits: Tensor) -> bool:
+    def _try_draft(self, step: DraftStep, normed: Tensor, logits: Tensor) -> bool:
+        """Whether a draft was added, by what the lm_head makes of the last token's state."""
         if not all_finite(logits):
             self._warn("exits' logits are not finite")
             return False

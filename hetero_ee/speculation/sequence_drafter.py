@@ -75,7 +75,7 @@ class SequenceDrafter:
             return None
 
     def _add(self, step: DraftStep, source: DraftSource, draft: Draft) -> None:
-        """The draft, if there is room; a token that ends the text, or is none of the model's, ends the step's drafts."""
+        """The draft, if there is room; a token that ends the text, or is not the model's, ends the step's drafts."""
         if not step.has_room:
             return
         chance = draft.confidence

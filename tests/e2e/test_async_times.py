@@ -94,11 +94,11 @@ def test_each_right_guess_saves_its_time_on_the_gpu_and_nothing_else_changes(hea
 class KeepsWrongOnes(AsyncDrafting):
     """Takes every guess for the right one, whatever the text says there."""
 
-    def keeps(self, text: Text) -> bool:
+    def keep_if_right(self, text: Text) -> bool:
         guess = self._begun.get(text.sequence)
         if guess is not None:
             guess.token_id = text.token_ids[-1]
-        return super().keeps(text)
+        return super().keep_if_right(text)
 
 
 @pytest.fixture(scope="module")
