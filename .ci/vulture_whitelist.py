@@ -25,7 +25,6 @@ bitsandbytes_matrix
 tile_matrix
 exit_predictor  # of the GPU: for exits that are judged there
 
-exit_schedules  # read by scripts/compare_exit_layers.py
 
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns

@@ -25,13 +25,14 @@ def without_held_out(stories: list[str], every: int) -> tuple[list[str], list[st
     return [story for number, story in enumerate(stories, 1) if number % every], held_out
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """A flag for each field of a dataclass, whose metadata hold its help."""
-    for item in fields(kind):
+def parse_settings(parser: argparse.ArgumentParser, kind: type[T]) -> tuple[argparse.Namespace, T]:
+    """What is on the command line, and the dataclass made of a flag for each of its fields, whose metadata hold help.
+
+    With --smoke the settings are those of its method smoke().
+    """
+    for item in fields(kind):  # type: ignore[arg-type]
         flag = "--" + item.name.replace("_", "-")
         parser.add_argument(flag, type=type(item.default), default=item.default, help=item.metadata["help"])
-
-
-def given_settings(arguments: argparse.Namespace, kind: type[T]) -> T:
-    """Those flags' values."""
-    return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})  # type: ignore[arg-type]
+    given = parser.parse_args()
+    settings: Any = kind(**{item.name: getattr(given, item.name) for item in fields(kind)})  # type: ignore[arg-type]
+    return given, settings.smoke() if given.smoke else settings

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from stories import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
+from stories import SEPARATOR, parse_settings, read_stories, without_held_out
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -365,10 +365,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="text to measure the model on")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (and a C++ compiler)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps; overrides the shape")
-    add_settings(parser, Settings)
-    arguments = parser.parse_args()
-    settings = given_settings(arguments, Settings)
-    return arguments, settings.smoke() if arguments.smoke else settings
+    return parse_settings(parser, Settings)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from draft_head_teacher import Teacher, Trace
 from draft_vocabulary import frequent_tokens, written
 from measure_draft_head import Size, measure
 from safetensors.torch import load_file, save_file
-from stories import SEPARATOR, add_settings, given_settings, read_stories, without_held_out
+from stories import SEPARATOR, parse_settings, read_stories, without_held_out
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -259,10 +259,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="texts to measure the head on")
     parser.add_argument("--start", type=Path, metavar="HEAD", help="folder of a head to start from")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a few tokens")
-    add_settings(parser, Settings)
-    arguments = parser.parse_args()
-    settings = given_settings(arguments, Settings)
-    return arguments, settings.smoke() if arguments.smoke else settings
+    return parse_settings(parser, Settings)
 
 
 def main() -> None:

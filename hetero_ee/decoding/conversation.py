@@ -8,7 +8,6 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
-from types import TracebackType
 from typing import Any, Self
 
 from hetero_ee.decoding.reply import Reply
@@ -127,9 +126,7 @@ class Conversation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end_reply(self) -> None:

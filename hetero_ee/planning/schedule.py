@@ -4,6 +4,7 @@ draft sequences from elsewhere."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.plan import EXIT, SEQUENCE
@@ -60,27 +61,16 @@ def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int
     exits, drafts = problem.statistics.exits, problem.statistics.drafts
     if exits is None and drafts is None:
         return None
-    make_times = partial(_step_times, problem, placements, context_tokens)
+    longest = max(_draft_lengths(problem))
+    make_times = partial(StepTimes, problem.costs, problem.parts, placements, context_tokens, longest)
     rough = make_times(copies_ahead=False)
     choices = [*_exit_schedules(problem, rough), *_sequence_schedules(problem, rough)]
-    best = min(choices, key=_token_s, default=None)
+    best = min(choices, key=attrgetter("token_s"), default=None)
     if best is None or best.exit_layer is None or not rough.has_streams:
         return best
     if best.drafts == SEQUENCE or exits is None:
-        return min(_sequence_schedules(problem, make_times()), key=_token_s)
+        return min(_sequence_schedules(problem, make_times()), key=attrgetter("token_s"))
     return _exit_schedule(make_times(), best.exit_layer, exits.rates_at(best.exit_layer), _draft_lengths(problem))
-
-
-def exit_schedules(problem: Problem, placements: Sequence[str], context_tokens: int) -> list[Schedule]:
-    """For each exit layer with exits the best draft length."""
-    return _exit_schedules(problem, _step_times(problem, placements, context_tokens))
-
-
-def _step_times(
-    problem: Problem, placements: Sequence[str], context_tokens: int, *, copies_ahead: bool = True
-) -> StepTimes:
-    longest = max(_draft_lengths(problem))
-    return StepTimes(problem.costs, problem.parts, placements, context_tokens, longest, copies_ahead=copies_ahead)
 
 
 def _draft_lengths(problem: Problem) -> Sequence[int]:
@@ -113,7 +103,3 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
     pass_s = partial(times.verify_s, 0)
     steps = {n: sequence_step(n, drafts.acceptance_at, drafts.draft_s, pass_s) for n in _draft_lengths(problem)}
     return [Schedule("exact", SEQUENCE, 0, n, step) for n, step in steps.items()]
-
-
-def _token_s(schedule: Schedule) -> float:
-    return schedule.token_s

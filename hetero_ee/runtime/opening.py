@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress, cache_folder
@@ -120,11 +121,23 @@ def open_placed(
     return Opened(_planned_on_cpu(spec, weights, plan, progress), clock, plan)
 
 
-def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> HostExecutor:
+def _open_layers(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    threads: int,
+    layers: tuple[int, ...],
+    progress: Progress | None = None,
+) -> HostExecutor:
+    """The CPU with the plan's keys and values of these layers."""
     from hetero_ee.runtime.execution import planned_cache
 
-    cache = planned_cache(spec, plan, tuple(range(spec.n_layers)))
-    executor = open_on_cpu(spec, weights, plan.context_tokens, plan.threads, progress, cache=cache)
+    cache = planned_cache(spec, plan, layers)
+    return open_on_cpu(spec, weights, plan.context_tokens, threads, progress, cache=cache)
+
+
+def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress: Progress | None) -> HostExecutor:
+    executor = _open_layers(spec, weights, plan, plan.threads, tuple(range(spec.n_layers)), progress)
     executor.prompt_chunk_tokens = plan.prefill_chunk_tokens
     return executor
 
@@ -184,7 +197,7 @@ def _on_gpu(
 ) -> Opened:
     """The plan on this machine's GPU and CPU, after a warm-up pass of its largest size."""
     from hetero_ee.runtime.devices.cuda_machine import cuda_machine, gpu_executor
-    from hetero_ee.runtime.execution import open_plan, planned_cache, warmed_up
+    from hetero_ee.runtime.execution import open_plan, warmed_up
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
@@ -192,14 +205,9 @@ def _on_gpu(
     recorder = SpanRecorder() if traces else None
 
     def opened(made: Plan) -> PlannedExecutor:
-        def on_cpu(layers: tuple[int, ...]) -> HostExecutor:
-            cache = planned_cache(spec, made, layers)
-            return open_on_cpu(spec, weights, made.context_tokens, made.threads, cache=cache)
-
         machine = cuda_machine(gpu, spec, made, clock, recorder)
-        executor = open_plan(
-            spec, weights, made, machine, on_cpu, lambda layers: gpu_executor(gpu, spec, weights, made, layers)
-        )
+        on_cpu = partial(_open_layers, spec, weights, made, made.threads)
+        executor = open_plan(spec, weights, made, machine, on_cpu, partial(gpu_executor, gpu, spec, weights, made))
         with recorder.forgetting() if recorder is not None else nullcontext():
             return warmed_up(executor)
 
@@ -226,18 +234,15 @@ def _emulated(
     """
     from hetero_ee.runtime.devices.emulated import emulated_machine
     from hetero_ee.runtime.devices.timeline import Timeline
-    from hetero_ee.runtime.execution import open_plan, planned_cache
+    from hetero_ee.runtime.execution import open_plan
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 
     timeline = Timeline()
 
     def opened(made: Plan) -> PlannedExecutor:
-        def executor(layers: tuple[int, ...]) -> HostExecutor:
-            cache = planned_cache(spec, made, layers)
-            return open_on_cpu(spec, weights, made.context_tokens, threads, cache=cache)
-
-        return open_plan(spec, weights, made, emulated_machine(profile, spec, made, timeline), executor)
+        machine = emulated_machine(profile, spec, made, timeline)
+        return open_plan(spec, weights, made, machine, partial(_open_layers, spec, weights, made, threads))
 
     executor = ReplanningExecutor(plan, replan, opened, warn)
     return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)
