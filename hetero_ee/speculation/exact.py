@@ -152,10 +152,12 @@ class _ExactDecoding:
 
     def _observe(self, batch: Batch, normed: Tensor) -> None:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
+        if not self._drafting.sources:
+            return
+        sequence, first_position, states = batch.sequences[0], batch.positions[0], normed.cpu()
         for source in self._drafting.sources:
-            sequence, first_position = batch.sequences[0], batch.positions[0]
             source.truncate(sequence, first_position)
-            source.observe(sequence, first_position, batch.token_ids, normed.cpu())
+            source.observe(sequence, first_position, batch.token_ids, states)
 
     def _warn(self, what: str) -> None:
         if self._drafting.warn is not None and not self._has_warned:
