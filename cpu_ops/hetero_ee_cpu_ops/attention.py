@@ -21,9 +21,10 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from hetero_ee_cpu_ops.atomics import call_chunk
+from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION, VALUE_SCALES, VALUES
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import word, zeros
@@ -66,7 +67,7 @@ SHARED_FROM = 32_000  # positions x query features: 5 us of one thread where the
 N_ARGUMENTS = 10
 
 
-@njit(cache=True)
+@compiled
 def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, element: Any) -> None:
     """Products of one query with len(rows) keys in a row."""
     totals = zeros(rows)
@@ -80,7 +81,7 @@ def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, elem
     store_sums(totals, scores)
 
 
-@njit(cache=True)
+@compiled
 def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
     """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
 
@@ -112,7 +113,7 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
     return correction
 
 
-@njit(cache=True)
+@compiled
 def _weigh(
     rows: Any, weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any
 ) -> None:
@@ -124,7 +125,7 @@ def _weigh(
     store_vectors(totals, out)
 
 
-@njit(cache=True)
+@compiled
 def _weigh_lanes(
     weights: int, values: int, n: int, head_dim: int, count: int, correction: Any, out: int, element: Any
 ) -> None:
@@ -136,7 +137,7 @@ def _weigh_lanes(
     store_lanes(total, out, count, F32)
 
 
-@njit(cache=True)
+@compiled
 def _weighted_values(weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any) -> None:
     i = 0
     while i + 64 <= head_dim:
@@ -152,7 +153,7 @@ def _weighted_values(weights: int, values: int, n: int, head_dim: int, correctio
         _weigh_lanes(weights, at, n, head_dim, head_dim - i, correction, out + 4 * i, element)
 
 
-@njit(cache=True)
+@compiled
 def _block(
     query: int,
     keys: int,
@@ -181,7 +182,7 @@ def _block(
     _weighted_values(scores + 4 * first, values + first * row, end - first, head_dim, correction, out, element)
 
 
-@njit(cache=True)
+@compiled
 def _finish(out: int, total: Any, head_dim: int) -> None:
     inverse = spread(np.float32(1.0 / total))
     for i in range(0, head_dim, 16):
@@ -189,7 +190,7 @@ def _finish(out: int, total: Any, head_dim: int) -> None:
         store_lanes(multiply(load_lanes(out + 4 * i, 0, count, F32), inverse), out + 4 * i, count, F32)
 
 
-@njit(cache=True)
+@compiled
 def _item(arguments: int, index: int, element: Any) -> None:
     """One row and key head, with all its query heads."""
     queries, table, out, layer = word(arguments, 0), word(arguments, 2), word(arguments, 3), word(arguments, 7)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import array_in, array_out, entry
 from hetero_ee_cpu_ops.simd.bytes import F32X16, I32, I32X16, call, load
 from hetero_ee_cpu_ops.simd.floats import integers
@@ -58,7 +59,7 @@ def key_of(typing: Any, value: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
-@njit(cache=True)
+@compiled
 def _take(best: Any, logits: Any, first: int, end: int) -> None:
     """best, descending, after the values first..end-1; a NaN goes to the front."""
     last = best.size - 1
@@ -73,7 +74,7 @@ def _take(best: Any, logits: Any, first: int, end: int) -> None:
         best[at] = value
 
 
-@njit(cache=True)
+@compiled
 def _greatest(logits: Any, best: Any) -> None:
     """best (k,) becomes the k greatest values, descending."""
     best[:] = -np.inf
@@ -85,7 +86,7 @@ def _greatest(logits: Any, best: Any) -> None:
     _take(best, logits, i, n)
 
 
-@njit(cache=True)
+@compiled
 def _probability(features: Any, columns: Any, first_bias: Any, second: Any, second_bias: Any) -> float:
     """The network; columns (3k, h): its first matrix, transposed, so that the sums run beside each other."""
     inner = first_bias.copy()

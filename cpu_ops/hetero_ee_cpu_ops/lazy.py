@@ -9,7 +9,9 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import types
+
+from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk
 
 NO_ARGUMENTS = np.zeros(0, np.int64)  # an entry given this computes what is not worth sharing, and says what is
 
@@ -36,11 +38,10 @@ class Entry:
 
     def __call__(self, *arguments: Any) -> int:
         """Raises ValueError where an array's dtype, dimensions or layout differ from the signature's."""
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self._compiled = njit([self._signature], cache=True)(self._function)
+        if self._compiled is None:
+            self._compiled = compiled(self._function, signature=self._signature)
         try:
-            return compiled(*arguments)
+            return self._compiled(*arguments)
         except TypeError:
             given = ", ".join(_described(argument) for argument in arguments)
             raise ValueError(f"arguments ({given}) don't fit {self._signature}.") from None
@@ -61,7 +62,7 @@ class Chunk:
         if self._address == 0:
             with self._compiling:  # the first caller's code must not be replaced while it runs
                 if self._address == 0:
-                    self._compiled = cfunc(types.void(types.intp, types.intp), cache=True)(self._function)
+                    self._compiled = compiled_chunk(self._function)
                     self._address = int(self._compiled.address)
         return self._address
 

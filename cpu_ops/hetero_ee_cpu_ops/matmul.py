@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
 from numba.core.registry import cpu_target
 
+from hetero_ee_cpu_ops.kernel_files import compiled, compiled_chunk
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import (
     BYTES_A_GROUP,
@@ -47,7 +47,7 @@ BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
 N_ARGUMENTS = 18
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on, in len(halves) parts of the row block."""
     n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
@@ -110,7 +110,7 @@ def _chunk_function(kind: Any) -> Any:
     """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
     halves = (0,) if has_wide_registers(cpu_target.target_context) else (0, 0)  # a tuple's length is part of its type
 
-    @cfunc(types.void(types.intp, types.intp), cache=True)
+    @compiled_chunk
     def chunk(arguments: int, index: int) -> None:
         first = index * word(arguments, BLOCKS_A_CHUNK)
         end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))
@@ -167,7 +167,7 @@ class TileMatrix:
         return self._arguments.copy()
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _multiply(
     x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
 ) -> None:

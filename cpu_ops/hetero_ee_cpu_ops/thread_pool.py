@@ -14,9 +14,9 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from hetero_ee_cpu_ops.atomics import add, call_chunk, load_acquire, pause, replace, store_release
+from hetero_ee_cpu_ops.kernel_files import compiled
 
 COUNT_BITS = 20
 MAX_CHUNKS = 2**COUNT_BITS - 1
@@ -26,7 +26,7 @@ TICKET, DONE, FUNCTION, ARGUMENTS, STOP = 0, 64, 128, 136, 192
 SPINS = 100_000  # 1 to 4 ms of `pause`: longer than a small model takes between two shared operations
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _claim_and_run(shared: int) -> bool:
     """Runs one chunk if there is one."""
     ticket = load_acquire(shared + TICKET)
@@ -38,7 +38,7 @@ def _claim_and_run(shared: int) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _work(shared: int) -> None:
     """A worker's life between two sleeps."""
     spins = 0
@@ -50,7 +50,7 @@ def _work(shared: int) -> None:
             spins += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def lead(shared: int, function: int, arguments: int, n_chunks: int) -> None:
     """Publishes an operation, works on it, and returns when every chunk is done; shared 0 computes alone."""
     if shared == 0 or n_chunks == 1:

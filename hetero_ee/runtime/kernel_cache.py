@@ -1,19 +1,25 @@
-"""Where the CPU kernels' compiled form is kept."""
+"""Where the CPU kernels' compiled form is kept: a folder that nobody else may write to, whose files are checked."""
 
 import hashlib
+import os
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hetero_ee.errors import StoreError
+from hetero_ee.config import Progress
+from hetero_ee.weights.store.filesystem import store_errors
 
 FILLED_FILE = "filled"
+PRIVATE = 0o700
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def kernel_cache_folder(cache: Path) -> Path:
     """One folder for each state of the kernels' sources, so that an edit can't meet what was compiled before it.
 
-    Numba itself keys what lies in it by its version, CPU name and features, but overlooks edits to imported modules.
+    What lies in it is keyed by the compilers' versions, CPU name and features besides, but not by imported modules.
     """
     spec = find_spec("hetero_ee_cpu_ops")
     assert spec is not None and spec.origin is not None
@@ -28,24 +34,80 @@ class KernelCache:
     """A folder of compiled kernels; filled once what a first token needs has been compiled into it."""
 
     folder: Path
+    is_kept: bool = True  # False: nothing is written there, and each process compiles for itself
 
     def is_filled(self) -> bool:
-        return (self.folder / FILLED_FILE).exists()
+        """Whether all that was there when it was filled still is."""
+        try:
+            names = (self.folder / FILLED_FILE).read_text(encoding="ascii").split()
+        except (OSError, UnicodeDecodeError):
+            return False
+        return self.is_kept and all((self.folder / name).is_file() for name in names)
 
     def set_filled(self) -> None:
-        (self.folder / FILLED_FILE).touch()
+        """Raises DiskFullError, and StoreError for another trouble with the disk."""
+        from hetero_ee_cpu_ops.kernel_files import SUFFIX
+
+        if self.is_kept:
+            names = sorted(file.name for file in self.folder.glob(f"*{SUFFIX}"))
+            with store_errors(self.folder):
+                (self.folder / FILLED_FILE).write_text("\n".join(names), encoding="ascii")
 
 
-def use_kernel_cache(cache: Path) -> KernelCache:
-    """Makes Numba keep compiled kernels below `cache`; call before the kernels are imported. Raises StoreError."""
+def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCache:
+    """Makes compiled kernels be kept below `cache`; call before the first one runs.
+
+    Damaged files are removed, to be compiled again. A folder that can't be trusted or written to is not used: then
+    each process compiles for itself. progress: is told of either in a sentence.
+    """
     import numba
 
     folder = kernel_cache_folder(cache)
+    if str(folder) == numba.config.CACHE_DIR:  # checked by this process
+        return KernelCache(folder)
+    problem = _problem(folder)
+    numba.config.CACHE_DIR = "" if problem else str(folder)
+    remark = progress or (lambda *_: None)
+    if problem:
+        remark(
+            f"The CPU kernels are compiled at every start, since {folder} can't keep them ({problem}); set "
+            "HETERO_EE_CACHE_DIR to a folder of your own.",
+            0,
+            0,
+        )
+    elif n_damaged := _remove_damaged(folder):
+        files = "file of the compiled CPU kernels was" if n_damaged == 1 else "files of the compiled CPU kernels were"
+        remark(f"{n_damaged} {files} damaged and {'is' if n_damaged == 1 else 'are'} made again.", 0, 0)
+    return KernelCache(folder, is_kept=not problem)
+
+
+def _problem(folder: Path) -> str:
+    """Why compiled code can't be kept there, made private where it is new; empty where it can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(PRIVATE)
+        found = folder.lstat()
     except OSError as error:
-        raise StoreError(
-            f"the cache folder {cache} can't be used ({error}); set HETERO_EE_CACHE_DIR to a folder that can."
-        ) from error
-    numba.config.CACHE_DIR = str(folder)
-    return KernelCache(folder)
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is no folder"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return "it is another user's"
+    if os.name == "posix" and found.st_mode & WRITABLE_BY_OTHERS:
+        return "other users may write to it"
+    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it is not writable"
+
+
+def _remove_damaged(folder: Path) -> int:
+    """How many there were. What a process that was killed left unfinished goes too, but is no damage."""
+    from hetero_ee_cpu_ops.kernel_files import SUFFIX, is_unfinished, read_kernel
+
+    n_damaged = 0
+    for file in folder.iterdir():
+        is_damaged = file.suffix == SUFFIX and read_kernel(file) is None
+        if is_damaged or is_unfinished(file):
+            n_damaged += is_damaged
+            with suppress(OSError):
+                file.unlink()
+    return n_damaged

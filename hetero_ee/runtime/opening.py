@@ -70,7 +70,7 @@ def open_on_cpu(
     """
     if not _are_tiles(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
-    kernels = use_kernel_cache(cache_folder())
+    kernels = use_kernel_cache(cache_folder(), progress)
     from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
