@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import filelock
 import hypothesis
@@ -59,22 +58,6 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Pat
         patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
         yield cache
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernels_are_saved_one_at_a_time() -> Iterator[None]:
-    """Numba numbers the files of a function's variants without a lock: two processes could take the same number."""
-    from numba.core.caching import IndexDataCacheFile
-
-    save = IndexDataCacheFile.save
-
-    def save_alone(self: Any, key: Any, data: Any) -> None:
-        with filelock.FileLock(f"{self._index_path}.lock"):
-            save(self, key, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IndexDataCacheFile, "save", save_alone)
-        yield
 
 
 @pytest.fixture(scope="session")

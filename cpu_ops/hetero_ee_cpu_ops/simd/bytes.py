@@ -22,21 +22,28 @@ I8, I16, I32, I64, F16, F32 = (
 )
 
 
-def _vector_type(name: str, element: Any, lanes: int) -> tuple[Any, Any]:
-    """A Numba type called `name` and its LLVM vector."""
-    numba_type = type(name, (types.Type,), {})(name=name)
-    llvm_type = ir.VectorType(element, lanes)
+class F32x16(types.Type):
+    """A class that can be found by its name, so that a kernel read from the disk has this type and no copy of it."""
 
-    @register_model(type(numba_type))
+
+class F32x8(types.Type):
+    """As F32x16."""
+
+
+def _vector_type(kind: Any, lanes: int) -> tuple[Any, Any]:
+    """The Numba type of this class and its LLVM vector."""
+    llvm_type = ir.VectorType(F32, lanes)
+
+    @register_model(kind)
     class _Model(models.PrimitiveModel):
         def __init__(self, manager: Any, front_end_type: Any) -> None:
             super().__init__(manager, front_end_type, llvm_type)
 
-    return numba_type, llvm_type
+    return kind(name=kind.__name__), llvm_type
 
 
-f32x16, F32X16 = _vector_type("f32x16", F32, 16)
-f32x8, F32X8 = _vector_type("f32x8", F32, 8)
+f32x16, F32X16 = _vector_type(F32x16, 16)
+f32x8, F32X8 = _vector_type(F32x8, 8)
 I32X16 = ir.VectorType(I32, 16)
 
 
