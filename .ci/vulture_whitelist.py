@@ -8,7 +8,7 @@ __call__  # of a Protocol, whose callers call the object
 _.align  # llvmlite's, of a load or store
 _Model  # numba's, registered by its decorator
 arguments_address, offset_8, offset_128  # numba's, operands of an intrinsic: its types name them, its code takes a list
-_.CACHE_DIR  # numba's setting
+_.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
 _.tags, _.parse  # jinja2's, of an extension
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
 
@@ -27,7 +27,7 @@ exit_predictor  # of the GPU: for exits that are judged there
 
 
 # Part of a record that is compared or written as a whole.
-plan_hash, nested_dtype, mtime_ns
+plan_hash, nested_dtype, mtime_ns, sample_sha256
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.

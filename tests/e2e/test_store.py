@@ -1,11 +1,12 @@
 """Stores: converted from checkpoints and opened again."""
 
+import json
 import os
 import re
 import shutil
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -24,6 +25,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store import source
 from hetero_ee.weights.store.conversion import CONVERTING, cached_store, convert, planned_bytes
 from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee.weights.store.manifest import Entry, Manifest, aligned, read_manifest
@@ -186,6 +188,59 @@ def test_the_cache_tells_models_and_quantizers_apart(model_folder: Path, tmp_pat
     weights = copy / "model.safetensors"
     os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
     assert cached_store(copy, FAST, tmp_path / "cache") != first
+
+
+def rewritten(file: Path, change: Callable[[bytearray], None]) -> None:
+    """Other content of the same size and time, as archives and reproducible images make it."""
+    status, content = file.stat(), bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_other_weights_of_the_same_size_and_time_are_told_apart(model_folder: Path, tmp_path: Path) -> None:
+    """Also where a folder of the same name held the first: no path is part of what a store is found by."""
+    first, second = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for folder in (first, second):
+        shutil.copytree(model_folder, folder)
+    cache = tmp_path / "cache"
+    assert cached_store(first, FAST, cache) == cached_store(second, FAST, cache)
+
+    def negate(content: bytearray) -> None:
+        content[len(content) // 2] ^= 128
+
+    rewritten(second / "model.safetensors", negate)
+    assert cached_store(first, FAST, cache) != cached_store(second, FAST, cache)
+
+
+def test_a_large_file_is_sampled_all_over(tmp_path: Path) -> None:
+    """64 MB: a change of any run of 260 KB is seen, and of any byte of the header."""
+    file, header = (
+        tmp_path / "model.safetensors",
+        b'{"a":{"dtype":"F32","shape":[16777216],"data_offsets":[0,67108864]}}',
+    )
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**26))
+
+    def sample() -> str:
+        return source.Source.of(tmp_path).files[0].sample_sha256
+
+    before = sample()
+    for start, n_bytes in ((0, 1), (40, 1), (2**20, 260_000), (2**25 + 12345, 260_000), (2**26 + 60, 1)):
+
+        def invert(content: bytearray, start: int = start, n_bytes: int = n_bytes) -> None:
+            content[start : start + n_bytes] = bytes(255 - byte for byte in content[start : start + n_bytes])
+
+        rewritten(file, invert)
+        assert sample() != before, (start, n_bytes)
+        rewritten(file, invert)
+        assert sample() == before
+
+
+def test_the_manifest_has_the_digest_of_every_source_file(model_folder: Path, tmp_path: Path) -> None:
+    store = convert(model_folder, read_spec(model_folder), tmp_path / "store", FAST)
+    digests = json.loads((store / "manifest.json").read_text())["source"]["sha256"]
+    assert digests["model.safetensors"] == sha256((model_folder / "model.safetensors").read_bytes()).hexdigest()
+    assert set(digests) == {file.name for file in source.Source.of(model_folder).files}
 
 
 UNKNOWN = "0" * 64  # a checksum that is still to come

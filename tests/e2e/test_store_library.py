@@ -215,7 +215,7 @@ def refuse_to_open(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     def opened(file: Path, *arguments: Any, **options: Any) -> Any:
-        return (refused if file.name == name else real)(file, *arguments, **options)
+        return (refused if file.name == name and "stores" in file.parts else real)(file, *arguments, **options)
 
     patch.setattr(*((mmap, "mmap", refused) if name == "mmap" else (Path, "open", opened)))
 

@@ -1,30 +1,25 @@
 """Checkpoint -> store: tensor after tensor, so that memory never holds more than one of them beside the store."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import CheckpointError, DiskFullError
-from hetero_ee.hub.config_file import read_config_file
-from hetero_ee.hub.model_files import INDEX_FILE
+from hetero_ee.errors import DiskFullError
 from hetero_ee.hub.model_id import model_name
 from hetero_ee.models.blocks import TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.checkpoint import Checkpoint, weight_files
+from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers, quantize
+from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
-from hetero_ee.weights.store.manifest import FORMAT_VERSION, aligned, region_sizes
+from hetero_ee.weights.store.manifest import aligned, region_sizes
 from hetero_ee.weights.store.reader import copied_files, is_store
+from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
 
 SPARE_BYTES = 2**20  # free disk asked for beyond the weights and the copied files: manifest, folder entries
@@ -32,58 +27,6 @@ SPACE_RESERVE = 1.05  # free disk asked for, relative to what is known to be nee
 STORES_FOLDER = "stores"
 CONVERTING = "Converting to int4"
 WAITING = "Another process is converting this model; waiting for it"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    name: str
-    n_bytes: int
-    mtime_ns: int  # when it was last written, since 1970
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a store is made from: a model's folder as it was when a conversion began. No file is read whole."""
-
-    folder: Path
-    files: tuple[SourceFile, ...]  # weights, their index, and the small files that a store gets a copy of
-
-    @classmethod
-    def of(cls, folder: Path) -> Self:
-        """Raises CheckpointError."""
-        index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
-        files = []
-        for file in (*weight_files(folder), *index, *copied_files(folder)):
-            try:
-                status = file.stat()
-            except OSError as error:
-                raise CheckpointError(f"{file} can't be read ({error}).") from error
-            files.append(SourceFile(file.name, status.st_size, status.st_mtime_ns))
-        return cls(folder, tuple(files))
-
-    def key(self, quantization: Quantization) -> str:
-        """Identifies a store by what it would be made from: configuration, file names, sizes and times."""
-        config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
-        identity = [FORMAT_VERSION, QUANTIZER_VERSION, config, files, asdict(quantization)]
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-
-    def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:
-        """What a manifest says of where its store comes from."""
-        return {
-            "model": model_name(self.folder),
-            "architecture": spec.architecture,
-            "matrices": quantization.matrices,
-            "files": [asdict(file) for file in self.files],
-        }
-
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError where a file is not as it was."""
-        now = Source.of(self.folder).files
-        changed = sorted({file.name for file in set(now) ^ set(self.files)})
-        if changed:
-            raise CheckpointError(
-                f"{self.folder / changed[0]} has changed while it was converted; convert again once it is complete."
-            )
 
 
 def cached_store(folder: Path, quantization: Quantization, cache: Path) -> Path:
@@ -150,8 +93,10 @@ def _write(
             if progress:
                 progress(CONVERTING, n_done, n_weights)
         writer.copy_files(source.folder)
+        digests = source.digests(workers)
         source.check_unchanged()
-        writer.finish(quantization.name, quantization.vocabulary, source.provenance(checkpoint.spec, quantization))
+        provenance = source.provenance(checkpoint.spec, quantization) | {"sha256": digests}
+        writer.finish(quantization.name, quantization.vocabulary, provenance)
 
 
 @contextmanager

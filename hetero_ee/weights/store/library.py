@@ -17,7 +17,7 @@ from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
-from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, Source, cached_store, convert
+from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.manifest import (
     FORMAT_VERSION,
@@ -29,6 +29,7 @@ from hetero_ee.weights.store.manifest import (
     stored_version,
 )
 from hetero_ee.weights.store.reader import check_copies, is_store, open_store
+from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
 REMOVED_SUFFIX = ".removed"
@@ -122,7 +123,8 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     manifest = read_manifest(store)
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
-    return is_alike and manifest.source == Source.of(folder).provenance(spec, quantization)
+    known = {key: value for key, value in manifest.source.items() if key != "sha256"}
+    return is_alike and known == Source.of(folder).provenance(spec, quantization)
 
 
 def _remove_damaged(target: Path, spec: ModelSpec, files: FileSystem, progress: Progress | None) -> None:
