@@ -37,7 +37,7 @@ from hetero_ee_profiles.records import from_json, to_json
 FORMAT_NAME = "hetero_ee calibration"
 FORMAT_VERSION = 3
 MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 10**6
-MAX_TENSORS_BYTES = 4 * 2**30
+HEADER_BYTES = 256  # most that a tensor's name, type, shape and place take, names being as short as ours
 MAX_HIDDEN = 4096  # units of a predictor
 TYPES: dict[str, Any] = {"F16": np.float16, "F32": np.float32}
 WAY_OUT = "run hetero-ee calibrate"
@@ -130,7 +130,7 @@ def read_calibration(folder: Path, spec: ModelSpec, key: str) -> Calibration | N
             return None
         record = _parsed(read_file(file, MAX_JSON_BYTES, "a calibration", StoreError), file)
         _check_belongs(record, file, spec, key)
-        tensors = _read_tensors(folder, record)
+        tensors = _read_tensors(folder, record, _most_bytes(record, spec))
         return _calibration(record, spec, tensors)
     except ValueError as error:
         raise StoreError(f"the calibration in {folder} is damaged ({error}); {WAY_OUT} again.") from error
@@ -208,11 +208,23 @@ def _check_belongs(record: CalibrationRecord, file: Path, spec: ModelSpec, key: 
         )
 
 
-def _read_tensors(folder: Path, record: CalibrationRecord) -> Arrays:
+def _most_bytes(record: CalibrationRecord, spec: ModelSpec) -> int:
+    """Of the tensors' file, by what the record says: nothing is read into memory before it is known to be that small."""
+    predictor_bytes = 4 * (MAX_HIDDEN * (N_FEATURES + 2) + 1)
+    n_bytes = 4 * sum(activation_names(spec).values())
+    for each in record.exit_layers:
+        rank = min(each.map_rank or 0, spec.hidden_size)
+        map_bytes = 2 * spec.hidden_size * (2 * rank + 1) if rank else 0
+        n_bytes += map_bytes + predictor_bytes * (1 if each.partial_threshold is None else 2)
+    n_tensors = 11 * len(record.exit_layers) + len(activation_names(spec))  # a map has 3, a predictor 4
+    return n_bytes + HEADER_BYTES * (n_tensors + 1)
+
+
+def _read_tensors(folder: Path, record: CalibrationRecord, max_bytes: int) -> Arrays:
     file = find_file(folder, TENSORS_FILE, StoreError)
     if file is None:
         raise ValueError(f"{TENSORS_FILE} is missing")
-    data = read_whole(file, MAX_TENSORS_BYTES, "a calibration")
+    data = read_whole(file, max_bytes, "a calibration of this model")
     if hashlib.sha256(data).hexdigest() != record.tensors_sha256:
         raise ValueError(f"{TENSORS_FILE} does not match its checksum")
     return parsed_safetensors(data, TYPES)

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hetero_ee.calibration import file as calibration_file
 from hetero_ee.calibration.file import read_calibration, write_calibration
 from hetero_ee.errors import DiskFullError, StoreError
 from hetero_ee.weights.store.calibration_files import JSON_FILE, TENSORS_FILE, calibration_folder
@@ -229,6 +231,14 @@ def test_a_tensors_file_that_is_cut_short_is_refused(folder: Path, n_bytes: int)
     file.write_bytes(file.read_bytes()[:n_bytes])
     edit_json(folder, tensors_sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     with pytest.raises(StoreError, match="hetero-ee calibrate"):
+        read_calibration(folder, SPEC, KEY)
+
+
+def test_a_hollow_tensors_file_is_refused_unread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GB that take no room on the disk would take it in memory."""
+    os.truncate(folder / TENSORS_FILE, 2**32)
+    monkeypatch.setattr(calibration_file.hashlib, "sha256", None)  # it was read
+    with pytest.raises(StoreError, match=r"has 4294967296 bytes; a calibration of this model has at most [0-9]{6,8}\."):
         read_calibration(folder, SPEC, KEY)
 
 
