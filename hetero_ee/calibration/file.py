@@ -209,7 +209,7 @@ def _check_belongs(record: CalibrationRecord, file: Path, spec: ModelSpec, key: 
 
 
 def _most_bytes(record: CalibrationRecord, spec: ModelSpec) -> int:
-    """Of the tensors' file, by what the record says: nothing is read into memory before it is known to be that small."""
+    """Of the tensors' file, by what the record says: nothing larger is read into memory."""
     predictor_bytes = 4 * (MAX_HIDDEN * (N_FEATURES + 2) + 1)
     n_bytes = 4 * sum(activation_names(spec).values())
     for each in record.exit_layers:
