@@ -7,79 +7,75 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_ee.decoding.conversation import Conversation
-    from hetero_ee.decoding.reply import Reply
-    from hetero_ee.decoding.result import GeneratedToken, GenerationResult
-    from hetero_ee.decoding.sampling import SamplingParams
-    from hetero_ee.engine import Engine
-    from hetero_ee.errors import (
-        CheckpointError,
-        DamagedStoreError,
-        DeviceLostError,
-        DeviceMemoryError,
-        DiskFullError,
-        HeteroError,
-        ModelError,
-        StoreError,
-        UsageError,
-    )
-    from hetero_ee.models.spec import ModelSpec
-    from hetero_ee.planning.limits import Limits
-    from hetero_ee.planning.plan import Plan
-    from hetero_ee.speculation.statistics import DraftStatistics
-    from hetero_ee.text.chat_template import Message
-    from hetero_ee_profiles.hardware import HardwareProfile
+    from hetero_ee.calibration.job import CalibrationOutcome as CalibrationOutcome
+    from hetero_ee.calibration.job import CalibrationRequest as CalibrationRequest
+    from hetero_ee.calibration.run import CalibrationSettings as CalibrationSettings
+    from hetero_ee.config import Progress as Progress
+    from hetero_ee.decoding.async_tokens import AsyncTokens as AsyncTokens
+    from hetero_ee.decoding.conversation import Conversation as Conversation
+    from hetero_ee.decoding.reply import Reply as Reply
+    from hetero_ee.decoding.result import FinishReason as FinishReason
+    from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
+    from hetero_ee.decoding.result import GenerationResult as GenerationResult
+    from hetero_ee.decoding.sampling import SamplingChanges as SamplingChanges
+    from hetero_ee.decoding.sampling import SamplingParams as SamplingParams
+    from hetero_ee.engine import Engine as Engine
+    from hetero_ee.engine import Prompt as Prompt
+    from hetero_ee.engine import PromptList as PromptList
+    from hetero_ee.engine import Sampling as Sampling
+    from hetero_ee.errors import CheckpointError as CheckpointError
+    from hetero_ee.errors import DamagedStoreError as DamagedStoreError
+    from hetero_ee.errors import DeviceLostError as DeviceLostError
+    from hetero_ee.errors import DeviceMemoryError as DeviceMemoryError
+    from hetero_ee.errors import DiskFullError as DiskFullError
+    from hetero_ee.errors import HeteroError as HeteroError
+    from hetero_ee.errors import ModelError as ModelError
+    from hetero_ee.errors import StoreError as StoreError
+    from hetero_ee.errors import UsageError as UsageError
+    from hetero_ee.models.spec import ModelSpec as ModelSpec
+    from hetero_ee.planning.limits import Limits as Limits
+    from hetero_ee.planning.plan import Plan as Plan
+    from hetero_ee.runtime.devices.timeline import Span as Span
+    from hetero_ee.runtime.executors.executor import Executor as Executor
+    from hetero_ee.runtime.opening import Placement as Placement
+    from hetero_ee.runtime.placement_request import FindProfile as FindProfile
+    from hetero_ee.speculation.drafting import Drafting as Drafting
+    from hetero_ee.speculation.statistics import DraftStatistics as DraftStatistics
+    from hetero_ee.text.chat_template import Message as Message
+    from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
+    from hetero_ee_profiles.hardware import HardwareProfile as HardwareProfile
 
 __version__ = "0.1.0"
 
-_HOME_OF = {
-    "Conversation": "hetero_ee.decoding.conversation",
-    "DraftStatistics": "hetero_ee.speculation.statistics",
-    "HardwareProfile": "hetero_ee_profiles.hardware",
-    "Limits": "hetero_ee.planning.limits",
-    "Plan": "hetero_ee.planning.plan",
-    "Message": "hetero_ee.text.chat_template",
-    "Reply": "hetero_ee.decoding.reply",
-    "Engine": "hetero_ee.engine",
-    "GeneratedToken": "hetero_ee.decoding.result",
-    "GenerationResult": "hetero_ee.decoding.result",
-    "SamplingParams": "hetero_ee.decoding.sampling",
-    "ModelSpec": "hetero_ee.models.spec",
-    "HeteroError": "hetero_ee.errors",
-    "UsageError": "hetero_ee.errors",
-    "ModelError": "hetero_ee.errors",
-    "CheckpointError": "hetero_ee.errors",
-    "DamagedStoreError": "hetero_ee.errors",
-    "DeviceLostError": "hetero_ee.errors",
-    "DeviceMemoryError": "hetero_ee.errors",
-    "DiskFullError": "hetero_ee.errors",
-    "StoreError": "hetero_ee.errors",
+_NAMES = {
+    "hetero_ee.calibration.job": ("CalibrationOutcome", "CalibrationRequest"),
+    "hetero_ee.calibration.run": ("CalibrationSettings",),
+    "hetero_ee.config": ("Progress",),
+    "hetero_ee.decoding.async_tokens": ("AsyncTokens",),
+    "hetero_ee.decoding.conversation": ("Conversation",),
+    "hetero_ee.decoding.reply": ("Reply",),
+    "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult"),
+    "hetero_ee.decoding.sampling": ("SamplingChanges", "SamplingParams"),
+    "hetero_ee.engine": ("Engine", "Prompt", "PromptList", "Sampling"),
+    "hetero_ee.errors": (
+        *("CheckpointError", "DamagedStoreError", "DeviceLostError", "DeviceMemoryError", "DiskFullError"),
+        *("HeteroError", "ModelError", "StoreError", "UsageError"),
+    ),
+    "hetero_ee.models.spec": ("ModelSpec",),
+    "hetero_ee.planning.limits": ("Limits",),
+    "hetero_ee.planning.plan": ("Plan",),
+    "hetero_ee.runtime.devices.timeline": ("Span",),
+    "hetero_ee.runtime.executors.executor": ("Executor",),
+    "hetero_ee.runtime.opening": ("Placement",),
+    "hetero_ee.runtime.placement_request": ("FindProfile",),
+    "hetero_ee.speculation.drafting": ("Drafting",),
+    "hetero_ee.speculation.statistics": ("DraftStatistics",),
+    "hetero_ee.text.chat_template": ("Message",),
+    "hetero_ee_profiles.hardware": ("DeviceTimes", "HardwareProfile"),
 }
+_HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "CheckpointError",
-    "Conversation",
-    "DamagedStoreError",
-    "DeviceLostError",
-    "DeviceMemoryError",
-    "DiskFullError",
-    "DraftStatistics",
-    "Engine",
-    "GeneratedToken",
-    "GenerationResult",
-    "HardwareProfile",
-    "HeteroError",
-    "Limits",
-    "Message",
-    "ModelError",
-    "ModelSpec",
-    "Plan",
-    "Reply",
-    "SamplingParams",
-    "StoreError",
-    "UsageError",
-    "__version__",
-]
+__all__ = [*sorted(_HOME_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,89 +1,73 @@
-"""Engine: opens a model and generates text. It wires the rooms of the house together and does no maths itself."""
+"""Engine: a model that generates text. It wires the rooms of the house together and does no maths itself."""
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, cast, overload
 
 import torch
 
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.config import Progress, cache_folder
+from hetero_ee.config import Progress
+from hetero_ee.config.terminal_progress import chosen_progress
+from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
+from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.resolve import resolve_model
-from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import Limits
+from hetero_ee.opening import OpenModel, check_options, open_model, read_model
+from hetero_ee.planning.limits import Limits, is_whole
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
+from hetero_ee.runtime.opening import Placement
 from hetero_ee.runtime.placement_request import (
     FindProfile,
     PlacementRequest,
     requested_folder,
+    requested_limits,
     requested_plan,
-    warner,
+    requested_profile,
 )
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
-from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
-from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import INT4_QUANTIZERS
-from hetero_ee.weights.store.library import open_cached
-from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
+from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import physical_core_count
 
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model's files, read."""
-
-    spec: ModelSpec
-    tokenizer: Tokenizer
-    sampling: SamplingParams  # the model's own defaults
-    eos_token_ids: frozenset[int]
-    weights: ModelWeights
-    calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
+Prompt = str | list[int]  # text, or token ids
+PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
+Sampling = SamplingParams | Mapping[str, Any]  # also a GenerationConfig of transformers
 
 
 class Engine:
-    """A loaded model. Not for several threads at once. Use as a context manager, or call close()."""
+    """A loaded model. Use as a context manager, or call close().
 
-    def __init__(
-        self,
-        model: _Model,
-        executor: Executor,
-        threads: int,
-        opened: Opened | None = None,
-        drafting: OpenDrafting | None = None,
-    ) -> None:
-        self._executor: Executor | None = executor
-        self._opened, self._drafting = opened, drafting
+    Texts that several threads or tasks generate take turns, token by token; all else is for one thread at a time.
+    """
+
+    def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
+        self._executor: Executor | None = model.executor
+        self._opened, self._drafting = model.opened, model.drafting
         self._draft_counts = DraftCounts()
-        self._tokenizer = model.tokenizer
-        self._eos_token_ids = model.eos_token_ids
-        self.default_sampling = model.sampling
-        self.spec = model.spec
-        self.quantizer = model.weights.quantizer
-        self.threads = threads
-        self.calibrations = model.calibrations
+        self._tokenizer = model.files.tokenizer
+        self._eos_token_ids = model.files.eos_token_ids
+        self.default_sampling = model.files.sampling
+        self.spec = model.files.spec
+        self.quantizer = model.files.weights.quantizer
+        self.threads = model.threads
+        self.calibrations = model.files.calibrations
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
+        self._turns = Turns(progress)
+        model.executor.progress = self._turns.tell
 
     @classmethod
     def from_pretrained(
@@ -95,16 +79,23 @@ class Engine:
         quantizer: str | None = None,
         context_tokens: int = 0,
         threads: int = 0,
-        plan: Plan | str | Path | None = None,
-        vram_budget: int | None = None,
-        profile: HardwareProfile | FindProfile | None = None,
+        profile: HardwareProfile | FindProfile | str | Path | None = None,
+        vram_budget: float | None = None,
+        vram_margin: float | None = None,
+        ram_budget: float | None = None,
+        gpu_layers: int | None = None,
+        override: str | Sequence[str] | None = None,
+        kv_type: str | None = None,
+        mode: str | None = None,
+        draft_length: int | None = None,
         limits: Limits | None = None,
+        plan: Plan | str | Path | None = None,
+        draft_head: str | Path | None = None,
         emulate: bool = False,
         traces: bool = False,
-        draft_head: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Self:
-        """Opens a model; torch is set to one thread for the whole process.
+        """Opens a model by a plan made for this machine; torch is set to one thread for the whole process.
 
         model: a Hugging Face id (org/name; downloaded at first use into the cache of huggingface_hub), a folder with
             such a checkpoint, a store, or None for the demo model.
@@ -112,43 +103,49 @@ class Engine:
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
-        context_tokens: longest prompt and text together, 0 for the model's own.
-        threads: 0 for all physical cores.
-        plan: where every part goes, a Plan or its JSON file, without limits. None makes one if a profile is given.
-        vram_budget: bytes of GPU memory for that plan. limits: its other limits.
-        profile: what the machine was measured to do, or a function of the model's shapes and folder that finds it.
-        emulate: runs the plan on that profile's machine, emulated here: the same tokens, and times as there.
-        traces: keeps in `spans` what a plan runs where and when.
+        context_tokens: longest prompt and text together, 0 for the model's own. threads: 0 for all physical cores.
+        profile: what the plan is made by. "auto" is this machine's kept profile, else a quick one, measured now and
+            kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped one,
+            a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
+        vram_budget, vram_margin, ram_budget: GiB of GPU memory to use and to leave free, and of RAM to use.
+        gpu_layers: first layers, whole, on the GPU. override: parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
+        kv_type: of the KV cache, "fp32", "fp16" or "int8". mode: "full" or "exact". draft_length: tokens verified at
+            once in exact mode. What is None of all these, the planner chooses. limits: all of them in one object.
+        plan: where every part goes, a Plan or its JSON file, in place of one made now.
         draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
-        progress: called with (stage, done, in all) during a download, in bytes, a conversion, the kernels' first
-            compilation and long prompts; with 0 in all, the stage is a remark.
+        emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
+        traces: keeps in `spans` what a plan runs where and when.
+        progress: called with (stage, done, in all) during a download, in bytes, a conversion, a measurement, the
+            kernels' first compilation and long prompts; with 0 in all, the stage is a remark. False: nothing; None:
+            bars on a terminal and in a notebook.
 
         Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
-        _check_options(quantizer, context_tokens, threads)
-        asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
-        request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
-        folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
+        check_options(quantizer, context_tokens, threads)
+        tell = chosen_progress(progress)
+        pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
+        pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
+        asked_limits, limits_name = requested_limits(limits, pins | {"draft_length": draft_length})
+        request = PlacementRequest(
+            plan=requested_plan(plan),
+            limits=asked_limits,
+            limits_name=limits_name,
+            profile=requested_profile(profile),
+            draft_head=requested_folder(draft_head),
+            emulates=emulate,
+            traces=traces,
+            context_tokens=context_tokens,
+        )
+        folder = resolve_model(model, revision=revision, offline=offline, progress=tell)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        loaded = _load(folder, quantizer, threads, progress)
-        n_tokens, warn = _context_tokens(loaded.spec, context_tokens), warner(progress)
-        placement = request.placement(loaded.spec, folder, n_tokens)
-        if placement is None:
-            executor = open_on_cpu(loaded.spec, loaded.weights, n_tokens, threads, progress)
-            executor.progress = progress
-            return cls(loaded, executor, threads)
-        calibration = None if loaded.calibrations is None else loaded.calibrations.find_or_warn(warn)
-        knowledge = DraftKnowledge.found(calibration, asked_head, folder, loaded.spec, warn)
-        statistics = knowledge.statistics(loaded.spec, placement.profile, threads, on_gpu=emulate)
-        placement = replace(placement, statistics=statistics, traces=traces)
-        opened = open_placed(
-            loaded.spec, loaded.weights, placement, threads, time.perf_counter, warn, progress=progress
-        )
-        opened = replace(opened, placement=placement)
-        opened.executor.progress = progress
-        drafting = open_drafting(knowledge, opened, placement.profile, warn)
-        return cls(loaded, opened.executor, threads, opened, drafting)
+        files = read_model(folder, quantizer, threads, tell)
+        return cls(open_model(files, request, threads, tell), tell)
+
+    def __repr__(self) -> str:
+        if self._executor is None:
+            return f"<Engine {self.spec.architecture}, closed>"
+        return f"<Engine {self.plan or f'{self.spec.architecture} on the CPU, nothing planned'}, {self.quantizer}>"
 
     @property
     def context_tokens(self) -> int:
@@ -195,48 +192,61 @@ class Engine:
         """Where drafts come from, in a few words; empty in full mode."""
         return "" if self._drafting is None else self._drafting.origin
 
-    def stream(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> Iterator[GeneratedToken]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
+    ) -> Generator[GeneratedToken]:
         """Yields each token as it is generated; `changes` are SamplingParams fields to change. Raises UsageError.
 
-        The prompt is checked at the call; closing the iterator early frees its memory.
+        The prompt is checked at the call; closing the iterator early frees its memory. Raises HeteroError where the
+        engine is closed meanwhile.
         """
         params = self._params(sampling, changes)
         return self._tokens([self._prompt_ids(prompt)], params)
 
-    @overload
-    def generate(self, prompt: str, sampling: SamplingParams | None = None, **changes: Any) -> GenerationResult: ...
+    def astream(
+        self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
+    ) -> AsyncTokens:
+        """The same for asyncio: `async for token in engine.astream(...)`. Cancelling the task ends the text."""
+        params, stop = self._params(sampling, changes), threading.Event()
+        return AsyncTokens(self._tokens([self._prompt_ids(prompt)], params, stop), stop)
 
     @overload
     def generate(
-        self, prompt: Sequence[str], sampling: SamplingParams | None = None, **changes: Any
+        self, prompt: Prompt, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self, prompt: PromptList, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> list[GenerationResult]: ...
 
     def generate(
-        self, prompt: str | Sequence[str], sampling: SamplingParams | None = None, **changes: Any
+        self, prompt: Prompt | PromptList, sampling: Sampling | None = None, **changes: Unpack[SamplingChanges]
     ) -> GenerationResult | list[GenerationResult]:
         """The whole text for one prompt, or a list of them for several, which are generated together.
 
-        `changes` are SamplingParams fields to change, as in generate("...", temperature=0.8). Greedy, each text is the
-        one its prompt gives alone; sampled, each prompt has noise of its own, by its index. Raises UsageError.
+        A prompt is text or a list of token ids. sampling: a dictionary or a GenerationConfig too; `changes` are
+        SamplingParams fields to change, as in generate("...", temperature=0.8). Greedy, each text is the one its prompt
+        gives alone; sampled, each prompt has noise of its own, by its index. Raises UsageError.
         """
         params = self._params(sampling, changes)
-        texts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(texts, Sequence) or not texts:
-            raise UsageError(f"a prompt is a string, or several in a list; got {shown(prompt)}.")
-        prompts = [self._prompt_ids(text) for text in texts]
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray) or (not prompt and prompt != ""):
+            raise UsageError(f"prompt is {shown(prompt)}; expected text, a list of token ids, or a list of several.")
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        prompts = [self._prompt_ids(each) for each in cast(Sequence[Prompt], [prompt] if is_one else prompt)]
         tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
         for token in self._tokens(prompts, params):
             tokens[token.sequence].append(token)
         results = [collect(mine) for mine in tokens]
-        return results[0] if isinstance(prompt, str) else results
+        return results[0] if is_one else results
 
     def chat(
         self,
         system: str | None = None,
-        sampling: SamplingParams | None = None,
+        sampling: Sampling | None = None,
         *,
         chat_template: str | None = None,
-        **changes: Any,
+        **changes: Unpack[SamplingChanges],
     ) -> Conversation:
         """Starts a conversation, to be closed like the engine, or with it.
 
@@ -244,12 +254,11 @@ class Engine:
         are SamplingParams fields to change. Raises UsageError, and ModelError for a model without a template.
         """
         executor, params = self.executor, self._params(sampling, changes)
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise UsageError(f"chat_template is {shown(chat_template)}; expected a Jinja template's text.")
         source = self._tokenizer.chat_template if chat_template is None else chat_template
         if source is None:
-            raise ModelError(
-                "this model has no chat template; give one with --chat-template-file (in Python: chat_template=...), "
-                "or use hetero-ee generate."
-            )
+            raise ModelError("this model has no chat template; give one with chat_template, or use generate.")
         template = ChatTemplate(source, self._tokenizer.special_tokens)
         sources = () if self._drafting is None else self._drafting.drafting.sources
         closing = [source.close for source in sources]
@@ -272,13 +281,16 @@ class Engine:
         return calibrate(executor, self._tokenizer, ending, self.calibrations, request, progress=progress)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of `text` as a prompt."""
+        """Tokens of `text` as a prompt. Raises UsageError."""
+        if not isinstance(text, str):
+            raise UsageError(f"text is {shown(text)}; expected a string.")
         return len(self._tokenizer.encode(text))
 
     def close(self) -> None:
-        """Frees the weights, ends the threads and every conversation. Closing twice does nothing."""
+        """Frees the weights, ends the threads, every conversation and every text. Closing twice does nothing."""
         for conversation in list(self._conversations):
             conversation.close()
+        self._turns.close()
         if self._drafting is not None:
             self._drafting.close()
         if self._executor is not None:
@@ -291,14 +303,18 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tokens(self, prompts: Prompts, params: SamplingParams) -> Iterator[GeneratedToken]:
-        """In the plan's mode."""
+    def _tokens(
+        self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER
+    ) -> Generator[GeneratedToken]:
+        """In the plan's mode. stop: ends the text while its prompt is read."""
         executor = self.executor
         common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
         if self._drafting is None:
-            return generate(*common)
-        self._draft_counts = DraftCounts()
-        return generate_exact(*common, self._drafting.drafting, self._draft_counts)
+            tokens = generate(*common)
+        else:
+            self._draft_counts = DraftCounts()
+            tokens = generate_exact(*common, self._drafting.drafting, self._draft_counts)
+        return self._turns.taking(cast(Generator[GeneratedToken], tokens), stop)
 
     @property
     def _clock(self) -> Callable[[], float]:
@@ -307,21 +323,21 @@ class Engine:
     def _ending(self, executor: Executor) -> Ending:
         return Ending(self._eos_token_ids, executor.cache.max_tokens)
 
-    def _params(self, sampling: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
+    def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         if sampling is None:
             sampling = self.default_sampling
         elif not isinstance(sampling, SamplingParams):
-            sampling = SamplingParams.from_hf(sampling)
+            sampling = SamplingParams.read(sampling)
         return sampling.changed(**changes)
 
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        if not isinstance(prompt, str):
-            raise UsageError(f"a prompt is a string, got {type(prompt).__name__}.")
-        if not prompt:
-            raise UsageError("the prompt is empty; give some text to go on from.")
-        ids = self._tokenizer.encode(prompt)
-        if not ids:
-            raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._encoded(prompt)
+        else:
+            ids = list(prompt) if isinstance(prompt, list | tuple) else []
+            if not ids or not all(is_whole(each, 0, self.spec.vocab_size - 1) for each in ids):
+                expected = f"text, or a list of token ids from 0 to {self.spec.vocab_size - 1}"
+                raise UsageError(f"prompt is {shown(prompt)}; expected {expected}.")
         if len(ids) >= self.context_tokens:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.context_tokens}, one of them new; "
@@ -329,43 +345,17 @@ class Engine:
             )
         return ids
 
+    def _encoded(self, prompt: str) -> list[int]:
+        if not prompt:
+            raise UsageError("the prompt is empty; give some text to go on from.")
+        ids = self._tokenizer.encode(prompt)
+        if not ids:
+            raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
+        return ids
+
     @property
     def executor(self) -> Executor:
         """What runs the model, for measuring it. Raises HeteroError where the engine is closed."""
         if self._executor is None:
-            raise HeteroError("this engine is closed; open the model again with Engine.from_pretrained.")
+            raise HeteroError(CLOSED)
         return self._executor
-
-
-def _check_options(quantizer: str | None, context_tokens: int, threads: int) -> None:
-    choices = (*INT4_QUANTIZERS, UNQUANTIZED)
-    if quantizer is not None and quantizer not in choices:
-        raise UsageError(f"quantizer is {quantizer!r}; expected one of {', '.join(choices)}.")
-    for name, value, largest in (("context size", context_tokens, 2**24), ("threads", threads, 1024)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
-            raise UsageError(f"{name} is {value!r}; expected a whole number from 0 (automatic) to {largest}.")
-
-
-def _context_tokens(spec: ModelSpec, asked: int) -> int:
-    if spec.context_is_fixed and asked > spec.max_context_tokens:
-        raise UsageError(f"context size {asked} is beyond the {spec.max_context_tokens} positions this model has.")
-    return asked or spec.max_context_tokens
-
-
-def _load(folder: Path, quantizer: str | None, threads: int, progress: Progress | None) -> _Model:
-    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache or made."""
-    manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
-    spec = read_spec(folder)
-    tokenizer = Tokenizer.load(folder, spec.vocab_size)
-    hf_generation = generation_config(folder)
-    sampling = default_sampling(hf_generation, folder)
-    calibrations = None
-    if manifest is not None:
-        weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
-    elif quantizer == UNQUANTIZED:
-        weights = load_dense(Checkpoint(folder, spec))
-    else:
-        quantization = Quantization.of_model(folder, quantizer)
-        store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
-        calibrations = CalibrationPlace(spec, store, folder, quantization)
-    return _Model(spec, tokenizer, sampling, eos_token_ids(hf_generation, folder, tokenizer), weights, calibrations)

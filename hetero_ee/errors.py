@@ -1,5 +1,8 @@
 """Every error the engine raises on purpose: one sentence that names the thing, the number and the way out."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class HeteroError(Exception):
     """Base of the family; catching it catches every deliberate refusal."""
@@ -48,3 +51,10 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to write out integers of more than 4300 digits
         text = f"a very large {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence on a name that is none: the one that was meant, else all there are."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."

@@ -57,6 +57,7 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Pat
         patch.setenv("HETERO_EE_CACHE_DIR", str(cache))
         patch.setenv("HETERO_EE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
+        patch.setenv("HETERO_EE_PROFILE", "off")  # a machine that runs tests has other things to do than be measured
         yield cache
 
 

@@ -3,7 +3,6 @@
 A flag wins over the environment, the environment over the configuration file, the file over the default.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.config.toml_file import CONFIG_VARIABLE, expanded, read_configuration_file
-from hetero_ee.errors import UsageError, shown
+from hetero_ee.errors import UsageError, meant, shown
 
 ENVIRONMENT_PREFIX = "HETERO_EE_"
 FLAG, FILE, DEFAULT = "flag", "file", "default"
+AUTO, OFF = "auto", "off"  # what the setting `profile` may be
 WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -92,6 +92,14 @@ SETTINGS = (
         default_text="the checkpoint's own 4 bits, else codebook",
         choices=("codebook", "search", "rtn", "nf4", "none"),
     ),
+    Setting(
+        "profile",
+        str,
+        AUTO,
+        "auto: plan by this machine's profile, measured for some seconds at a model's first start; off: don't plan, "
+        "so that the CPU runs everything.",
+        choices=(AUTO, OFF),
+    ),
     Setting("offline", bool, False, "Download nothing; use what is in the cache.", default_text="false"),
     Setting(
         "cache_dir",
@@ -126,9 +134,7 @@ class Settings:
         """Raises UsageError for a key that is no setting."""
         for key in self.in_file:
             if key not in SETTING_OF:
-                near = difflib.get_close_matches(key, SETTING_OF, n=1)
-                known = f"did you mean {near[0]}?" if near else f"there are {', '.join(SETTING_OF)}."
-                raise UsageError(f"{shown(key)} in {self.file} is no setting; {known}")
+                raise UsageError(f"{shown(key)} in {self.file} is no setting; {meant(key, SETTING_OF)}")
 
     def resolve(self, name: str, flag: object = None) -> Resolved:
         """The setting as the first source that has it says; flag: the command line's value, None where not given.

@@ -8,11 +8,11 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, Self
+from typing import Self, Unpack
 
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
 from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executors.executor import Executor
@@ -59,6 +59,12 @@ class Conversation:
             self.close()
             raise
 
+    def __repr__(self) -> str:
+        if not self._finalizer.alive:
+            return f"<Conversation of {len(self.messages)} messages, closed>"
+        n_tokens = f"{self.n_cached_tokens} of {self.context_tokens} tokens"
+        return f"<Conversation of {len(self.messages)} messages, {n_tokens}>"
+
     @property
     def messages(self) -> tuple[Message, ...]:
         """The system message, where there is one, then users' messages and replies alternately."""
@@ -86,7 +92,7 @@ class Conversation:
         self._template.render([*system, Message("user", "?")])
         self._system = system
 
-    def send(self, text: str, **changes: Any) -> Reply:
+    def send(self, text: str, **changes: Unpack[SamplingChanges]) -> Reply:
         """The reply to `text`, to be iterated over; `changes` are SamplingParams fields to change for this turn.
 
         Raises UsageError and ModelError at the call, and leaves the conversation as it was. An earlier reply that is
@@ -98,7 +104,7 @@ class Conversation:
         self._n_regenerated = 0
         return reply
 
-    def regenerate(self, **changes: Any) -> Reply:
+    def regenerate(self, **changes: Unpack[SamplingChanges]) -> Reply:
         """Another reply to the last message, in place of the last one: the n-th time with the seed n higher.
 
         Raises UsageError where there is no reply yet.

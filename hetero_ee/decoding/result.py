@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hetero_ee.errors import shown
+
 
 class FinishReason(StrEnum):
     """Why a text ended."""
@@ -35,6 +37,22 @@ class GenerationResult:
     prompt_s: float  # from the start until the first token was chosen
     generation_s: float  # from then to the last
     n_cached_tokens: int = 0  # of the prompt, in the KV cache already from earlier turns of a conversation
+
+    def __repr__(self) -> str:
+        return (
+            f"<GenerationResult {shown(self.text)}, {self.n_generated_tokens} tokens, {self.finish_reason}, "
+            f"{self.tokens_per_s:.1f} tokens/s, the first after {self.time_to_first_token_s:.2f} s>"
+        )
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        """The same as prompt_s, by the name that benchmarks have for it."""
+        return self.prompt_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The same as generated_tokens_per_s."""
+        return self.generated_tokens_per_s
 
     @property
     def n_prefilled_tokens(self) -> int:

@@ -6,16 +6,16 @@ it were computed: a draft can later be checked against the very token that the f
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.errors import HeteroError, UsageError, shown
+from hetero_ee.errors import HeteroError, UsageError, meant, shown
 
 Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
@@ -59,6 +59,21 @@ class SamplingParams:
             _require_whole("stop_token_ids", token_id, 0, 2**31)
 
     @classmethod
+    def read(cls, sampling: Any) -> Self:
+        """A GenerationConfig, or a dictionary of its fields and ours; a temperature alone means to sample.
+
+        Raises UsageError, also for a name that is neither's.
+        """
+        if not isinstance(sampling, Mapping):
+            return cls.from_hf(sampling)
+        from transformers import GenerationConfig
+
+        theirs = GenerationConfig().to_dict()
+        own = {name: value for name, value in sampling.items() if name not in theirs}
+        _check_names(own, [*SamplingChanges.__annotations__, *theirs])
+        return cls.from_hf({"do_sample": bool(sampling.get("temperature"))} | dict(sampling)).changed(**own)
+
+    @classmethod
     def from_hf(cls, generation_config: Any) -> Self:
         """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
 
@@ -84,11 +99,23 @@ class SamplingParams:
 
     def changed(self, **changes: Any) -> Self:
         """A copy with some values changed. Raises UsageError for a name that is not a field."""
-        known = [field.name for field in fields(self)]
-        for name in changes:
-            if name not in known:
-                raise UsageError(f"{name} is not a sampling parameter; they are {', '.join(known)}.")
+        _check_names(changes, SamplingChanges.__annotations__)
         return replace(self, **changes)
+
+
+class SamplingChanges(TypedDict, total=False):
+    """The fields of SamplingParams as keyword arguments, for editors and type checkers."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    seed: int
+    stop: str | Collection[str]
+    stop_token_ids: Collection[int]
+    ignore_eos: bool
 
 
 def choose_token(
@@ -209,6 +236,12 @@ def _best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
     for first, last in edges.reshape(-1, 2):
         order[first : last + 1].sort()
     return order
+
+
+def _check_names(names: Iterable[Any], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{shown(name)} is not a sampling parameter; {meant(str(name), known)}")
 
 
 def _is_stop_string(text: Any) -> bool:

@@ -113,6 +113,14 @@ class Plan:
         _check_parts(self.parts)
         _check_memory(self)
 
+    def __repr__(self) -> str:
+        n_layers = len({part.layer for part in self.parts} - {None})
+        return (
+            f"<Plan {self.sha256[:12]}: {self.model} on {self.hardware}, {self.gpu_layers} of {n_layers} layers on the "
+            f"GPU, {self.mode} mode, context {self.context_tokens}, {self.prediction.generated_tokens_per_s:.1f} "
+            "tokens/s expected>"
+        )
+
     @property
     def sha256(self) -> str:
         """Identifies the plan in results; two plans are the same exactly where this is."""

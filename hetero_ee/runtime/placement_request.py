@@ -1,85 +1,139 @@
 """What a caller asks of where a model runs: checked before anything is loaded, then made a Placement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from hetero_ee.config import Progress
+from hetero_ee.config.settings import AUTO, OFF, read_settings
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import Limits, is_whole
+from hetero_ee.planning.hardware import hardware_from
+from hetero_ee.planning.limits import Limits, parse_override
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Placement
+from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
 FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
+AskedProfile = HardwareProfile | FindProfile | str  # one, what finds one once the model is known, AUTO or OFF
+GIB = 2**30
+MAX_GIB = 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """See Engine.from_pretrained. profile: one, or what finds it once the model is known. Raises UsageError."""
+    """See Engine.from_pretrained. Raises UsageError for what contradicts itself."""
 
     plan: Plan | None
-    vram_budget: int | None
-    profile: HardwareProfile | FindProfile | None
     limits: Limits | None
+    limits_name: str  # of the argument that they come from, or the first of several
+    profile: AskedProfile
+    draft_head: Path | None
     emulates: bool
+    traces: bool
     context_tokens: int
 
     def __post_init__(self) -> None:
-        self._check_types()
-        if self.plan is not None:
-            self._check_beside_plan(self.plan)
-        if self.profile is None and self.emulates:
-            raise UsageError("which machine is to be emulated? Give its profile with profile=...")
-        if self.profile is None and self.plan is None and (self.vram_budget is not None or self.limits is not None):
-            raise UsageError("a VRAM budget or limits need a profile to plan by; give profile=...")
-
-    def placement(self, spec: ModelSpec, folder: Path, context_tokens: int) -> Placement | None:
-        """None where nothing was asked for: then the CPU runs everything. context_tokens: where there is no plan.
-
-        Raises UsageError for a plan that the emulated machine has no room for.
-        """
-        profile = self.profile
-        if profile is not None and not isinstance(profile, HardwareProfile):
-            profile = profile(spec, folder)
-            if profile is not None and not isinstance(profile, HardwareProfile):
-                raise UsageError(f"the function given as profile found {shown(profile)}; expected a HardwareProfile.")
-        if profile is None:
-            if self.emulates or (self.plan is None and (self.vram_budget is not None or self.limits is not None)):
-                raise UsageError("no profile was found to plan by or to emulate; give one with profile=...")
-            return None if self.plan is None else Placement(None, Limits(), self.plan)
-        if self.plan is not None and self.emulates:
-            check_emulates(self.plan, profile)
-        wanted = replace(self.limits or Limits(), context_tokens=context_tokens)
-        if self.vram_budget is not None:
-            wanted = replace(wanted, vram_budget_bytes=self.vram_budget)
-        return Placement(profile, wanted, self.plan, emulates=self.emulates)
-
-    def _check_types(self) -> None:
-        if self.profile is not None and not isinstance(self.profile, HardwareProfile) and not callable(self.profile):
-            raise UsageError(
-                f"profile is {shown(self.profile)}; expected a HardwareProfile, as reference_profile(name) of "
-                "hetero_ee_profiles.reference gives it, or a function that finds one."
-            )
-        if self.limits is not None and not isinstance(self.limits, Limits):
-            raise UsageError(f"limits is {shown(self.limits)}; expected Limits(...), of hetero_ee.planning.limits.")
-        if self.vram_budget is not None and not is_whole(self.vram_budget, 0):
-            raise UsageError(f"vram_budget is {shown(self.vram_budget)}; expected bytes, a whole number from 0.")
         if not isinstance(self.emulates, bool):
             raise UsageError(f"emulate is {shown(self.emulates)}; expected True or False.")
+        if self.plan is not None:
+            self._check_beside_plan(self.plan)
+        if self.emulates and isinstance(self.profile, str):
+            raise UsageError("which machine is to be emulated? Give its profile with profile=...")
+        unplanned = self.limits_name or ("draft_head" if self.draft_head is not None else "")
+        if self.profile == OFF and self.plan is None and unplanned:
+            raise UsageError(
+                f"{unplanned} is for a plan, and profile is off, so there is none; leave out {unplanned}, or give "
+                "another profile."
+            )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything was asked for that takes a plan, so that it is an error where there can't be one."""
+        wishes = self.plan, self.limits, self.draft_head
+        return not isinstance(self.profile, str) or any(wish is not None for wish in wishes)
+
+    def found_profile(self, spec: ModelSpec, folder: Path, automatic: FindProfile) -> HardwareProfile | None:
+        """None where nothing is planned. automatic: finds one for AUTO. Raises UsageError for one that is missing."""
+        if self.profile == OFF:
+            return None
+        find = automatic if isinstance(self.profile, str) else self.profile
+        profile = find if isinstance(find, HardwareProfile) else find(spec, folder)
+        if profile is not None and not isinstance(profile, HardwareProfile):
+            raise UsageError(f"the function given as profile found {shown(profile)}; expected a HardwareProfile.")
+        if profile is None and (self.emulates or (self.plan is None and self.limits is not None)):
+            raise UsageError("no profile was found to plan by or to emulate; give one with profile=...")
+        if profile is not None and self.plan is not None and self.emulates:
+            check_emulates(self.plan, profile)
+        return profile
+
+    def placement(
+        self, profile: HardwareProfile | None, context_tokens: int, quantizer: str, statistics: Statistics
+    ) -> Placement:
+        """Of a profile, a plan or both. context_tokens: where there is no plan."""
+        limits = Limits()
+        if profile is not None:
+            limits = replace(self.limits or limits, context_tokens=context_tokens)
+        wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
+        if quantizer == UNQUANTIZED and not self.emulates and not wants_gpu:  # fp32 weights have CPU kernels alone
+            limits = replace(limits, gpu_layers=0)
+        return Placement(profile, limits, self.plan, statistics, emulates=self.emulates, traces=self.traces)
 
     def _check_beside_plan(self, made: Plan) -> None:
         """A plan has decided all of that already; what it contradicts is not dropped in silence."""
-        for name, value in (("limits", self.limits), ("vram_budget", self.vram_budget)):
-            if value is not None:
-                raise UsageError(f"a plan says already what {name} would say; leave out {name}, or plan again with it.")
+        if name := self.limits_name:
+            raise UsageError(f"a plan says already what {name} would say; leave out {name}, or plan again with it.")
         if self.context_tokens not in (0, made.context_tokens):
             raise UsageError(
                 f"context_tokens is {self.context_tokens} and the plan is for {made.context_tokens}; leave "
                 "context_tokens out, or make a plan for it."
             )
+
+
+def requested_limits(limits: Limits | None, pins: Mapping[str, Any]) -> tuple[Limits | None, str]:
+    """Limits as they were given, or made of those arguments of Engine.from_pretrained that are not None; and the name
+    of the argument, the first of several. Raises UsageError."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise UsageError(f"limits is {shown(limits)}; expected Limits(...).")
+    given = [name for name, value in pins.items() if value is not None]
+    if not given:
+        return limits, "" if limits is None else "limits"
+    if limits is not None:
+        raise UsageError(f"limits says already what {given[0]} would say; leave out one of them.")
+    return Limits(**dict(_limit(name, pins[name]) for name in given)), given[0]
+
+
+def _limit(name: str, value: Any) -> tuple[str, Any]:
+    """The field of Limits and its value."""
+    if name == "override":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"override is {shown(value)}; expected REGEX=gpu, REGEX=cpu or REGEX=stream, or a list.")
+        return "overrides", tuple(map(parse_override, texts))
+    if name not in ("vram_budget", "vram_margin", "ram_budget"):
+        return name, value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_GIB:  # NaN fails every comparison
+        raise UsageError(f"{name} is {shown(value)}; expected GiB, a number from 0 to {MAX_GIB}.")
+    return f"{name}_bytes", int(value * GIB)
+
+
+def requested_profile(profile: AskedProfile | Path | None) -> AskedProfile:
+    """The profile, read where it is named; None: as the settings say. Raises UsageError."""
+    if profile is None:
+        setting: str = read_settings().value("profile")
+        return setting
+    if isinstance(profile, str | Path):
+        return profile if profile in (AUTO, OFF) and isinstance(profile, str) else hardware_from(profile)
+    if not isinstance(profile, HardwareProfile) and not callable(profile):
+        raise UsageError(
+            f"profile is {shown(profile)}; expected {AUTO!r}, {OFF!r}, a HardwareProfile, the name of a shipped one, "
+            "the path of a file with one, or a function that finds one."
+        )
+    return profile
 
 
 def requested_plan(plan: Plan | str | Path | None) -> Plan | None:
@@ -123,8 +177,3 @@ def check_emulates(made: Plan, profile: HardwareProfile) -> None:
             f"the plan takes {n_ram_bytes} bytes of RAM and {profile.name} has {profile.machine.ram_bytes}; plan again "
             "for that machine."
         )
-
-
-def warner(progress: Progress | None) -> Callable[[str], None]:
-    """Remarks as progress takes them."""
-    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))

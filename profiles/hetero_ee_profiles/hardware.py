@@ -186,6 +186,11 @@ class HardwareProfile:
         if (self.gpu is None) != (self.link is None):
             raise ValueError("gpu and link must be there together")
 
+    def __repr__(self) -> str:
+        gpu = "no GPU" if self.gpu is None else f"{self.machine.gpu_model}, {self.machine.vram_bytes / 2**30:.1f} GiB"
+        date = self.disk_read_bytes_per_s.origin.date
+        return f"<HardwareProfile {self.name}: {self.machine.cpu_model}, {gpu}, {self.kind} {date}>"
+
     def cpu_with(self, threads: int) -> DeviceTimes:
         """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""
         return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]

@@ -33,8 +33,9 @@ EXACT = r"exact \(draft head, up to (\d+) tokens\): ([\d.]+) tok/pass, (\d+)% ac
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder of the test's own."""
+    """A data folder of the test's own, where this machine's profile is kept and looked for."""
     monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("HETERO_EE_PROFILE", "auto")
     return tmp_path / "data"
 
 

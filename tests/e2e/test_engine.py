@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from hetero_ee import Engine, GenerationResult, HeteroError, SamplingParams, UsageError
+from hetero_ee import Engine, GenerationResult, HeteroError, ModelError, SamplingParams, UsageError
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 
 PROMPT = "Once upon a time"
@@ -163,12 +164,72 @@ def test_a_sample_depends_on_its_place_in_the_list_not_on_the_others(engine: Eng
     assert len({result.token_ids for result in same}) == 3
 
 
+def test_token_ids_are_a_prompt(engine: Engine, whole: GenerationResult) -> None:
+    ids = engine._tokenizer.encode(PROMPT)
+    assert engine.generate(ids, max_new_tokens=60).text == whole.text
+    assert joined(list(engine.stream(ids, max_new_tokens=60))) == whole.text
+    assert [each.text for each in engine.generate([ids, PROMPT], max_new_tokens=60)] == [whole.text] * 2
+    (alone,) = engine.generate([ids], max_new_tokens=60)
+    assert alone.text == whole.text
+
+
+def test_results_say_how_fast_they_came(engine: Engine, whole: GenerationResult) -> None:
+    assert whole.time_to_first_token_s == whole.prompt_s and whole.tokens_per_s == whole.generated_tokens_per_s
+    assert re.fullmatch(
+        r"<GenerationResult '.+, 60 tokens, length, [\d.]+ tokens/s, the first after [\d.]+ s>", repr(whole)
+    )
+    assert repr(engine) == "<Engine LlamaForCausalLM on the CPU, nothing planned, none>" == f"{engine}"
+
+
+def test_wrong_types_are_refused(engine: Engine) -> None:
+    for call, words in (
+        (lambda: engine.count_tokens(None), "text is None; expected a string"),  # type: ignore[arg-type]
+        (lambda: engine.chat(chat_template=3), "chat_template is 3; expected a Jinja template"),  # type: ignore[arg-type]
+        (lambda: engine.chat(system=3, chat_template="x"), "a message is a string"),  # type: ignore[arg-type]
+        (lambda: engine.chat(), "has no chat template; give one with chat_template"),
+    ):
+        with pytest.raises((UsageError, ModelError), match=words):
+            call()
+
+
+def test_a_stream_says_that_its_engine_was_closed(tiny: Path) -> None:
+    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as engine:
+        begun, waiting = engine.stream(PROMPT), engine.stream(PROMPT)
+        next(begun)
+    for stream in (begun, waiting):
+        with pytest.raises(HeteroError, match="this engine is closed"):
+            next(stream)
+        assert next(stream, None) is None
+    assert repr(engine) == "<Engine LlamaForCausalLM, closed>"
+
+
 def test_sampling_params_are_defaults_for_the_changes(engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=3)
     result = engine.generate(PROMPT, params)
     assert result.n_generated_tokens == 9
     assert result.token_ids == engine.generate(PROMPT, max_new_tokens=9, temperature=1.0, seed=3).token_ids
     assert engine.generate(PROMPT, params, max_new_tokens=4).token_ids == result.token_ids[:4]
+
+
+def test_a_dictionary_is_read_whole_or_refused(engine: Engine) -> None:
+    for values, expected in (
+        ({"temperature": 0.8, "seed": 3}, SamplingParams(temperature=0.8, seed=3)),
+        ({"do_sample": True, "top_k": 5, "repeat_penalty": 1.5}, SamplingParams(9, 1.0, 5, repeat_penalty=1.5)),
+        ({"repetition_penalty": 1.5, "stop": "x"}, SamplingParams(repeat_penalty=1.5, stop=("x",))),
+    ):
+        changes: dict[str, Any] = {"max_new_tokens": 9}
+        assert (
+            engine.generate(PROMPT, values, **changes).token_ids
+            == engine.generate(PROMPT, expected, **changes).token_ids
+        )
+    for values, words in (
+        ({"temprature": 0.8}, r"'temprature' is not a sampling parameter; did you mean temperature\?"),
+        ({"do_sampel": True}, r"'do_sampel' is not a sampling parameter; did you mean do_sample\?"),
+        ({3: 4}, "3 is not a sampling parameter"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            engine.generate(PROMPT, values)
 
 
 def test_sampling_may_be_a_hugging_face_configuration(engine: Engine) -> None:
@@ -287,13 +348,17 @@ def test_a_long_prompt_is_read_in_chunks(engine: Engine) -> None:
 def test_unusable_prompts_are_refused(engine: Engine) -> None:
     for prompt, sentence in (
         ("", "empty"),
-        ([], r"a prompt is a string, or several in a list; got \[\]\."),
-        (None, r"a prompt is a string, or several in a list; got None\."),
-        (3, r"a prompt is a string, or several in a list; got 3\."),
+        ([], r"prompt is \[\]; expected text, a list of token ids, or a list of several\."),
+        (None, r"prompt is None; expected text"),
+        (3, r"prompt is 3; expected text"),
         ([PROMPT, ""], "empty"),
         ("bad \ud800 half", r"not valid Unicode at character 4"),
-        ([PROMPT, 5], "a prompt is a string, got int"),
-        (b"bytes", "a prompt is a string, got int"),
+        ([PROMPT, 5], "prompt is 5; expected text, or a list of token ids from 0 to"),
+        (b"bytes", "prompt is b'bytes'; expected text"),
+        ([3, True], r"prompt is \[3, True\]; expected text, or a list of token ids"),
+        ([3, 10**9], "token ids from 0 to"),
+        ([[3], [-1]], r"prompt is \[-1\]; expected text"),
+        ([3, "The"], "token ids from 0 to"),
     ):
         with pytest.raises(UsageError, match=sentence):
             engine.generate(prompt)  # type: ignore[call-overload]
@@ -310,7 +375,11 @@ def test_unusual_prompts_are_taken(engine: Engine) -> None:
 
 def test_unknown_and_impossible_settings_are_refused(engine: Engine) -> None:
     for call in (engine.generate, engine.stream):
-        with pytest.raises(UsageError, match="max_tokens is not a sampling parameter; they are max_new_tokens"):
+        with pytest.raises(
+            UsageError, match=r"'max_tokens' is not a sampling parameter; did you mean max_new_tokens\?"
+        ):
             call(PROMPT, max_tokens=5)
+        with pytest.raises(UsageError, match=r"'beams' is not a sampling parameter; there are max_new_tokens, temp"):
+            call(PROMPT, beams=5)
         with pytest.raises(UsageError, match="temperature is nan"):
             call(PROMPT, temperature=float("nan"))

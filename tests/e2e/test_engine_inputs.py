@@ -11,6 +11,7 @@ from hetero_ee import Engine, HeteroError, ModelError, UsageError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import SEQUENCE, Plan
+from hetero_ee_profiles.records import write_record
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import save_head
 from tests.emulation import LAPTOP, planned
@@ -47,18 +48,28 @@ def refusal(kind: type[HeteroError] = UsageError, **options: Any) -> str:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "plan a number": ({"plan": 5}, "plan is 5; expected a Plan, or a file"),
     "plan a dictionary": ({"plan": {}}, "plan is {}; expected a Plan"),
-    "profile a name": ({"profile": LAPTOP}, f"profile is '{LAPTOP}'; expected a HardwareProfile"),
-    "profile a name, emulated": ({"profile": LAPTOP, "emulate": True}, f"profile is '{LAPTOP}'; expected"),
-    "profile a path": ({"profile": Path("x")}, "expected a HardwareProfile"),
-    "profile a number": ({"profile": 1}, "profile is 1; expected a HardwareProfile"),
+    "profile of no name": ({"profile": "laptop"}, "'laptop' is not a shipped profile; choose one of"),
+    "profile no file": ({"profile": Path("x")}, "the profile x can't be used ("),
+    "profile no file, emulated": ({"profile": "./x", "emulate": True}, "the profile ./x can't be used ("),
+    "profile a number": ({"profile": 1}, "profile is 1; expected 'auto', 'off', a HardwareProfile, the name"),
     "limits a dictionary": ({"profile": PROFILE, "limits": {"gpu_layers": 0}}, "expected Limits(...)"),
     "limits nothing much": ({"profile": PROFILE, "limits": {}}, "limits is {}; expected Limits(...)"),
-    "limits without profile": ({"limits": Limits()}, "give profile=..."),
-    "budget as text": ({"profile": PROFILE, "vram_budget": "8GB"}, "vram_budget is '8GB'; expected bytes"),
-    "budget a float": ({"profile": PROFILE, "vram_budget": 8.0}, "vram_budget is 8.0; expected bytes"),
-    "budget a truth": ({"profile": PROFILE, "vram_budget": True}, "vram_budget is True; expected bytes"),
-    "budget below 0": ({"profile": PROFILE, "vram_budget": -1}, "vram_budget is -1; expected bytes"),
-    "budget without profile": ({"vram_budget": 0}, "give profile=..."),
+    "limits without profile": ({"limits": Limits()}, "limits is for a plan, and profile is off"),
+    "budget as text": ({"profile": PROFILE, "vram_budget": "8GB"}, "vram_budget is '8GB'; expected GiB"),
+    "budget in bytes": ({"profile": PROFILE, "vram_budget": 2**33}, "vram_budget is 8589934592; expected GiB"),
+    "budget a truth": ({"profile": PROFILE, "ram_budget": True}, "ram_budget is True; expected GiB"),
+    "budget below 0": ({"profile": PROFILE, "vram_budget": -0.1}, "vram_budget is -0.1; expected GiB"),
+    "budget no number": ({"profile": PROFILE, "vram_margin": float("nan")}, "vram_margin is nan; expected GiB"),
+    "budget without profile": ({"vram_budget": 0}, "vram_budget is for a plan, and profile is off"),
+    "head without profile": ({"draft_head": "."}, "draft_head is for a plan, and profile is off"),
+    "layers below 0": ({"profile": PROFILE, "gpu_layers": -1}, "gpu_layers is -1; expected a whole number from 0"),
+    "override a number": ({"profile": PROFILE, "override": 3}, "override is 3; expected REGEX=gpu"),
+    "override of no place": ({"profile": PROFILE, "override": ["ffn=moon"]}, "names no placement"),
+    "kv type": ({"profile": PROFILE, "kv_type": "int3"}, "kv_type is 'int3'; expected one of fp32"),
+    "mode": ({"profile": PROFILE, "mode": "fast"}, "mode is 'fast'; expected one of full, exact"),
+    "draft length": ({"profile": PROFILE, "draft_length": 99}, "draft_length is 99; expected 1 to 16"),
+    "two limits": ({"limits": Limits(), "mode": "full"}, "limits says already what mode would say"),
+    "progress": ({"progress": "loud"}, "progress is 'loud'; expected a function, True, False or None"),
     "emulate as text": ({"profile": PROFILE, "emulate": "yes"}, "emulate is 'yes'; expected True or False"),
     "emulate nothing": ({"emulate": True}, "which machine is to be emulated?"),
     "head a number": ({"draft_head": 5}, "draft_head is 5; expected the folder of a draft head"),
@@ -99,13 +110,36 @@ def test_a_plan_of_another_model(stories260k: Path, on_gpu: Plan) -> None:
         ({"limits": Limits(gpu_layers=0)}, "what limits would say; leave out limits"),
         ({"limits": Limits()}, "leave out limits"),
         ({"vram_budget": 0}, "leave out vram_budget"),
-        ({"vram_budget": 2**30}, "leave out vram_budget"),
+        ({"ram_budget": 1.5}, "leave out ram_budget"),
+        ({"mode": "full"}, "leave out mode"),
         ({"context_tokens": 100}, "context_tokens is 100 and the plan is for 256"),
     ],
 )
 def test_what_a_plan_contradicts_is_not_dropped_in_silence(on_gpu: Plan, options: dict[str, Any], words: str) -> None:
     assert words in refusal(plan=on_gpu, profile=PROFILE, emulate=True, **options)
     assert words in refusal(plan=on_gpu, **options)
+
+
+def test_limits_have_keywords_of_their_own(demo: Path) -> None:
+    limits = Limits(
+        vram_budget_bytes=2**26, vram_margin_bytes=2**29, ram_budget_bytes=3 * 2**30, gpu_layers=2, kv_type="fp16",
+        mode="exact", draft_length=3, overrides=(("head", "cpu"), (r"layers\.0\..*", "gpu")),
+    )  # fmt: skip
+    keywords: dict[str, Any] = {"vram_budget": 1 / 16, "vram_margin": 0.5, "ram_budget": 3, "gpu_layers": 2}
+    keywords |= {"kv_type": "fp16", "mode": "exact", "draft_length": 3}
+    keywords |= {"override": ["head=cpu", r"layers\.0\..*=gpu"]}
+    plans = []
+    for options in ({"limits": limits}, keywords):
+        with Engine.from_pretrained(demo, profile=LAPTOP, emulate=True, threads=1, **options) as engine:
+            plans.append(engine.plan)
+    assert plans[0] == plans[1] is not None
+
+
+def test_a_profile_may_be_named_or_in_a_file(tmp_path: Path, demo: Path) -> None:
+    write_record(PROFILE, tmp_path / "laptop.json")
+    for profile in (LAPTOP, tmp_path / "laptop.json", str(tmp_path / "laptop.json"), lambda spec, folder: PROFILE):
+        with Engine.from_pretrained(demo, profile=profile, emulate=True, threads=1) as engine:
+            assert engine.placement is not None and engine.placement.profile == PROFILE
 
 
 def test_a_plan_with_its_own_context_runs(files: Path, on_gpu: Plan) -> None:

@@ -298,9 +298,9 @@ def test_no_code_from_the_folder_is_run(own_tiny: Path) -> None:
         ({"threads": True}, "threads is True"),
         ({"threads": 1.0}, "threads is 1.0"),
         ({"threads": 5000}, "threads is 5000"),
-        ({"context_tokens": -1}, "context size is -1"),
-        ({"context_tokens": "4k"}, "context size is '4k'"),
-        ({"context_tokens": 2**30}, "context size is 1073741824"),
+        ({"context_tokens": -1}, "context_tokens is -1"),
+        ({"context_tokens": "4k"}, "context_tokens is '4k'"),
+        ({"context_tokens": 2**30}, "context_tokens is 1073741824"),
     ],
 )
 def test_impossible_options_are_refused(tiny: Path, options: dict[str, Any], sentence: str) -> None:

@@ -273,7 +273,7 @@ def test_possible_extremes_are_taken() -> None:
 
 def test_changed_refuses_unknown_names() -> None:
     assert SamplingParams(seed=3).changed(top_k=4) == SamplingParams(seed=3, top_k=4)
-    with pytest.raises(UsageError, match=r"temprature is not a sampling parameter.*temperature"):
+    with pytest.raises(UsageError, match=r"'temprature' is not a sampling parameter.*temperature"):
         SamplingParams().changed(temprature=1.0)
 
 

@@ -167,7 +167,7 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
             f"the plan has a context of {given.context_tokens} tokens and the tests need {max_tokens}; plan with a "
             "larger -c, or lower -p, -n or -d."
         )
-    limits = replace(placed.limits_for(subject.quantizer), mode=mode, threads=threads)
+    limits = replace(placed.limits, mode=mode, threads=threads)
     if subject.folder is None:
         placement = Placement(subject.profile, replace(limits, context_tokens=max_tokens), given, traces=traces)
         opened = open_placed(

@@ -14,7 +14,7 @@ from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
-from hetero_ee_cli.reports.expectation import Expectation
+from hetero_ee_cli.reports.expectation import expected_rate
 from hetero_ee_cli.reports.run_report import closing_lines
 from hetero_ee_cli.terminal.chat_input import Command, ReadLine, piped_lines, read_entry
 from hetero_ee_cli.terminal.output import complain, print_tokens, printable, say
@@ -98,7 +98,7 @@ class Talk:
     def __init__(
         self, engine: "Engine", conversation: "Conversation", is_interactive: bool, stats: bool = False
     ) -> None:
-        self._engine, self._expectation, self._has_stats = engine, Expectation(engine), stats
+        self._engine, self._has_stats = engine, stats
         self._conversation, self._is_interactive = conversation, is_interactive
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": self._clear,
@@ -151,8 +151,7 @@ class Talk:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if reply.result is not None:
-            # The reply comes first: measuring a machine for the first time takes a few seconds.
-            expected = None if was_interrupted else self._expectation.of(reply.result)
+            expected = None if was_interrupted else expected_rate(self._engine, reply.result)
             self._close_reply(reply, reply.result, expected, start_s)
         if was_interrupted and not self._is_interactive:
             raise KeyboardInterrupt

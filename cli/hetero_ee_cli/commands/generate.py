@@ -57,15 +57,13 @@ def generate(
             document = _document(opened, options["model"], changes, result, interrupted)
             print_document(document, with_version=True)
         if result is not None:
-            # The text comes first: measuring a machine for the first time takes a few seconds.
-            rate = None if interrupted else expected_rate(opened, progress)
             is_sampled = opened.default_sampling.changed(**changes).temperature > 0
             lines = closing_lines(
                 opened,
                 result,
                 prompt=str(result.n_prompt_tokens),
                 seed=changes["seed"] if is_sampled else None,
-                expected=rate(result.n_prompt_tokens, result.n_generated_tokens) if rate else None,
+                expected=None if interrupted else expected_rate(opened, result),
                 stats_from_s=start_s if placement.stats else None,
             )
             say(("\n\n" if sys.stdout.isatty() else "") + lines)  # the text itself may not end with a newline

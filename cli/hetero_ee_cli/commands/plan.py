@@ -9,7 +9,7 @@ import typer
 from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import GIB, LimitOptions, hardware_from
+from hetero_ee_cli.options.planning import GIB, LimitOptions
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -53,6 +53,7 @@ def plan(
     requested = limits.limits(engine)
     with ending_at_once():
         from hetero_ee.planning.explanation import explained
+        from hetero_ee.planning.hardware import hardware_from
         from hetero_ee.planning.plan import Plan
         from hetero_ee.planning.planner import check_fits
         from hetero_ee.planning.planner import plan as make_plan

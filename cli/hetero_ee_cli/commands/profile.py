@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,30 +59,12 @@ def profile_for(
     """This machine's profile for the model, kept or measured now. folder: None for random weights."""
     import torch
 
-    from hetero_ee.config import cache_folder, data_folder
-    from hetero_ee.profiling.machine_profile import Wanted, machine_profile
+    from hetero_ee.profiling.automatic import profile_here
+    from hetero_ee.profiling.machine_profile import Wanted
 
     torch.set_num_threads(1)  # more would compete with the kernels' threads
-    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
-    return machine_profile(
-        spec,
-        Wanted(quick=quick, refresh=refresh, threads=threads, command=" ".join(["hetero-ee", *sys.argv[1:2]])),
-        data_folder=data_folder(),
-        cache_folder=cache_folder(),
-        disk_file=max(files, key=lambda file: file.stat().st_size, default=None),
-        clock=time.perf_counter,
-        progress=progress,
-    )
-
-
-def kept_profile_for(spec: "ModelSpec", threads: int) -> "HardwareProfile | None":
-    """This machine's kept profile for the model and number of threads, 0 for all cores; never measures."""
-    from hetero_ee.config import cache_folder, data_folder
-    from hetero_ee.profiling.machine_profile import known_profile
-    from hetero_ee_profiles.host.process import physical_core_count
-
-    threads = threads or physical_core_count()
-    return known_profile(spec, threads, data_folder=data_folder(), cache_folder=cache_folder())
+    command = " ".join(["hetero-ee", *sys.argv[1:2]])
+    return profile_here(spec, folder, Wanted(quick=quick, refresh=refresh, threads=threads, command=command), progress)
 
 
 def _shown(found: "HardwareProfile", name: str) -> str:

@@ -9,7 +9,7 @@ from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
-from hetero_ee_cli.options.planning import LimitOptions, hardware_from
+from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.reports.run_report import draft_words, lane_lines, run_document
 from hetero_ee_cli.terminal.output import print_document, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -58,6 +58,8 @@ def simulate(
 
     Nothing printed is a measurement of that machine. With --random-weights nothing is computed; there are only times.
     """
+    from hetero_ee.planning.hardware import hardware_from
+
     placed = placement.checked(limits, replace(engine, threads=None))  # -t is for this machine, not the simulated one
     profile = hardware_from(hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:

@@ -1,29 +1,26 @@
 """Options that say where a model runs and with which drafts, and the engine they open.
 
-A plan is made if one of these options is given, or if a profile of this machine for the model was kept.
+A plan is made by the profile of this machine, measured where none was kept, unless the setting `profile` is off.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.engine import Engine
-    from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
-    from hetero_ee.runtime.placement_request import FindProfile
-    from hetero_ee_profiles.hardware import HardwareProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,53 +81,17 @@ class Placed:
         """Whether to record what runs where and when."""
         return self.options.stats or self.options.trace is not None
 
-    def limits_for(self, quantizer: str | None) -> "Limits":
-        """fp32 weights have kernels on the CPU only, so they use no GPU unless one was asked for."""
-        from hetero_ee.weights.model_weights import UNQUANTIZED
-
-        limits = self.limits
-        wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
-        return replace(limits, gpu_layers=0) if quantizer == UNQUANTIZED and not wants_gpu else limits
-
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
     """The engine for these arguments of Engine.from_pretrained. A plan that nobody asked for never makes it fail."""
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.weights.model_weights import UNQUANTIZED
 
-    options = options | {"progress": progress}
-    threads, plan = options["threads"], placed.plan
-    if placed.is_requested:
-        return Engine.from_pretrained(
-            plan=plan,
-            limits=placed.limits_for(options["quantizer"]) if plan is None else None,
-            profile=_profile_finder(threads, progress, measures=plan is None),
-            draft_head=placed.options.draft_head,
-            traces=placed.traces,
-            **options,
-        )
-    if options["quantizer"] == UNQUANTIZED:  # profiles are of int4 weights
-        return Engine.from_pretrained(**options)
-    kept = _profile_finder(threads, progress, measures=False)
-    try:
-        return Engine.from_pretrained(profile=kept, traces=placed.traces, **options)
-    except (UsageError, DeviceMemoryError, DeviceLostError) as error:
-        engine = Engine.from_pretrained(**options)
-        progress(f"No plan could be made or opened, so the CPU runs everything: {error}".removesuffix("."), 0, 0)
-        return engine
-
-
-def _profile_finder(threads: int, progress: Progress, *, measures: bool) -> "FindProfile":
-    """Finds the kept profile of this machine. measures: if there is none, it is measured."""
-
-    def find(spec: "ModelSpec", folder: Path) -> "HardwareProfile | None":
-        from hetero_ee_cli.commands.profile import kept_profile_for, profile_for
-        from hetero_ee_profiles.host.process import physical_core_count
-
-        known = kept_profile_for(spec, threads)
-        if known is None and measures:
-            return profile_for(spec, folder, progress, threads=(threads or physical_core_count(),))
-        return known
-
-    return find
+    return Engine.from_pretrained(
+        plan=placed.plan,
+        limits=placed.limits if placed.is_requested and placed.plan is None else None,
+        draft_head=placed.options.draft_head,
+        traces=placed.traces,
+        progress=progress,
+        **options,
+    )

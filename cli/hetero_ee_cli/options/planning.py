@@ -1,18 +1,15 @@
 """Options that say what the planner may use, and which machine it plans for."""
 
-import re
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero_ee.errors import UsageError, shown
+from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions
 
 if TYPE_CHECKING:
     from hetero_ee.planning.limits import Limits
-    from hetero_ee_profiles.hardware import HardwareProfile
 
 GIB, MIB = 2**30, 2**20
 OVERRIDE_HELP = "Pin parts by name: REGEX=gpu, REGEX=cpu or REGEX=stream; can be given more than once."
@@ -74,24 +71,6 @@ class LimitOptions:
             draft_length=self.draft_length,
             threads=opening["threads"],
         )
-
-
-def hardware_from(name: str) -> "HardwareProfile":
-    """The shipped profile of that name, or the one in that file. Raises UsageError."""
-    from hetero_ee_profiles.hardware import HardwareProfile
-    from hetero_ee_profiles.records import read_record
-    from hetero_ee_profiles.reference import reference_names, reference_profile
-
-    if name in reference_names():
-        return reference_profile(name)
-    if not re.search(r"[./\\]", name):
-        raise UsageError(
-            f"{shown(name)} is not a shipped profile; choose one of {', '.join(reference_names())}, or name a file."
-        )
-    try:
-        return read_record(HardwareProfile, Path(name).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of a user who doesn't exist
-        raise UsageError(f"the profile {name} can't be used ({error}); measure one with hetero-ee profile.") from error
 
 
 def _bytes_of(gib: float | None, flag: str) -> int | None:

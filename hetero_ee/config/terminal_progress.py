@@ -1,0 +1,41 @@
+"""Progress where a caller gave nothing to tell it to: bars of tqdm on a terminal and in a notebook, else nothing."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from hetero_ee.config import Progress
+from hetero_ee.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+def chosen_progress(progress: Progress | bool | None) -> Progress | None:
+    """True shows bars, False nothing, None bars where somebody is watching. Raises UsageError."""
+    if callable(progress):
+        return progress
+    if progress is not None and not isinstance(progress, bool):
+        raise UsageError(f"progress is {shown(progress)}; expected a function, True, False or None.")
+    # A notebook's standard error is no terminal, but tqdm knows how to draw there.
+    is_watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    return TerminalProgress() if progress or (progress is None and is_watched) else None
+
+
+class TerminalProgress:
+    """A bar for each stage, gone when it is done; a line for each remark."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[None]] = {}
+
+    def __call__(self, stage: str, n_done: int, n_all: int) -> None:
+        from tqdm.auto import tqdm
+
+        if n_all == 0:
+            tqdm.write(f"{stage.removesuffix('.')}.", file=sys.stderr)
+            return
+        if stage not in self._bars:
+            self._bars[stage] = tqdm(desc=stage, total=n_all, leave=False, unit_scale=True, file=sys.stderr)
+        bar = self._bars[stage]
+        bar.update(n_done - bar.n)
+        if n_done >= n_all:
+            self._bars.pop(stage).close()

@@ -1,0 +1,49 @@
+"""Tokens for asyncio: each step of a text runs in a thread, so that the event loop stays free."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from threading import Event
+from typing import TypeVar
+
+from hetero_ee.decoding.result import GeneratedToken
+
+T = TypeVar("T")
+
+
+class AsyncTokens(AsyncIterator[GeneratedToken]):
+    """The tokens of one text. Cancelling the task that waits for one ends the text and frees its memory first; so does
+    aclose(), and leaving the loop. Nothing is computed before the first is asked for.
+    """
+
+    def __init__(self, tokens: Generator[GeneratedToken], stop: Event) -> None:
+        """stop: ends a long prompt in its middle where it is set."""
+        self._tokens, self._stop = tokens, stop
+
+    async def __anext__(self) -> GeneratedToken:
+        try:
+            token = await self._in_thread(lambda: next(self._tokens, None))
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    async def aclose(self) -> None:
+        """Ends the text where it is. Closing twice does nothing."""
+        await self._in_thread(self._tokens.close)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """What it returns or raises. A cancellation waits for its end: a pass that has begun can't be left alone."""
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._stop.set()
+        if cancelled is None:
+            return future.result()
+        future.exception()  # read, or asyncio would report it as lost
+        raise cancelled

@@ -1,0 +1,147 @@
+"""Opens a model: its files, what it runs on and by which plan, and its drafts. Per load; the engine does the rest."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.config import Progress, cache_folder
+from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.errors import HeteroError, UsageError, shown
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
+from hetero_ee.profiling.automatic import automatic_profile
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
+from hetero_ee.runtime.placement_request import PlacementRequest
+from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
+from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import INT4_QUANTIZERS
+from hetero_ee.weights.store.library import open_cached
+from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
+from hetero_ee_profiles.hardware import HardwareProfile
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's files, read."""
+
+    folder: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    sampling: SamplingParams  # the model's own defaults
+    eos_token_ids: frozenset[int]
+    weights: ModelWeights
+    calibrations: CalibrationPlace | None  # None for fp32 weights, which have no store
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model that is ready to run."""
+
+    files: ModelFiles
+    executor: Executor
+    threads: int
+    opened: Opened | None = None  # None where nothing was planned
+    drafting: OpenDrafting | None = None  # None in full mode
+
+
+def check_options(quantizer: str | None, context_tokens: int, threads: int) -> None:
+    """Raises UsageError."""
+    choices = (*INT4_QUANTIZERS, UNQUANTIZED)
+    if quantizer is not None and quantizer not in choices:
+        raise UsageError(f"quantizer is {shown(quantizer)}; expected one of {', '.join(choices)}.")
+    for name, value, largest in (
+        ("context_tokens", context_tokens, MAX_CONTEXT_TOKENS),
+        ("threads", threads, MAX_THREADS),
+    ):
+        if not is_whole(value, 0, largest):
+            raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0 (automatic) to {largest}.")
+
+
+def read_model(folder: Path, quantizer: str | None, threads: int, progress: Progress | None) -> ModelFiles:
+    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache or made."""
+    manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
+    spec = read_spec(folder)
+    tokenizer = Tokenizer.load(folder, spec.vocab_size)
+    hf_generation = generation_config(folder)
+    sampling = default_sampling(hf_generation, folder)
+    calibrations = None
+    if manifest is not None:
+        weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
+    elif quantizer == UNQUANTIZED:
+        weights = load_dense(Checkpoint(folder, spec))
+    else:
+        quantization = Quantization.of_model(folder, quantizer)
+        store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+        calibrations = CalibrationPlace(spec, store, folder, quantization)
+    eos_ids = eos_token_ids(hf_generation, folder, tokenizer)
+    return ModelFiles(folder, spec, tokenizer, sampling, eos_ids, weights, calibrations)
+
+
+def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel:
+    """By a plan, if one was asked for or can be made without being asked; else the CPU runs everything.
+
+    Raises UsageError, ModelError, StoreError or DeviceMemoryError, but none for a plan that nobody asked for.
+    """
+    warn = warner(progress)
+    n_tokens = _context_tokens(files.spec, request.context_tokens)
+    if request.is_asked:
+        model = _placed(files, request, n_tokens, threads, progress)
+    elif files.weights.quantizer == UNQUANTIZED:  # profiles are of int4 weights
+        model = None
+    else:
+        try:
+            model = _placed(files, request, n_tokens, threads, progress)
+        except HeteroError as error:
+            model, problem = None, str(error).removesuffix(".")
+            warn(f"No plan could be made or opened, so the CPU runs everything: {problem}")
+    if model is None:
+        executor = open_on_cpu(files.spec, files.weights, n_tokens, threads, progress)
+        model = OpenModel(files, executor, threads)
+    return model
+
+
+def _placed(
+    files: ModelFiles, request: PlacementRequest, context_tokens: int, threads: int, progress: Progress | None
+) -> OpenModel | None:
+    """By a plan; None where there is no profile to make one by."""
+
+    def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
+        return automatic_profile(spec, folder, threads, progress, measures=request.plan is None)
+
+    spec, warn = files.spec, warner(progress)
+    profile = request.found_profile(spec, files.folder, automatic)
+    if profile is None and request.plan is None:
+        return None
+    calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
+    knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
+    statistics = knowledge.statistics(spec, profile, threads, on_gpu=request.emulates)
+    placement = request.placement(profile, context_tokens, files.weights.quantizer, statistics)
+    opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
+    opened = replace(opened, placement=placement)
+    try:
+        drafting = open_drafting(knowledge, opened, profile, warn)
+    except BaseException:
+        opened.executor.close()
+        raise
+    return OpenModel(files, opened.executor, threads, opened, drafting)
+
+
+def _context_tokens(spec: ModelSpec, asked: int) -> int:
+    if spec.context_is_fixed and asked > spec.max_context_tokens:
+        raise UsageError(f"context_tokens {asked} is beyond the {spec.max_context_tokens} positions this model has.")
+    return asked or spec.max_context_tokens
+
+
+def warner(progress: Progress | None) -> Warn:
+    """Remarks as progress takes them."""
+    return (lambda text: None) if progress is None else (lambda text: progress(text, 0, 0))
