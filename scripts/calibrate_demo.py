@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the stories")
     data = parser.parse_args().data
     model = demo_model_folder()
-    with Engine.from_pretrained(threads=1) as engine:
+    with Engine.from_pretrained(threads=1, profile="off") as engine:
         tokenizer = Tokenizer.load(model, engine.spec.vocab_size)
         _, stories = without_held_out(read_stories([data / name for name in TEXTS]), HELD_OUT_EVERY)
         chunks = text_chunks(tokenizer, stories, ENOUGH_TOKENS, engine.context_tokens)

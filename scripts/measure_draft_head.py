@@ -86,7 +86,7 @@ def measure(
 ) -> dict[str, Any]:
     """Metrics by temperature."""
     texts, pool = read_stories([text]), ThreadPool(threads)
-    with Engine.from_pretrained(model, threads=threads) as engine:
+    with Engine.from_pretrained(model, threads=threads, profile="off") as engine:
         teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, pool)
         metrics = {
             f"temperature {temperature:g}": acceptance(

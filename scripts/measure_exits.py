@@ -52,7 +52,7 @@ class Measured:
 
 def main() -> None:
     arguments = parse_arguments()
-    with Engine.from_pretrained(arguments.model, threads=arguments.threads) as engine:
+    with Engine.from_pretrained(arguments.model, threads=arguments.threads, profile="off") as engine:
         tokenizer = Tokenizer.load(resolve_model(arguments.model), engine.spec.vocab_size)
 
         def chunks_of(file: Path, n_tokens: int) -> list[Chunk]:

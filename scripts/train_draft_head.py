@@ -219,7 +219,7 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings, start:
     torch.manual_seed(settings.seed)
     kept, held_out = without_held_out(read_stories(texts, settings.separator), settings.held_out)
     random.Random(settings.seed).shuffle(kept)
-    with Engine.from_pretrained(model, threads=settings.threads) as engine:
+    with Engine.from_pretrained(model, threads=settings.threads, profile="off") as engine:
         torch.set_num_threads(settings.threads)
         teacher = Teacher(engine, model)
         if not (teacher.spec.gated and teacher.spec.rope and teacher.spec.norm == "rms"):

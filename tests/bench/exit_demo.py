@@ -48,7 +48,7 @@ class Stories:
     @classmethod
     def opened(cls, n_texts: int, n_tokens: int) -> "Stories":
         """`engine` is the caller's to close."""
-        engine = Engine.from_pretrained(demo_model_folder(), quantizer="codebook", threads=1)
+        engine = Engine.from_pretrained(demo_model_folder(), quantizer="codebook", threads=1, profile="off")
         assert engine.calibrations is not None, "a converted model has a store"
         calibration = engine.calibrations.find()
         assert calibration is not None, "the demo model ships calibrated"

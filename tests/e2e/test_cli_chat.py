@@ -1,15 +1,13 @@
 """hetero-ee chat through a pipe: replies on standard output, all else on standard error, one line for what is wrong."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero_ee import Engine
-from hetero_ee_cli.commands import profile
-from hetero_ee_cli.commands.chat import Talk
-from hetero_ee_cli.terminal.chat_input import Command, ReadLine, read_entry
-from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_cli.terminal.chat_input import Command, read_entry
 from hetero_ee_profiles.reference import reference_profile
 from tests.chat_support import LINES
 from tests.command_line import MODE, RATE, Cli, Ended, refused
@@ -178,7 +176,7 @@ def test_unusable_options(
 def test_a_model_without_a_template_names_the_way_out(cli: Cli, tiny: Path, cache: Path) -> None:
     ended = cli("chat", tiny, *PLAIN, stdin=b"Hi\n")
     assert refused(ended, cache) == 1
-    assert "--chat-template-file" in ended.err and "hetero-ee generate" in ended.err
+    assert re.search("no chat template; give one with .*chat.template", ended.err)
 
 
 # Lines become entries.
@@ -217,44 +215,10 @@ def int4_chat(cli: Cli, tiny: Path, lines: Path, cache: Path) -> Cli:
     return lambda *more, stdin=b"": cli("chat", tiny, *arguments, *more, stdin=stdin)  # type: ignore[return-value,misc]
 
 
-def test_a_machine_that_was_never_measured_is_measured_once(
-    int4_chat: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As generate does; and never again in a chat where somebody has broken it off."""
+def test_replies_are_compared_with_the_plan(int4_chat: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
-    asked: list[tuple[int, ...]] = []
-
-    def profile_for(spec: object, folder: object, progress: object, *, threads: tuple[int, ...]) -> HardwareProfile:
-        asked.append(threads)
-        return reference_profile(LAPTOP)
-
-    monkeypatch.setattr(profile, "profile_for", profile_for)
+    monkeypatch.setenv("HETERO_EE_PROFILE", "auto")
+    profile = replace(reference_profile(LAPTOP), gpu=None, link=None)
+    monkeypatch.setattr("hetero_ee.profiling.automatic.profile_here", lambda *_: profile)
     ended = int4_chat(stdin=b"Hi\nAnd you?\n")
-    assert ended.code == 0 and asked == [(1,)]
-    assert len(re.findall(r"\(expected [\d.]+\)", ended.err)) == 2
-
-
-def test_a_measurement_that_was_broken_off_is_not_begun_again(
-    int4_chat: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
-    n_asked = 0
-
-    def broken_off(*arguments: object, **options: object) -> None:
-        nonlocal n_asked
-        n_asked += 1
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(profile, "profile_for", broken_off)
-    monkeypatch.setattr(Talk, "run", as_on_a_terminal)
-    ended = int4_chat(stdin=b"Hi\nAnd you?\n")
-    assert (ended.code, n_asked, ended.err.count("[ prompt ")) == (0, 1, 1) and "expected" not in ended.err
-
-
-RUN = Talk.run
-
-
-def as_on_a_terminal(talk: Talk, read_line: ReadLine) -> None:
-    """Where Ctrl-C ends what is under way and not the chat."""
-    talk._is_interactive = True
-    RUN(talk, read_line)
+    assert ended.code == 0 and len(re.findall(r"\(expected [\d.]+\)", ended.err)) == 2

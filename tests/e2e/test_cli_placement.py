@@ -62,13 +62,27 @@ def story(demo: Path) -> str:
 
 
 @pytest.mark.usefixtures("converted_demo")
-def test_without_flags_and_profile_nothing_is_planned(cli: Cli, data: Path, story: str) -> None:
+def test_the_first_start_measures_and_plans_and_the_next_knows(cli: Cli, data: Path, story: str) -> None:
+    first = cli("generate", *ARGUMENTS, "--json")
+    document = json.loads(first.out)
+    assert document["text"] == story and len(document["plan_hash"]) == 64
+    assert "Measuring this machine for a few seconds" in first.err
+    again = cli("generate", *ARGUMENTS)
+    assert again.out == story and "Measuring" not in again.err and "(expected " in again.err
+
+
+@pytest.mark.usefixtures("converted_demo")
+def test_nothing_is_measured_or_planned_where_the_setting_says_off(
+    cli: Cli, data: Path, story: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_EE_PROFILE", "off")
     ended = cli("generate", *ARGUMENTS, "--json")
     document = json.loads(ended.out)
     assert (document["text"], document["mode"], document["plan_hash"]) == (story, "full", None)
-    assert "Measuring this machine" in ended.err and " | full" not in ended.err  # after the text, for the next time
-    again = json.loads(cli("generate", *ARGUMENTS, "--json").out)
-    assert again["text"] == story and len(again["plan_hash"]) == 64
+    assert ended.err == "" or "Measuring" not in ended.err
+    assert not data.exists()
+    refusal = cli("generate", *ARGUMENTS, "--mode", "exact")
+    assert refusal.code == 2 and "--mode takes a plan, and the setting profile is off" in refusal.err
 
 
 def test_a_kept_profile_makes_a_plan_that_may_be_exact(cli: Cli, kept: Path, story: str) -> None:
@@ -177,9 +191,23 @@ def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path)
 
 
 @pytest.mark.parametrize("damage", ["garbage", "of another machine", "of other threads", "a folder"])
-def test_a_kept_profile_that_does_not_fit_changes_nothing(
-    cli: Cli, kept: Path, demo: Path, metrics: HardwareProfile, story: str, damage: str
+def test_a_kept_profile_that_does_not_fit_is_not_used(
+    cli: Cli,
+    kept: Path,
+    demo: Path,
+    metrics: HardwareProfile,
+    story: str,
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    n_measured = 0
+
+    def measured(*_: object) -> HardwareProfile:
+        nonlocal n_measured
+        n_measured += 1
+        return metrics
+
+    monkeypatch.setattr("hetero_ee.profiling.automatic.profile_here", measured)
     spec = read_spec(demo)
     if damage == "garbage":
         kept.write_text("{")
@@ -194,7 +222,7 @@ def test_a_kept_profile_that_does_not_fit_changes_nothing(
         kept.unlink()
         kept.mkdir()
     document = json.loads(cli("generate", *ARGUMENTS, "--json").out)
-    assert (document["text"], document["plan_hash"]) == (story, None)
+    assert document["text"] == story and document["plan_hash"] and n_measured == 1
 
 
 @pytest.mark.usefixtures("converted_demo")

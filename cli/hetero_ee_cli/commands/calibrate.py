@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero_ee.config.settings import OFF
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say
@@ -51,7 +52,8 @@ def calibrate(
     if plot is not None:
         require_matplotlib()  # refused now, not after minutes of work
     request = _request(text, tokens)
-    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **options) as opened:
+    alone = options | {"profile": OFF}  # a plan would be for other work
+    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
         outcome = opened.calibrate(request, progress)
     if plot is not None:
         plot_png(outcome.calibration, plot)

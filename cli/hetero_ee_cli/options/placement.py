@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.config import Progress
+from hetero_ee.config.settings import OFF, read_settings
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.planning import LimitOptions
@@ -51,8 +52,9 @@ class PlacementOptions:
         with ending_at_once():
             from hetero_ee.planning.plan import Plan
         plan = None if self.plan_file is None else Plan.load(self.plan_file)
-        is_requested = bool(given or self.plan_file or self.draft_head or self.trace)
-        return Placed(is_requested, requested, plan, self)
+        others = {"--plan": self.plan_file, "--draft-head": self.draft_head, "--trace": self.trace}
+        asking = [*given, *(flag for flag, value in others.items() if value is not None)]
+        return Placed(asking[0] if asking else "", requested, plan, self)
 
     def write_trace(self, spans: "Sequence[Span]", title: str) -> None:
         """Writes the file of --trace, if given. Raises UsageError and DiskFullError."""
@@ -71,7 +73,7 @@ class PlacementOptions:
 class Placed:
     """What the options ask for."""
 
-    is_requested: bool  # an option that needs a plan was given
+    asking: str  # the first option given that needs a plan, empty where there is none
     limits: "Limits"
     plan: "Plan | None"
     options: PlacementOptions
@@ -84,12 +86,17 @@ class Placed:
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":
     """The engine for these arguments of Engine.from_pretrained. A plan that nobody asked for never makes it fail."""
+    profile = options.get("profile") or read_settings().value("profile")
+    if placed.asking and placed.plan is None and profile == OFF:
+        raise UsageError(
+            f"{placed.asking} takes a plan, and the setting profile is off; drop {placed.asking}, or set it to auto."
+        )
     with ending_at_once():
         from hetero_ee.engine import Engine
 
     return Engine.from_pretrained(
         plan=placed.plan,
-        limits=placed.limits if placed.is_requested and placed.plan is None else None,
+        limits=placed.limits if placed.asking and placed.plan is None else None,
         draft_head=placed.options.draft_head,
         traces=placed.traces,
         progress=progress,
