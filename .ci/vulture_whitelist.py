@@ -19,6 +19,7 @@ BaseFileLock
 
 # Python callers'.
 _.count_tokens
+_.measure
 
 # Loaded by name: strings in hetero_ee/runtime/gpu/registry.py.
 bitsandbytes_matrix

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.profiling.profile import HardwareProfile
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee.text.chat_template import Message
-    from hetero_ee_profiles.hardware import HardwareProfile
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "Conversation": "hetero_ee.decoding.conversation",
     "DraftStatistics": "hetero_ee.speculation.statistics",
-    "HardwareProfile": "hetero_ee_profiles.hardware",
+    "HardwareProfile": "hetero_ee.profiling.profile",
     "Limits": "hetero_ee.planning.limits",
     "Plan": "hetero_ee.planning.plan",
     "Message": "hetero_ee.text.chat_template",

@@ -47,7 +47,7 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.host.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count, surplus_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,10 @@ class Engine:
         asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
         request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
         folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
-        threads = threads or physical_core_count()
+        n_cores = physical_core_count()
+        threads = threads or n_cores
+        if problem := surplus_threads(threads, n_cores):
+            warner(progress)(problem)
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         loaded = _load(folder, quantizer, threads, progress)
         n_tokens, warn = _context_tokens(loaded.spec, context_tokens), warner(progress)

@@ -1,0 +1,23 @@
+"""The machine that is planned for, by its name."""
+
+import re
+from pathlib import Path
+
+from hetero_ee.errors import UsageError, shown
+from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.records import read_record
+from hetero_ee_profiles.reference import reference_names, reference_profile
+
+
+def hardware_from(name: str | Path) -> HardwareProfile:
+    """The shipped profile of that name, or the one in that file. Raises UsageError."""
+    if isinstance(name, str) and name in reference_names():
+        return reference_profile(name)
+    if isinstance(name, str) and not re.search(r"[./\\]", name):
+        raise UsageError(
+            f"{shown(name)} is not a shipped profile; choose one of {', '.join(reference_names())}, or name a file."
+        )
+    try:
+        return read_record(HardwareProfile, Path(name).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of a user who doesn't exist
+        raise UsageError(f"the profile {name} can't be used ({error}); measure one with hetero-ee profile.") from error

@@ -1,0 +1,41 @@
+"""The profile that a model is planned by where its user has named none: this machine's, kept or measured now."""
+
+import time
+from pathlib import Path
+
+from hetero_ee.config import Progress, cache_folder, data_folder
+from hetero_ee.errors import HeteroError
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.profiling.machine_profile import Wanted, known_profile, machine_profile, reason
+from hetero_ee_profiles.hardware import HardwareProfile
+
+COMMAND = "Engine.from_pretrained"  # for the profile's record
+
+
+def automatic_profile(
+    spec: ModelSpec, folder: Path, threads: int, progress: Progress | None, *, measures: bool
+) -> HardwareProfile | None:
+    """measures: if there is no kept profile, a quick one is measured. Raises HeteroError where that fails."""
+    known = known_profile(spec, threads, data_folder=data_folder(), cache_folder=cache_folder())
+    if known is not None or not measures:
+        return known
+    try:
+        return profile_here(spec, folder, Wanted(True, False, (threads,), COMMAND), progress)
+    except HeteroError:
+        raise
+    except Exception as error:  # whatever a driver, a compiler or a disk has to say
+        raise HeteroError(f"this machine can't be measured ({reason(error)}).") from error
+
+
+def profile_here(spec: ModelSpec, folder: Path | None, wanted: Wanted, progress: Progress | None) -> HardwareProfile:
+    """machine_profile with this process's folders. folder: the model's, whose largest file the disk is timed with."""
+    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
+    return machine_profile(
+        spec,
+        wanted,
+        data_folder=data_folder(),
+        cache_folder=cache_folder(),
+        disk_file=max(files, key=lambda file: file.stat().st_size, default=None),
+        clock=time.perf_counter,
+        progress=progress,
+    )
