@@ -89,7 +89,7 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
     if quantizer == UNQUANTIZED:
         raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
     with stage_progress() as progress:
-        folder = resolve_model(options["model"], **named, progress=progress)
+        folder = resolve_model(options["model"], **named, progress=progress, configuration_only=True)
     found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache_folder(), quantizer))
     if found is None:
         name = options["model"] or "the demo model"
