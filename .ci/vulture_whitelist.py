@@ -18,7 +18,7 @@ _.__signature__, _.__annotations__  # typer's, of a command whose options come f
 BaseFileLock
 
 # Python callers'.
-_.count_tokens, _.astream
+_.count_tokens, _.astream, _.measure
 
 # Loaded by name: strings in hetero_ee/runtime/gpu/registry.py.
 bitsandbytes_matrix

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec as ModelSpec
     from hetero_ee.planning.limits import Limits as Limits
     from hetero_ee.planning.plan import Plan as Plan
+    from hetero_ee.profiling.profile import HardwareProfile as HardwareProfile
     from hetero_ee.runtime.devices.timeline import Span as Span
     from hetero_ee.runtime.executors.executor import Executor as Executor
     from hetero_ee.runtime.opening import Placement as Placement
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from hetero_ee.speculation.statistics import DraftStatistics as DraftStatistics
     from hetero_ee.text.chat_template import Message as Message
     from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
-    from hetero_ee_profiles.hardware import HardwareProfile as HardwareProfile
 
 __version__ = "0.1.0"
 
@@ -64,6 +64,7 @@ _NAMES = {
     "hetero_ee.models.spec": ("ModelSpec",),
     "hetero_ee.planning.limits": ("Limits",),
     "hetero_ee.planning.plan": ("Plan",),
+    "hetero_ee.profiling.profile": ("HardwareProfile",),
     "hetero_ee.runtime.devices.timeline": ("Span",),
     "hetero_ee.runtime.executors.executor": ("Executor",),
     "hetero_ee.runtime.opening": ("Placement",),
@@ -71,7 +72,7 @@ _NAMES = {
     "hetero_ee.speculation.drafting": ("Drafting",),
     "hetero_ee.speculation.statistics": ("DraftStatistics",),
     "hetero_ee.text.chat_template": ("Message",),
-    "hetero_ee_profiles.hardware": ("DeviceTimes", "HardwareProfile"),
+    "hetero_ee_profiles.hardware": ("DeviceTimes",),
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
 

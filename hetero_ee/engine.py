@@ -41,7 +41,7 @@ from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.host.process import physical_core_count
+from hetero_ee_profiles.host.process import physical_core_count, surplus_threads
 
 Prompt = str | list[int]  # text, or token ids
 PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
@@ -137,7 +137,10 @@ class Engine:
             context_tokens=context_tokens,
         )
         folder = resolve_model(model, revision=revision, offline=offline, progress=tell)
-        threads = threads or physical_core_count()
+        n_cores = physical_core_count()
+        threads = threads or n_cores
+        if tell is not None and (problem := surplus_threads(threads, n_cores)):
+            tell(problem, 0, 0)
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         files = read_model(folder, quantizer, threads, tell)
         return cls(open_model(files, request, threads, tell), tell)
@@ -267,17 +270,30 @@ class Engine:
         return conversation
 
     def calibrate(
-        self, request: CalibrationRequest | None = None, progress: Progress | None = None
+        self,
+        request: CalibrationRequest | None = None,
+        progress: Progress | None = None,
+        *,
+        texts: Sequence[str] | None = None,
+        tokens: int | None = None,
+        force: bool | None = None,
     ) -> CalibrationOutcome:
         """Measures and fits this model's early exits and writes the calibration beside its store.
 
-        Takes minutes; interrupted, it is gone on with at the next call. Raises UsageError for too little text and for
-        fp32 weights, ModelError for a model that writes no text of its own, StoreError and DiskFullError.
+        One that is there already is returned as it is. Else takes minutes; interrupted, it is gone on with at the next
+        call. This engine goes on as it was opened; the next one drafts with it where that is faster.
+        texts: to calibrate on, None for the model's own. tokens: of them. force: True calibrates whatever is there.
+        These are fields of a request, and change one that is given.
+
+        Raises UsageError for what can't be asked for, for too little text and for fp32 weights, ModelError for a model
+        that writes no text of its own, StoreError and DiskFullError.
         """
+        request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force)
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
         if self.calibrations is None:
             raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
-        executor, request = self.executor, request or CalibrationRequest()
-        ending = self._ending(executor)
+        executor, ending = self.executor, self._ending(self.executor)
         return calibrate(executor, self._tokenizer, ending, self.calibrations, request, progress=progress)
 
     def count_tokens(self, text: str) -> int:

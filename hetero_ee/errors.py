@@ -3,13 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
-
-class HeteroError(Exception):
-    """Base of the family; catching it catches every deliberate refusal."""
-
-
-class UsageError(HeteroError, ValueError):
-    """A value the caller chose can't be used: sampling settings, prompt, context size, a flag."""
+from hetero_ee_profiles.errors import HeteroError as HeteroError
+from hetero_ee_profiles.errors import UsageError as UsageError
 
 
 class ModelError(HeteroError):

@@ -1,6 +1,7 @@
 """What all tests share: nobody's real cache is touched, property tests repeat themselves, and where models lie."""
 
 import io
+import math
 import os
 import shutil
 import signal
@@ -59,6 +60,14 @@ def _cache_of_this_run(tmp_path_factory: pytest.TempPathFactory, run_folder: Pat
         patch.setenv("HETERO_EE_CONFIG", os.devnull)
         patch.setenv("HETERO_EE_PROFILE", "off")  # a machine that runs tests has other things to do than be measured
         yield cache
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _every_profile_is_kept() -> Iterator[None]:
+    """Whatever else runs beside the tests: only those of disturbed profiles look for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetero_ee.profiling.disturbance.BUSY_SPREAD", math.inf)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,12 @@
 """A calibration from text to its folder beside the store."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from hetero_ee.calibration.file import write_calibration
 from hetero_ee.calibration.location import CalibrationPlace
@@ -21,11 +23,12 @@ from hetero_ee.calibration.texts import (
 )
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.errors import ModelError, UsageError
+from hetero_ee.errors import ModelError, StoreError, UsageError, shown
+from hetero_ee.planning.limits import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
+from hetero_ee.weights.store.calibration_files import JSON_FILE, PARTIAL_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 MAX_TOKENS = 10**7
@@ -37,23 +40,55 @@ WAITING = "Another process is calibrating this model; waiting for it"
 class CalibrationRequest:
     """What to calibrate on, and how."""
 
-    texts: tuple[str, ...] | None = None  # None for the model's own
+    texts: Sequence[str] | None = None  # None for the model's own
     n_tokens: int = DEFAULT_TOKENS  # as far as the texts have them
     description: str = "text"  # of the texts, for people
     settings: CalibrationSettings = field(default_factory=CalibrationSettings)
+    force: bool = False  # even where there is a calibration already
 
     def __post_init__(self) -> None:
-        if not MIN_TOKENS <= self.n_tokens <= MAX_TOKENS:
-            raise UsageError(f"{self.n_tokens} tokens to calibrate on; expected {MIN_TOKENS} to {MAX_TOKENS}.")
+        """Raises UsageError."""
+        is_texts = isinstance(self.texts, list | tuple) and all(isinstance(text, str) for text in self.texts)
+        if self.texts is not None and not is_texts:
+            raise UsageError(f"texts is {shown(self.texts)}; expected a list of strings, or None for the model's own.")
+        if not is_whole(self.n_tokens, MIN_TOKENS, MAX_TOKENS):
+            raise UsageError(f"{shown(self.n_tokens)} tokens to calibrate on; expected {MIN_TOKENS} to {MAX_TOKENS}.")
+        if not isinstance(self.description, str):
+            raise UsageError(f"description is {shown(self.description)}; expected a string.")
+        if not isinstance(self.settings, CalibrationSettings):
+            raise UsageError(f"settings is {shown(self.settings)}; expected CalibrationSettings(...).")
+        if not isinstance(self.force, bool):
+            raise UsageError(f"force is {shown(self.force)}; expected True or False.")
+
+    @classmethod
+    def of(cls, request: object, **changes: Any) -> "CalibrationRequest":
+        """The request, None for the usual one, with those changes that are not None. Raises UsageError."""
+        if request is not None and not isinstance(request, cls):
+            raise UsageError(f"request is {shown(request)}; expected CalibrationRequest(...).")
+        return replace(request or cls(), **{name: value for name, value in changes.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
-    """A calibration that was written."""
+    """A calibration that was written, or found."""
 
     calibration: Calibration
     folder: Path
-    seconds: float  # without what an interrupted run had done before
+    seconds: float  # without what an interrupted run had done before; 0 where it was found
+    is_new: bool = True  # else it was there already
+
+    @property
+    def date(self) -> str:
+        """ISO, of the day on which the files were written."""
+        return date.fromtimestamp((self.folder / JSON_FILE).stat().st_mtime).isoformat()
+
+
+def found_calibration(place: CalibrationPlace) -> CalibrationOutcome | None:
+    """What is there, the store's own before one that the checkpoint ships with. Raises StoreError where it is damaged,
+    or of other weights.
+    """
+    calibration, folder = place.find(), place.where()
+    return None if calibration is None or folder is None else CalibrationOutcome(calibration, folder, 0.0, is_new=False)
 
 
 def calibrate(
@@ -66,8 +101,8 @@ def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     files: FileSystem | None = None,
 ) -> CalibrationOutcome:
-    """Calibrates the model and writes the result beside its store. A run that was killed is resumed. One process
-    calibrates a store at a time; others wait.
+    """Calibrates the model and writes the result beside its store, unless one is there: see CalibrationRequest. A run
+    that was killed is resumed. One process calibrates a store at a time; others wait, and find what it has written.
 
     Raises UsageError for texts that are too short, ModelError for a model that writes none or has one layer, StoreError
     and DiskFullError.
@@ -77,6 +112,8 @@ def calibrate(
     start_s, files, folder = clock(), files or FileSystem(), place.folder
     n_tokens, context_tokens = request.n_tokens, ending.context_tokens
     with store_lock(folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
+        if not request.force and (found := _usable(place, request, progress)) is not None:
+            return found
         key = place.key
         if request.texts is None:
             chunks, identity = None, own_text_identity(tokenizer, n_tokens, context_tokens)
@@ -94,6 +131,20 @@ def calibrate(
         write_calibration(calibration, key, folder, files)
         partial.remove()
     return CalibrationOutcome(calibration, folder, clock() - start_s)
+
+
+def _usable(
+    place: CalibrationPlace, request: CalibrationRequest, progress: Progress | None
+) -> CalibrationOutcome | None:
+    """What is there and can be read. One that ships with the checkpoint does not stand for texts of the caller's."""
+    try:
+        if request.texts is not None and place.where() != place.folder:
+            return None
+        return found_calibration(place)
+    except StoreError as error:
+        if progress:
+            progress(f"Calibrating again: {error}", 0, 0)
+        return None
 
 
 def _require_enough(n_chunks: int) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from hetero_ee.calibration.file import read_calibration
 from hetero_ee.errors import CheckpointError, StoreError
@@ -19,7 +20,9 @@ from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import QUANTIZER_VERSION
 from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_folder
+from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
+from hetero_ee.weights.store.reader import is_store
 
 SHIPPED_FOLDER = "calibration"  # in a checkpoint's folder
 
@@ -32,6 +35,14 @@ class CalibrationPlace:
     store: Path
     checkpoint: Path | None = None  # what the store was made from; None where a store was opened as it is
     quantization: Quantization | None = None  # how it was made from that
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, folder: Path, cache: Path, quantizer: str | None = None) -> Self:
+        """Of the store in `folder`, or the one in `cache` that is made of the checkpoint there. Raises HeteroError."""
+        if is_store(folder):
+            return cls(spec, folder)
+        quantization = Quantization.of_model(folder, quantizer)
+        return cls(spec, cached_store(folder, quantization, cache), folder, quantization)
 
     @property
     def folder(self) -> Path:
@@ -48,14 +59,17 @@ class CalibrationPlace:
 
         Raises StoreError for one that is damaged, or of other weights.
         """
-        if find_file(self.folder, JSON_FILE, StoreError):
-            return read_calibration(self.folder, self.spec, self.key)
-        if self.checkpoint is None or self.quantization is None:
+        where = self.where()
+        if where is None:
             return None
-        shipped = self.checkpoint / SHIPPED_FOLDER
-        if not find_file(shipped, JSON_FILE, StoreError):
-            return None
-        return read_calibration(shipped, self.spec, checkpoint_key(self.checkpoint, self.quantization))
+        if where == self.folder or self.checkpoint is None or self.quantization is None:
+            return read_calibration(where, self.spec, self.key)
+        return read_calibration(where, self.spec, checkpoint_key(self.checkpoint, self.quantization))
+
+    def where(self) -> Path | None:
+        """The folder of the calibration that `find` reads. Raises StoreError."""
+        shipped = [] if self.checkpoint is None or self.quantization is None else [self.checkpoint / SHIPPED_FOLDER]
+        return next((each for each in (self.folder, *shipped) if find_file(each, JSON_FILE, StoreError)), None)
 
     def find_or_warn(self, warn: Callable[[str], None]) -> Calibration | None:
         """The same; one that can't be used is left out with a warning."""

@@ -3,8 +3,18 @@
 from pathlib import Path
 from types import ModuleType
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
 from hetero_ee.speculation.exits.calibration import Calibration
+
+FORMATS = {".png": "png", ".svg": "svg"}
+
+
+def picture_format(file: Path) -> str:
+    """By the name's end. Raises UsageError for another."""
+    found = FORMATS.get(file.suffix.lower())
+    if found is None:
+        raise UsageError(f"{shown(str(file))} is no picture; expected a name that ends in .png or .svg.")
+    return found
 
 
 def require_matplotlib() -> ModuleType:
@@ -17,9 +27,9 @@ def require_matplotlib() -> ModuleType:
     return module
 
 
-def plot_png(calibration: Calibration, file: Path) -> None:
+def plot_exits(calibration: Calibration, file: Path) -> None:
     """Draws the curves over the exit layers. Raises UsageError without matplotlib, or if the file can't be written."""
-    figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
+    kind, figure = picture_format(file), require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     exit_layers = [each.exit_layer for each in calibration.exit_layers]
     metrics = [each.metrics for each in calibration.exit_layers]
@@ -34,6 +44,6 @@ def plot_png(calibration: Calibration, file: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     try:
-        figure.savefig(file, format="png", dpi=120)
+        figure.savefig(file, format=kind, dpi=120)
     except OSError as error:
         raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error

@@ -1,30 +1,33 @@
-"""This machine's profile for a model: kept from before, or measured now and kept.
-
-One file for each machine, set of shapes and preset; a foreign or damaged one is never used.
-"""
+"""This machine's profile for a model: kept from before, or measured now and kept. One process measures at a time."""
 
 import datetime
-import hashlib
-import json
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling.preset import FULL, QUICK, product_shapes
+from hetero_ee.profiling.disturbance import disturbance, disturbances, is_disturbed
+from hetero_ee.profiling.kept import FOLDER, keep_unless_disturbed, kept_profile
+from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.weights.store.filesystem import FileSystem
 from hetero_ee_profiles.gpu.platform import GpuPlatform, cuda_platform
-from hetero_ee_profiles.hardware import MEASURED, HardwareProfile, Machine
+from hetero_ee_profiles.hardware import HardwareProfile, Machine
+from hetero_ee_profiles.host.process import surplus_threads
 from hetero_ee_profiles.measurement import Origin
-from hetero_ee_profiles.records import read_record, write_record
+from hetero_ee_profiles.probe_samples import Clock
 
 # A new version of one of them may run at another speed, and another build of torch may see another GPU.
 MEASURED_WITH = ("hetero-ee", "numba", "llvmlite", "numpy", "torch", "triton")
 MAX_REASON = 200  # characters of what a driver says
-WAY_OUT = "plans use the CPU alone; `hetero-ee doctor` says more, `hetero-ee profile --refresh` measures again"
+REFRESH = "`hetero-ee profile --refresh MODEL` measures again"
+WAY_OUT = f"plans use the CPU alone; `hetero-ee doctor` says more, {REFRESH}"
+WAITING = "Another hetero-ee is measuring this machine; waiting for it"
+LOCK_FILE = "measuring.lock"  # of the whole machine: any two measurements disturb each other
 OpenGpu = Callable[[str | None], GpuPlatform | None]  # see cuda_platform
 
 
@@ -45,53 +48,118 @@ def machine_profile(
     data_folder: Path,
     cache_folder: Path,
     disk_file: Path | None,
-    clock: Callable[[], float],
+    clock: Clock,
     open_gpu: OpenGpu = cuda_platform,
     progress: Progress | None = None,
 ) -> HardwareProfile:
     """The profile of this machine at the model's shapes; a kept one where it is of this very machine and versions.
 
     How much memory is free, on the GPU too, is asked again each time. Why a profile is measured, and why the GPU is
-    left out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same. Raises
-    StoreError where the kernels have nowhere to lie.
+    left out, goes to `progress` as a remark (0 in all). A profile that can't be kept is used all the same, and so is
+    one that was measured while something else ran. Raises StoreError where the kernels have nowhere to lie.
     """
     use_kernel_cache(cache_folder)
-    from hetero_ee.profiling.measure import measure_profile  # the kernels look where to be cached when imported
-
+    remark = progress or (lambda *_: None)
     machine, free_bytes = _this_machine()
     gpu, gpu_problem = _opened(open_gpu, machine.gpu_model)
-    remark = progress or (lambda *_: None)
-    kept, problem = kept_profile(data_folder, machine, spec, quick_will_do=wanted.quick)
-    counts = {machine.n_cores, *wanted.threads, *([] if wanted.quick else [1])}
-    known = {times.threads for times in kept.cpu} if kept else set()
-    if kept is not None and not wanted.refresh and counts <= known:
-        found = with_free_memory(_with_free_ram(kept, free_bytes), gpu, gpu_problem)
-        if machine.gpu_model is not None and found.gpu is None:
-            for warning in found.warnings:
-                remark(warning, 0, 0)
+    if problem := surplus_threads(max(wanted.threads, default=0), machine.n_cores):
+        remark(problem, 0, 0)
+    search = _Search(spec, wanted, data_folder, machine, free_bytes, gpu, gpu_problem, remark)
+    if (found := search.kept()) is not None:
         return found
-    if problem:
-        remark(f"{problem}; measuring again", 0, 0)
-    profile = measure_profile(
-        spec,
-        machine,
-        Origin(wanted.command, datetime.date.today().isoformat(), versions()),
-        threads=sorted(counts | known),  # what was measured once stays known
-        free_bytes=free_bytes,
-        preset=QUICK if wanted.quick else FULL,
-        disk_file=disk_file,
-        clock=clock,
-        gpu=gpu,
-        gpu_problem=gpu_problem,
-        progress=progress,
-    )
-    for warning in profile.warnings:
-        remark(warning, 0, 0)
+    with _measuring_alone(data_folder, remark):
+        # Whoever was waited for may have measured the same.
+        return search.kept() or search.measured(disk_file, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What one call of machine_profile knows."""
+
+    spec: ModelSpec
+    wanted: Wanted
+    data_folder: Path
+    machine: Machine
+    free_bytes: int
+    gpu: GpuPlatform | None
+    gpu_problem: str
+    remark: Progress
+
+    def kept(self) -> HardwareProfile | None:
+        """The one kept before, with the memory that is free now; None where it lacks what is wanted."""
+        found, _ = self._on_disk()
+        if found is None or self.wanted.refresh or not self._counts <= _counts(found):
+            return None
+        found = with_free_memory(_with_free_ram(found, self.free_bytes), self.gpu, self.gpu_problem)
+        if self.machine.gpu_model is not None and found.gpu is None:
+            self._say(found.warnings)
+        return found
+
+    def measured(self, disk_file: Path | None, clock: Clock) -> HardwareProfile:
+        """Measured now, and kept where nothing else was running."""
+        kept, problem = self._on_disk()
+        if problem:
+            self._say([f"{problem}; measuring again"])
+        known = _counts(kept) if kept else set()  # what was measured once stays known
+        found = self._least_disturbed(sorted(self._counts | known), disk_file, clock)
+        self._say(found.warnings)
+        try:
+            found, is_kept = keep_unless_disturbed(self.data_folder, found, self.spec, quick=self.wanted.quick)
+        except OSError as error:
+            self._say([f"the profile can't be kept ({error}); it will be measured again"])
+            return found
+        if not is_kept:
+            self._say(["This profile is used now and not kept: the next run measures again"])
+        elif is_disturbed(found):
+            self._say([f"The least disturbed profile of two runs is kept; {REFRESH} on a quiet machine"])
+        return found
+
+    @property
+    def _counts(self) -> set[int]:
+        """Thread counts that have to be in the profile."""
+        return {self.machine.n_cores, *self.wanted.threads, *([] if self.wanted.quick else [1])}
+
+    def _on_disk(self) -> tuple[HardwareProfile | None, str]:
+        return kept_profile(self.data_folder, self.machine, self.spec, quick_will_do=self.wanted.quick)
+
+    def _least_disturbed(self, threads: list[int], disk_file: Path | None, clock: Clock) -> HardwareProfile:
+        """Of as many measurements as the preset allows; the first that nothing disturbs is the last."""
+        from hetero_ee.profiling.measure import Subject, measure_profile  # kernels, which look where to be cached
+
+        wanted, preset = self.wanted, QUICK if self.wanted.quick else FULL
+        subject = Subject(self.machine, self.free_bytes, disk_file, clock, self.gpu, self.gpu_problem)
+        origin = Origin(wanted.command, datetime.date.today().isoformat(), versions())
+        found: list[HardwareProfile] = []
+        for attempt in range(preset.attempts):
+            if attempt:
+                self._say([f"{'; '.join(disturbances(found[0]))}: something else is running; measuring once more"])
+            found.append(
+                measure_profile(
+                    self.spec, subject, origin, threads=threads, preset=preset, remedy=REFRESH, progress=self.remark
+                )
+            )
+            if not is_disturbed(found[-1]):
+                break
+        return min(found, key=disturbance)
+
+    def _say(self, remarks: Sequence[str]) -> None:
+        for each in remarks:
+            self.remark(each, 0, 0)
+
+
+@contextmanager
+def _measuring_alone(folder: Path, remark: Progress) -> Iterator[None]:
+    """Waits until no other process or thread measures; where the disk has no locks, nobody waits."""
+    lock = None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileSystem().acquire_lock(folder / LOCK_FILE, lambda: remark(WAITING, 0, 0))
     try:
-        keep_profile(data_folder, profile, spec, quick=wanted.quick)
-    except OSError as error:
-        remark(f"the profile can't be kept ({error}); it will be measured again", 0, 0)
-    return profile
+        yield
+    finally:
+        if lock is not None:
+            with suppress(OSError):  # the lock ends with this process
+                lock.release()
 
 
 def known_profile(
@@ -103,54 +171,15 @@ def known_profile(
     open_gpu: OpenGpu = cuda_platform,
 ) -> HardwareProfile | None:
     """What machine_profile would find without measuring, for this number of threads; None where that is nothing."""
-    if not any((data_folder / "profiles").glob("*.json")):
+    if not any((data_folder / FOLDER).glob("*.json")):
         return None
     use_kernel_cache(cache_folder)
     machine, free_bytes = _this_machine()
     kept, _ = kept_profile(data_folder, machine, spec, quick_will_do=True)
-    if kept is None or all(times.threads != threads for times in kept.cpu):
+    if kept is None or threads not in _counts(kept):
         return None
     found = _with_free_ram(kept, free_bytes)
     return found if kept.gpu is None else with_free_memory(found, *_opened(open_gpu, machine.gpu_model))
-
-
-def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool) -> Path:
-    """Where the profile of this machine for a model of these shapes lies, or would lie."""
-    shapes = [asdict(shape) for shape in product_shapes(spec)]
-    heads = spec.n_layers, spec.n_heads, spec.n_kv_heads, spec.head_dim
-    identity = json.dumps([asdict(machine), shapes, heads], sort_keys=True)
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return folder / "profiles" / f"{key}-{'quick' if quick else 'full'}.json"
-
-
-def kept_profile(
-    folder: Path, machine: Machine, spec: ModelSpec, *, quick_will_do: bool
-) -> tuple[HardwareProfile | None, str]:
-    """The profile measured before, the full one first, and why there is none: a sentence, empty where nothing is wrong.
-
-    A file that can't be read, is of another version or of another machine is left alone and not used.
-    """
-    problem = ""
-    for quick in (False, True) if quick_will_do else (False,):
-        file = profile_file(folder, machine, spec, quick=quick)
-        if not file.exists():
-            continue
-        try:
-            found = read_record(HardwareProfile, file)
-        except (OSError, ValueError) as error:
-            problem = f"the profile {file} can't be used ({error})"
-            continue
-        if found.kind == MEASURED and found.machine == machine:
-            return found, ""
-        problem = f"the profile {file} is of another machine or version"
-    return None, problem
-
-
-def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool) -> Path:
-    """Writes the profile where kept_profile finds it; returns where. Raises OSError."""
-    file = profile_file(folder, profile.machine, spec, quick=quick)
-    write_record(profile, file)
-    return file
 
 
 def _this_machine() -> tuple[Machine, int]:
@@ -161,6 +190,10 @@ def _this_machine() -> tuple[Machine, int]:
 
     host = this_host()
     return this_machine(host, versions()), memory_info(host).available_bytes
+
+
+def _counts(profile: HardwareProfile) -> set[int]:
+    return {times.threads for times in profile.cpu}
 
 
 def with_free_memory(profile: HardwareProfile, platform: GpuPlatform | None, problem: str = "") -> HardwareProfile:

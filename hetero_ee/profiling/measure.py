@@ -1,11 +1,13 @@
 """Measures this machine for one model: a HardwareProfile of which everything was timed here, now."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
+from hetero_ee.profiling.disturbance import disturbances
 from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
 from hetero_ee.runtime.gpu.registry import Registry
@@ -14,81 +16,80 @@ from hetero_ee_profiles.gpu.platform import GpuPlatform
 from hetero_ee_profiles.hardware import (
     MEASURED,
     PROFILE_VERSION,
-    DeviceTimes,
     HardwareProfile,
     Machine,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, derived, measured
+from hetero_ee_profiles.probe_samples import Clock
 
-PROFILING = "Measuring this machine for a few seconds, to plan for it and say what to expect"
-BUSY_SPREAD = 0.25  # a wider p20 to p80 of the read bandwidth means that something else is running
 ASSUMED_DISK_BYTES_PER_S = 1e9  # where there is no file to read
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured."""
+
+    machine: Machine
+    free_bytes: int  # of RAM
+    disk_file: Path | None  # to read, None where there is none
+    clock: Clock
+    gpu: GpuPlatform | None = None  # None leaves it out
+    gpu_problem: str = ""  # why it is left out, where there is more to say than that there is none
+    registry: Registry | None = None  # of the GPU's kernels, None for that of what is installed
+
+
+def profiling_stage(preset: Preset) -> str:
+    """What progress calls the measurement."""
+    return f"Measuring this machine for {preset.duration}, to plan for it and say what to expect"
 
 
 def measure_profile(
     spec: ModelSpec,
-    machine: Machine,
+    subject: Subject,
     origin: Origin,
     *,
     threads: Sequence[int],
-    free_bytes: int,
     preset: Preset,
-    disk_file: Path | None,
-    clock: Callable[[], float],
-    gpu: GpuPlatform | None = None,
-    gpu_problem: str = "",
-    registry: Registry | None = None,
+    remedy: str = "",
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Times the CPU at the model's shapes for each thread count, reading disk_file, and the GPU and the link.
+    """Times the CPU at the model's shapes for each thread count, reading the disk's file, and the GPU and the link.
 
-    gpu: None leaves it out; gpu_problem: why, where there is one. registry: of what comes with the engine where None.
-    Raises OSError; a GPU that fails is left out, with a warning in the profile.
+    remedy: what warnings of a disturbed measurement tell the reader to do. Raises OSError; a GPU that fails is left
+    out, with a warning in the profile.
     """
-    n_stages = len(threads) + 1 + (gpu is not None)
+    clock, gpu, free_bytes = subject.clock, subject.gpu, subject.free_bytes
+    stage, n_stages = profiling_stage(preset), len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda *_: None)
     shapes, points, end_s = product_shapes(spec), attention_points(preset), clock() + preset.cpu_budget_s
     model = probed_model(spec, shapes, preset.cycle_bytes, max(tokens for _, tokens in points))
     cpu = []
     for n_done, n_threads in enumerate(sorted(threads)):
-        remark(PROFILING, n_done, n_stages)
+        remark(stage, n_done, n_stages)
         budget_s = (end_s - clock()) / (len(threads) - n_done)
         cpu.append(measured_cpu(model, points, n_threads, free_bytes, preset, budget_s, origin, clock))
-    remark(PROFILING, len(threads), n_stages)
-    disk = _disk_rate(disk_file, origin, clock)
-    metrics = GpuMetrics(warning=gpu_problem)
+    remark(stage, len(threads), n_stages)
+    disk = _disk_rate(subject.disk_file, origin, clock)
+    metrics = GpuMetrics(warning=subject.gpu_problem)
     if gpu is not None:
-        remark(PROFILING, len(threads) + 1, n_stages)
-        chosen = registry or Registry()
-        metrics = measured_gpu(spec, shapes, points, gpu, chosen, preset, origin, clock)
-    remark(PROFILING, n_stages, n_stages)
-    return HardwareProfile(
+        remark(stage, len(threads) + 1, n_stages)
+        metrics = measured_gpu(spec, shapes, points, gpu, subject.registry or Registry(), preset, origin, clock)
+    remark(stage, n_stages, n_stages)
+    profile = HardwareProfile(
         version=PROFILE_VERSION,
-        name=machine.cpu_model,
+        name=subject.machine.cpu_model,
         kind=MEASURED,
-        machine=machine,
+        machine=subject.machine,
         cpu=tuple(cpu),
         gpu=metrics.times,
         link=metrics.link,
         disk_read_bytes_per_s=disk,
-        warnings=(*_warnings(cpu, metrics.times), *([metrics.warning] if metrics.warning else [])),
+        warnings=(metrics.warning,) if metrics.warning else (),
     )
+    warnings = [f"{what}: something else was running; {remedy}" for what in disturbances(profile)]
+    return replace(profile, warnings=(*warnings, *profile.warnings))
 
 
-def _disk_rate(file: Path | None, origin: Origin, clock: Callable[[], float]) -> Measurement:
+def _disk_rate(file: Path | None, origin: Origin, clock: Clock) -> Measurement:
     rates = probe_disk_bytes_per_s(file, clock) if file is not None else []
     return measured(rates, "B/s", origin) if rates else derived(ASSUMED_DISK_BYTES_PER_S, "B/s", origin)
-
-
-def _warnings(cpu: Sequence[DeviceTimes], gpu: DeviceTimes | None) -> list[str]:
-    devices = [
-        (f"with {times.threads} {'thread' if times.threads == 1 else 'threads'} memory was read", times)
-        for times in cpu
-    ]
-    devices += [("the GPU's memory was copied", gpu)] if gpu is not None else []
-    return [
-        f"{what} at {times.read_bytes_per_s.p20 / 1e9:.1f} to {times.read_bytes_per_s.p80 / 1e9:.1f} GB/s: something "
-        "else was running, measure again on a quiet machine"
-        for what, times in devices
-        if times.read_bytes_per_s.spread > BUSY_SPREAD
-    ]

@@ -36,6 +36,8 @@ class Preset:
     gpu_sample_s: float  # of all samples of one quantity on the GPU, at most
     pass_sample_s: float  # of passes on the CPU at one point
     cpu_budget_s: float  # of everything on the CPU, making weights included
+    duration: str = "a few seconds"  # of the whole, for people
+    attempts: int = 1  # at once, where something else is running
 
     @property
     def gpu_sampling(self) -> Sampling:
@@ -52,6 +54,8 @@ QUICK = Preset(
     gpu_sample_s=0.02,
     pass_sample_s=0.2,
     cpu_budget_s=2.0,
+    duration="about 5 seconds",
+    attempts=2,
 )
 FULL = Preset(
     tokens=(1, 2, 4, 8, 16, 128, 512),
@@ -63,6 +67,7 @@ FULL = Preset(
     gpu_sample_s=1.0,
     pass_sample_s=0.5,
     cpu_budget_s=150.0,
+    duration="up to 3 minutes",
 )
 
 

@@ -8,6 +8,7 @@ tensor rate above. What no data sheet has (launches, transfers, overhead of a la
 
 from dataclasses import dataclass
 
+from hetero_ee_profiles.errors import UsageError
 from hetero_ee_profiles.hardware import (
     DERIVED,
     PROFILE_VERSION,
@@ -107,8 +108,12 @@ def reference_names() -> list[str]:
 
 
 def reference_profile(name: str) -> HardwareProfile:
-    """The reference profile of that name. Raises KeyError."""
-    return derived_profile({sheet.name: sheet for sheet in DATA_SHEETS}[name], DATE)
+    """The reference profile of that name. Raises UsageError."""
+    found = next((sheet for sheet in DATA_SHEETS if sheet.name == name), None)
+    if found is None:
+        known = ", ".join(reference_names())
+        raise UsageError(f"{name!r:.60} is not a shipped profile; choose one of {known}, or name a file.")
+    return derived_profile(found, DATE)
 
 
 def derived_profile(sheet: DataSheet, date: str) -> HardwareProfile:

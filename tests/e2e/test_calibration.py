@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def job(
         tokenizer,
         ending,
         place,
-        replace(request, settings=SETTINGS),
+        replace(request, settings=SETTINGS, force=True),
         progress=progress,
         clock=lambda: 0.0,  # saves at every chunk
         files=files,
@@ -210,6 +211,47 @@ def test_fp32_weights_have_no_store_to_calibrate(tiny: Path) -> None:
         assert engine.calibrations is None
         with pytest.raises(UsageError, match="belongs to a store"):
             engine.calibrate()
+
+
+def test_what_is_there_is_returned_until_it_is_forced(engine: Engine) -> None:
+    job(engine, REQUESTS["text"])
+    before, passes, run = written(engine), [], engine.executor.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.executor, "run", lambda *rest: passes.append(1) or run(*rest))
+        for asked in ({}, {"tokens": 1000}, {"texts": [text_of(900, seed=9)]}, {"force": False}):
+            found = engine.calibrate(**asked)
+            assert not found.is_new and found.calibration.text.description == "words" and found.date.count("-") == 2
+        assert passes == [] and written(engine) == before
+        again = engine.calibrate(replace(REQUESTS["text"], settings=SETTINGS), tokens=700, force=True)
+    assert again.is_new and passes and written(engine) != before
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a dictionary": ({"request": {}}, "request is {}; expected CalibrationRequest"),
+    "a text": ({"request": "text"}, "request is 'text'"),
+    "no function": ({"progress": 3}, "progress is 3"),
+    "tokens a word": ({"tokens": "many"}, "'many' tokens to calibrate on; expected 512 to"),
+    "tokens a truth": ({"tokens": True}, "True tokens to calibrate on"),
+    "tokens a fraction": ({"tokens": 600.5}, "600.5 tokens"),
+    "too few tokens": ({"tokens": 3}, "3 tokens to calibrate on; expected 512"),
+    "texts a string": ({"texts": "Once upon a time"}, "expected a list of strings"),
+    "texts of numbers": ({"texts": [1, 2]}, "texts is [1, 2]; expected a list of strings"),
+    "force a word": ({"force": "yes"}, "force is 'yes'; expected True or False"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_request_ends_in_one_sentence(engine: Engine, name: str) -> None:
+    options, words = BAD[name]
+    with pytest.raises(UsageError) as refused:
+        engine.calibrate(**options)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"description": 3}, {"settings": {}}])
+def test_a_request_of_wrong_types_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        CalibrationRequest(**change)
 
 
 def test_chunks_are_the_texts_and_each_begins_as_a_prompt_does(engine: Engine) -> None:

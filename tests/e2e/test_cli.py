@@ -17,7 +17,7 @@ from tests.command_line import CLOSING_LINE, N_TOKENS, PLAIN, PROMPT, Cli, Ended
 from tests.families import edit_config
 
 CONVERTING, COMPILING = "Converting to int4, once ...\n", "Compiling the CPU kernels, once ...\n"
-MEASURING = r"Measuring this machine for a few seconds, [^\n]+, once \.\.\.\n(with [^\n]+ quiet machine\.\n)*"
+MEASURING = r"Measuring this machine for about 5 seconds, [^\n]+, once \.\.\.\n"
 
 # What is printed, and where.
 
@@ -91,6 +91,16 @@ def test_a_terminal_gets_a_bar_for_each_stage(
     out, err = capsys.readouterr()
     assert out == "" and "Converting to int4, once" in err and "Compiling the CPU kernels, once" in err
     assert "100%" in err
+
+
+def test_a_terminal_gets_a_remark_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from hetero_ee_cli.terminal.progress import stage_progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with stage_progress() as progress:
+        for remark in ("It is late", "It is early", "It is late"):
+            progress(remark, 0, 0)
+    assert capsys.readouterr().err.count("It is late.") == 1
 
 
 def test_version_and_bare_call(cli: Cli) -> None:

@@ -2,14 +2,28 @@
 
 import json
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hetero_ee import UsageError
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.profiling.kept import keep_profile
+from hetero_ee.profiling.machine_profile import versions
 from hetero_ee.weights.store.calibration_files import JSON_FILE
+from hetero_ee_cli.reports import gain
+from hetero_ee_cli.reports.gain import Gain, Speed
+from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
+from hetero_ee_profiles.host.host import this_host
+from hetero_ee_profiles.machine import this_machine
+from hetero_ee_profiles.measurement import derived
+from hetero_ee_profiles.records import read_record, write_record
+from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli, Ended
 from tests.e2e.test_calibration import text_of
 
@@ -54,8 +68,8 @@ class FakeFigure:
     def grid(self, **_: Any) -> None: ...
     def legend(self) -> None: ...
 
-    def savefig(self, file: Path, **_: Any) -> None:
-        file.write_text("\n".join(self.labels))
+    def savefig(self, file: Path, *, format: str, **_: Any) -> None:
+        file.write_text("\n".join([format, *self.labels]))
 
 
 @pytest.fixture
@@ -74,7 +88,7 @@ def test_the_table_the_cost_and_where_it_lies(cli: Cli, tiny: Path, text: Path, 
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
     assert re.search(r"mean depth [\d.]+ of 3 layers", ended.out)
     (folder,) = calibrations(cache)
-    assert re.search(rf"\[ \d+ tokens \| \d+ s \| {re.escape(str(folder))} \]\n$", ended.err)
+    assert re.search(rf"\[ \d+ tokens of words\.txt \| \d+ s \| {re.escape(str(folder))} \]\n$", ended.err)
     assert (folder / JSON_FILE).is_file()
     listed = cli("models")
     assert listed.code == 0 and ".calibration" not in listed.out
@@ -99,7 +113,11 @@ def test_the_picture_shows_agreement_and_acceptance(
 ) -> None:
     picture = tmp_path / "exits.png"
     assert calibrated(cli, tiny, text, "--plot", picture).code == 0
-    assert {"agreement without a map", "acceptance of gated drafts"} <= set(picture.read_text().splitlines())
+    assert {"png", "agreement without a map", "acceptance of gated drafts"} <= set(picture.read_text().splitlines())
+    begun_s = picture.stat().st_mtime
+    shown = cli("calibrate", tiny, "--show", "--plot", picture.with_suffix(".SVG"))
+    assert shown.code == 0 and picture.with_suffix(".SVG").read_text().splitlines()[0] == "svg"
+    assert picture.stat().st_mtime == begun_s
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_work(
@@ -123,6 +141,11 @@ def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path
         (("--text", "nothing.txt"), "nothing.txt can't be read"),
         (("--tokens", "5"), "expected 512 to"),
         (("--tokens", "many"), "--tokens"),
+        (("--plot", "exits.jpg"), "expected a name that ends in .png or .svg"),
+        (("--show",), "there is no calibration of"),
+        (("--show", "--force"), "drop --force"),
+        (("--show", "--tokens", "600"), "drop --force, --text and --tokens"),
+        (("--show", "--quantizer", "none"), "belongs to a store"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(cli: Cli, tiny: Path, arguments: tuple[str, ...], says: str) -> None:
@@ -136,3 +159,113 @@ def test_fp32_weights_are_refused(cli: Cli, tiny: Path, text: Path) -> None:
 def test_the_text_may_come_from_standard_input(cli: Cli, tiny: Path) -> None:
     ended = cli("calibrate", tiny, "--text", "-", "--tokens", 600, "-t", 1, stdin=text_of(700).encode())
     assert ended.code == 0 and "exit layer" in ended.out
+
+
+# What it gained, and a second run.
+
+GAIN = (
+    r"Tokens/s before and after: expected ([\d.]+) -> ([\d.]+) \(([+-]\d+)%\), "
+    r"measured ([\d.]+) -> ([\d.]+) \(([+-]\d+)%\); (.+)\."
+)
+
+
+@pytest.fixture
+def headless(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo model, whose calibration ships with it, without its draft head; on a machine where exits pay."""
+    folder = Path(shutil.copytree(demo, tmp_path / "headless", ignore=shutil.ignore_patterns("draft_head")))
+    profile = reference_profile("rtx-4060-laptop-8gb")
+    machine, cpu = this_machine(this_host(), versions()), (replace(profile.cpu[0], threads=1),)
+    mine = replace(profile, kind=MEASURED, machine=machine, cpu=cpu, gpu=None, link=None)
+    keep_profile(tmp_path / "data", mine, read_spec(folder), quick=True)
+    monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
+    return folder
+
+
+def test_what_was_declined_is_said_with_its_reason_and_numbers(cli: Cli, tiny: Path, text: Path) -> None:
+    """The random model's exits are worth nothing."""
+    ended = calibrated(cli, tiny, text)
+    line = ended.out.splitlines()[-1]
+    found = re.match(GAIN, line)
+    assert found is not None and found[1] == found[2] and (found[3], found[6]) == ("+0", "+0")
+    assert "; still full mode. Exact mode was declined: with calibration on words.txt" in line
+    assert line.endswith(" It can't be forced: nothing exits at any exit layer of this model.")
+
+
+def test_exact_mode_that_was_declined_is_measured_too(cli: Cli, headless: Path, tmp_path: Path) -> None:
+    """On a machine where a product with two tokens takes far more than twice the time of one."""
+    (file,) = (tmp_path / "data" / "profiles").iterdir()
+    profile = read_record(HardwareProfile, file)
+    slow = [
+        row if row.m == 1 else replace(row, time=derived(row.m * 1e-3, "s", row.time.origin))
+        for row in profile.cpu[0].matmuls
+    ]
+    write_record(replace(profile, cpu=(replace(profile.cpu[0], matmuls=tuple(slow)),)), file)
+    line = cli("calibrate", headless, "-t", 1).out.splitlines()[-1]
+    assert "; still full mode. Exact mode was declined: with calibration on TinyStories" in line
+    assert re.search(r" Forced, exact mode has [\d.]+ tokens/s expected, [\d.]+ measured\.$", line)
+
+
+def test_a_gain_is_said_as_expected_and_as_measured(cli: Cli, headless: Path) -> None:
+    ended = cli("calibrate", headless, "-t", 1)
+    assert ended.code == 0 and "Calibrating" not in ended.err  # it ships with the model
+    found = re.fullmatch(GAIN, ended.out.splitlines()[-1])
+    assert found is not None and float(found[2]) > float(found[1]) and int(found[3]) > 0
+    assert re.fullmatch(r"full mode became exact mode, drafts by exit after layer \d+", found[7])
+    document = json.loads(cli("calibrate", headless, "-t", 1, "--json").out)
+    gained, folder = document["gain"], headless / "calibration"
+    assert (document["is_new"], document["seconds"], document["folder"]) == (False, 0.0, str(folder))
+    assert (gained["before"]["mode"], gained["after"]["mode"], gained["forced"]) == ("full", "exact", None)
+    assert gained["after"]["expected_tokens_per_s"] > gained["before"]["expected_tokens_per_s"] > 0
+    assert min(gained[when]["measured_tokens_per_s"] for when in ("before", "after")) > 0
+
+
+@pytest.mark.parametrize("ratio, percent", [(1.02, "+2%"), (1.0, "+0%"), (0.5, "-50%"), (2.5, "+150%")])
+def test_a_gain_of_2_percent_is_called_2_percent(ratio: float, percent: str) -> None:
+    before, after = Speed("full", None, 100.0, 50.0), Speed("exact", "n-grams", None, 50.0 * ratio)
+    line = Gain(before, after, None, ("Drafts come from elsewhere.",)).line
+    speeds = f"Tokens/s before and after: measured 50.0 -> {50 * ratio:.1f} ({percent})"
+    assert line == f"{speeds}; full mode became exact mode, drafts by n-grams."
+
+
+def test_a_second_run_shows_what_is_there(cli: Cli, tiny: Path, text: Path, cache: Path, tmp_path: Path) -> None:
+    first = calibrated(cli, tiny, text)
+    (folder,) = calibrations(cache)
+    written = (folder / JSON_FILE).read_bytes(), (folder / JSON_FILE).stat().st_mtime_ns
+    other = tmp_path / "other.txt"
+    other.write_text(text_of(700, seed=5))
+    for arguments in ((), ("--text", other)):
+        again = cli("calibrate", tiny, "-t", 1, *arguments)
+        assert again.code == 0 and "Calibrating" not in again.err
+        assert again.out.splitlines()[:-1] == first.out.splitlines()[:-1]
+        day = r"\d{4}-\d\d-\d\d"
+        closing = rf"\[ \d+ tokens of words\.txt \| calibrated on {day}, not again; --force does \| .*\]\n$"
+        assert re.search(closing, again.err)
+    shown = cli("calibrate", tiny, "--show")
+    assert shown.code == 0 and shown.out.splitlines() == first.out.splitlines()[:-1]
+    assert json.loads(cli("calibrate", tiny, "--show", "--json").out)["gain"] is None
+    assert ((folder / JSON_FILE).read_bytes(), (folder / JSON_FILE).stat().st_mtime_ns) == written
+    forced = calibrated(cli, tiny, other, "--force")
+    assert forced.code == 0 and "Calibrating" in forced.err and (folder / JSON_FILE).read_bytes() != written[0]
+
+
+def test_a_damaged_calibration_is_made_again_and_not_shown(cli: Cli, tiny: Path, text: Path, cache: Path) -> None:
+    calibrated(cli, tiny, text)
+    (folder,) = calibrations(cache)
+    whole = (folder / JSON_FILE).read_bytes()
+    (folder / JSON_FILE).write_bytes(whole[:-100])
+    assert "is damaged" in complaint(cli("calibrate", tiny, "--show"), 1)
+    again = calibrated(cli, tiny, text)
+    assert again.code == 0 and "Calibrating again: the calibration in" in again.err
+    assert (folder / JSON_FILE).read_bytes() == whole
+
+
+def test_a_gain_that_can_not_be_measured_leaves_the_calibration(
+    cli: Cli, tiny: Path, text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise UsageError("the RAM is too small.")
+
+    monkeypatch.setattr(gain, "measured_gain", refuse)
+    ended = calibrated(cli, tiny, text)
+    assert ended.code == 0 and len(calibrations(cache)) == 1
+    assert "What the calibration gains can't be measured: the RAM is too small." in ended.err

@@ -19,7 +19,8 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import Statistics, published_statistics
-from hetero_ee.profiling.machine_profile import keep_profile, known_profile, versions
+from hetero_ee.profiling.kept import keep_profile
+from hetero_ee.profiling.machine_profile import known_profile, versions
 from hetero_ee_cli.reports.expectation import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
 from hetero_ee_profiles.host.host import this_host
@@ -187,7 +188,7 @@ def test_keys_and_values_are_stored_as_asked(kept: Path, demo: Path, metrics: Ha
 def test_a_flag_measures_a_machine_that_was_never_measured(cli: Cli, data: Path) -> None:
     ended = cli("generate", *ARGUMENTS, "--mode", "exact")
     assert ended.code == 0 and re.search(r"exact \(.+, up to \d+ tokens\)", ended.err)
-    assert ended.err.index("Measuring this machine for a few seconds") < ended.err.index("[ prompt")
+    assert ended.err.index("Measuring this machine for about 5 seconds") < ended.err.index("[ prompt")
 
 
 @pytest.mark.parametrize("damage", ["garbage", "of another machine", "of other threads", "a folder"])

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from hetero_ee import Engine, GenerationResult, HeteroError, ModelError, SamplingParams, UsageError
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
+from hetero_ee_profiles.host.process import physical_core_count
 
 PROMPT = "Once upon a time"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and", "No!"]
@@ -41,6 +42,16 @@ def joined(tokens: list[GeneratedToken]) -> str:
 
 def prompt_of(n_tokens: int, engine: Engine) -> str:
     return next(text for text in map(" the".__mul__, range(n_tokens + 1)) if engine.count_tokens(text) == n_tokens)
+
+
+@pytest.mark.parametrize("n_more, n_warnings", [(0, 0), (3, 1)])
+def test_more_threads_than_cores_are_warned_of(tiny: Path, n_more: int, n_warnings: int) -> None:
+    n_cores = physical_core_count()
+    said: list[str] = []
+    options: dict[str, Any] = {"quantizer": "none", "threads": n_cores + n_more}
+    with Engine.from_pretrained(tiny, progress=lambda stage, n_done, n_all: said.append(stage), **options):
+        found = [each for each in said if f"{n_cores + n_more} threads on {n_cores} physical cores" in each]
+    assert len(found) == n_warnings
 
 
 def test_a_string_gives_a_result_and_a_list_gives_a_list(engine: Engine, whole: GenerationResult) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_ee import UsageError
 from hetero_ee_profiles.hardware import HardwareProfile, interpolated
 from hetero_ee_profiles.measurement import Origin, derived, measured
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
@@ -125,8 +126,9 @@ def test_reference_profiles_say_that_nothing_was_measured(name: str) -> None:
 
 def test_there_is_a_profile_for_each_data_sheet_and_no_other_name() -> None:
     assert reference_names() == sorted(sheet.name for sheet in DATA_SHEETS)
-    with pytest.raises(KeyError):
-        reference_profile("../rtx-3060-12gb")
+    for name in ("../rtx-3060-12gb", "nope", "", None, 3, ["rtx-3060-12gb"]):
+        with pytest.raises(UsageError, match=r"is not a shipped profile; choose one of rtx-3060-12gb, "):
+            reference_profile(name)  # type: ignore[arg-type]
 
 
 def test_interpolation() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.config.settings import OFF
+from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, say
@@ -17,6 +18,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
+    from hetero_ee_cli.reports.gain import Gain
 
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
@@ -33,42 +35,97 @@ def calibrate(
         ),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on. [default: 8192]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Calibrate again even where a calibration is there.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Only show the calibration that is there.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot agreement and acceptance by layer to a PNG file; needs the extra [plot]."),
+        typer.Option(help="Plot agreement and acceptance by layer to a PNG or SVG file; needs the extra [plot]."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure and fit a model's early exits, and keep the result next to its converted weights.
+    """Measure and fit a model's early exits, keep the result next to its converted weights, and say what it gains.
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
-    interrupted, run it again: it resumes.
+    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
     """
     options = engine.arguments(model)
+    if show and (force or text or tokens is not None):
+        raise UsageError("--show only shows what is there; drop --force, --text and --tokens, or drop --show.")
     with ending_at_once():
         from hetero_ee.engine import Engine
-    from hetero_ee.calibration.plot import plot_png, require_matplotlib
+    from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
 
     if plot is not None:
-        require_matplotlib()  # refused now, not after minutes of work
-    request = _request(text, tokens)
-    alone = options | {"profile": OFF}  # a plan would be for other work
-    with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
-        outcome = opened.calibrate(request, progress)
+        picture_format(plot)  # refused now, not after minutes of work
+        require_matplotlib()
+    gain = None
+    if show:
+        outcome = _existing(options)
+    else:
+        request = _request(text, tokens, force=force)
+        alone = options | {"profile": OFF}  # a plan would be for other work
+        with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
+            outcome = opened.calibrate(request, progress)
+        gain = _gain(options)
     if plot is not None:
-        plot_png(outcome.calibration, plot)
+        plot_exits(outcome.calibration, plot)
     if as_json:
-        print_document(_document(options["model"], outcome), with_version=True)
+        print_document(_document(options["model"], outcome, gain), with_version=True)
     else:
         _print_table(outcome.calibration)
-    n_tokens = outcome.calibration.text.n_tokens
-    say(f"[ {n_tokens:,} tokens | {outcome.seconds:.0f} s | {printable(str(outcome.folder))} ]")
+        if gain is not None:
+            print(gain.line)
+    say(_closing_line(outcome, show=show))
 
 
-def _request(files: list[Path] | None, n_tokens: int | None) -> "CalibrationRequest":
+def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
+    """What is there for the model. Raises UsageError where nothing is."""
+    from hetero_ee.calibration.job import found_calibration
+    from hetero_ee.calibration.location import CalibrationPlace
+    from hetero_ee.config import cache_folder
+    from hetero_ee.hub.config_file import read_spec
+    from hetero_ee.hub.resolve import resolve_model
+    from hetero_ee.weights.model_weights import UNQUANTIZED
+
+    quantizer, named = options["quantizer"], {name: options[name] for name in ("revision", "offline")}
+    if quantizer == UNQUANTIZED:
+        raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+    with stage_progress() as progress:
+        folder = resolve_model(options["model"], **named, progress=progress, configuration_only=True)
+    found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache_folder(), quantizer))
+    if found is None:
+        name = options["model"] or "the demo model"
+        raise UsageError(f"there is no calibration of {name} yet; make one with hetero-ee calibrate, without --show.")
+    return found
+
+
+def _gain(options: dict[str, Any]) -> "Gain | None":
+    """None, and a line, where this machine can't run a plan for the model."""
+    from hetero_ee_cli.reports.gain import measured_gain
+
+    try:
+        with stage_progress() as progress:
+            return measured_gain(options, progress)
+    except HeteroError as error:
+        say(f"What the calibration gains can't be measured: {printable(str(error))}")
+        return None
+
+
+def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
+    """What was calibrated on, when, and where it lies."""
+    text = outcome.calibration.text
+    what = f"{text.n_tokens:,} tokens of {printable(text.description)}"
+    if outcome.is_new:
+        when = f"{outcome.seconds:.0f} s"
+    else:
+        when = f"calibrated on {outcome.date}" + ("" if show else ", not again; --force does")
+    return f"[ {what} | {when} | {printable(str(outcome.folder))} ]"
+
+
+def _request(files: list[Path] | None, n_tokens: int | None, *, force: bool) -> "CalibrationRequest":
     from hetero_ee.calibration.job import CalibrationRequest
 
-    changes: dict[str, Any] = {} if n_tokens is None else {"n_tokens": n_tokens}
+    changes: dict[str, Any] = {"force": force} | ({} if n_tokens is None else {"n_tokens": n_tokens})
     if not files:
         return CalibrationRequest(**changes)
     texts = tuple(read_text("text", None if str(file) == STANDARD_INPUT else file) for file in files)
@@ -96,7 +153,7 @@ def _row(each: "ExitLayerCalibration") -> str:
     return f"{each.exit_layer:8}  {metrics.agreement:9.3f}  {mapped}  {gate}"
 
 
-def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any]:
+def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | None") -> dict[str, Any]:
     calibration = outcome.calibration
     exit_layers = [
         {
@@ -112,8 +169,11 @@ def _document(model: str | None, outcome: "CalibrationOutcome") -> dict[str, Any
         "model": model or "demo",
         "folder": str(outcome.folder),
         "seconds": outcome.seconds,
+        "is_new": outcome.is_new,
+        "date": outcome.date,
         "text": asdict(calibration.text),
         "exit_layers": exit_layers,
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
+        "gain": None if gain is None else asdict(gain),
     }

@@ -1,6 +1,5 @@
 """`hetero-ee profile`: measures this machine at a model's shapes."""
 
-import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.terminal.output import print_document
+from hetero_ee_cli.terminal.output import printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -19,32 +18,36 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
-QUICK_S = 5  # what --quick takes at most, kernels compiled
-
 
 @with_options(without=["revision", "quantizer", "ctx_size", "threads"])
 def profile(
     engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    quick: Annotated[bool, typer.Option(help=f"Rough measurements in {QUICK_S} seconds, all cores only.")] = False,
+    quick: Annotated[bool, typer.Option(help="Rough measurements in 5 seconds, all cores only.")] = False,
     refresh: Annotated[bool, typer.Option(help="Measure again even if a profile was kept.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure this machine at a model's shapes: memory, kernels, attention, overheads, disk. Kept for later plans.
 
-    Nothing else should be running: it would be measured too.
+    Takes up to 3 minutes, with --quick about 5 seconds. Nothing else should be running: it would be measured too, and
+    a profile disturbed by that is measured again at the next run.
     """
     with ending_at_once():
         from hetero_ee.hub import resolve  # noqa: F401 - imports that must not be interrupted
+    from hetero_ee_profiles.records import to_json
+
+    stages: set[str] = set()
+
+    def noting(stage: str, n_done: int, n_all: int) -> None:
+        stages.update([stage] if n_all else [])
+        progress(stage, n_done, n_all)
 
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
-    if as_json:
-        print_document({"model_name": name} | dataclasses.asdict(found))
-    else:
-        print(_shown(found, name))
+        found = profile_for(spec, folder, noting, quick=quick, refresh=refresh)
+    print(to_json(found) if as_json else _shown(found, name), end="" if as_json else "\n")
+    say(_closing_line(spec, found, is_new=bool(stages)))
 
 
 def profile_for(
@@ -65,6 +68,18 @@ def profile_for(
     torch.set_num_threads(1)  # more would compete with the kernels' threads
     command = " ".join(["hetero-ee", *sys.argv[1:2]])
     return profile_here(spec, folder, Wanted(quick=quick, refresh=refresh, threads=threads, command=command), progress)
+
+
+def _closing_line(spec: "ModelSpec", found: "HardwareProfile", *, is_new: bool) -> str:
+    """Whether it was measured or found, and where it is kept."""
+    from hetero_ee.config import data_folder
+    from hetero_ee.profiling.kept import kept_file
+
+    origin = found.disk_read_bytes_per_s.origin
+    when = "measured now" if is_new else f"found, measured on {origin.date} by {origin.command}"
+    file = kept_file(data_folder(), found, spec)
+    where = printable(f"kept in {file}") if file else "not kept"
+    return f"[ {when} | {where} | --refresh measures again ]"
 
 
 def _shown(found: "HardwareProfile", name: str) -> str:

@@ -50,6 +50,7 @@ class _Bars:
         self._note = note
         self._progress: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._remarks: set[str] = set()
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
         from rich.filesize import decimal
@@ -60,6 +61,9 @@ class _Bars:
             self._progress, self._tasks = _started(), {}
         progress, tasks = self._progress, self._tasks
         if n_all == 0:
+            if stage in self._remarks:
+                return
+            self._remarks.add(stage)
             progress.console.print(f"{stage}.", markup=False, highlight=False)
             return
         if stage not in tasks:

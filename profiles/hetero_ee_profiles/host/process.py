@@ -21,3 +21,10 @@ def peak_memory_bytes() -> int:
 def physical_core_count() -> int:
     """Cores this process may use and a container's quota lets it keep busy; hardware threads of one core count once."""
     return cpu_info(this_host()).n_usable
+
+
+def surplus_threads(n_threads: int, n_cores: int) -> str:
+    """A sentence where those are more threads than physical cores, else nothing."""
+    if n_threads <= n_cores:
+        return ""
+    return f"{n_threads} threads on {n_cores} physical cores take turns; {n_cores} are usually faster"

@@ -1,0 +1,153 @@
+"""What a calibration brings: tokens per second without it and with it, expected and measured."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_ee.config import Progress
+from hetero_ee.errors import UsageError
+
+if TYPE_CHECKING:
+    from hetero_ee.engine import Engine
+    from hetero_ee.models.spec import ModelSpec
+    from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.opening import Placement
+    from hetero_ee_profiles.hardware import HardwareProfile
+
+MAX_S = 3.0  # of decoding in one mode
+MIN_TOKENS, MAX_TOKENS = 64, 256  # a text that ends sooner is followed by another; of one text
+MEASURING = "Generating short texts with and without the calibration"
+ABOUT_THE_MODE = ("Exact mode", "Drafts")  # the beginnings of a plan's reasons that are
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one plan."""
+
+    mode: str
+    drafts: str | None  # where they come from, None in full mode
+    expected_tokens_per_s: float | None  # by the planner; None where nothing is known of the drafts
+    measured_tokens_per_s: float
+
+    @property
+    def words(self) -> str:
+        return "full mode" if self.mode == "full" else f"exact mode, drafts by {self.drafts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """before, after: as the planner chooses, without the calibration and with it."""
+
+    before: Speed
+    after: Speed
+    forced: Speed | None  # exact mode, where the planner declines it
+    reasons: tuple[str, ...]  # the planner's, for the mode
+
+    @property
+    def line(self) -> str:
+        """In a sentence or two."""
+        before, after = self.before, self.after
+        changes = [
+            f"{what} {old:.1f} -> {new:.1f}" + (f" ({new / old - 1:+.0%})" if old else "")
+            for what, old, new in (
+                ("expected", before.expected_tokens_per_s, after.expected_tokens_per_s),
+                ("measured", before.measured_tokens_per_s, after.measured_tokens_per_s),
+            )
+            if old is not None and new is not None
+        ]
+        is_same = before.words == after.words
+        way = f"still {after.words}" if is_same else f"{before.words} became {after.words}"
+        found = f"Tokens/s before and after: {', '.join(changes)}; {way}."
+        return " ".join([found, *(self.reasons if is_same else ()), *self._forced_words()])
+
+    def _forced_words(self) -> list[str]:
+        if self.forced is None:
+            return []
+        expected = self.forced.expected_tokens_per_s
+        expectation = "" if expected is None else f"{expected:.1f} tokens/s expected, "
+        return [f"Forced, exact mode has {expectation}{self.forced.measured_tokens_per_s:.1f} measured."]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A plan that was run."""
+
+    spec: "ModelSpec"
+    plan: "Plan"
+    placement: "Placement"
+    speed: Speed
+
+
+def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
+    """Opens the model by these arguments of Engine.from_pretrained, with plans by this machine's profile, and generates
+    short texts; a machine that was never measured for the model is measured. Raises HeteroError.
+    """
+    from hetero_ee.planning.limits import Limits
+    from hetero_ee.planning.planner import plan as make_plan
+    from hetero_ee.profiling.automatic import automatic_profile
+    from hetero_ee_profiles.host.process import physical_core_count
+
+    def find(spec: "ModelSpec", folder: Path) -> "HardwareProfile | None":
+        threads = options["threads"] or physical_core_count()
+        return automatic_profile(spec, folder, threads, progress, measures=True)
+
+    after = _run(options | {"profile": find, "progress": progress})
+    progress(MEASURING, 1, 2)
+    made, placement, profile = after.plan, after.placement, after.placement.profile
+    assert profile is not None, "it was found or measured"
+    reasons = [each for each in made.reasons if each.startswith(ABOUT_THE_MODE)]
+    before, forced = after.speed, None
+    known = {"profile": profile, "progress": progress}
+    if made.mode == "full":
+        try:
+            forced = _run(options | known | {"limits": Limits(mode="exact")}).speed
+        except UsageError as error:  # nothing exits anywhere, say
+            reasons.append(f"It can't be forced: {str(error).partition(';')[0]}.")
+    else:
+        limits = replace(placement.limits, context_tokens=made.context_tokens, threads=made.threads)
+        former = make_plan(after.spec, profile, limits, replace(placement.statistics, exits=None))
+        if _decided(former) != _decided(made):
+            before = _run(options | known | {"plan": former, "context_tokens": 0}).speed
+    progress(MEASURING, 2, 2)
+    return Gain(before, after.speed, forced, tuple(reasons))
+
+
+def _run(options: dict[str, Any]) -> _Run:
+    from hetero_ee.calibration.texts import OPENINGS
+    from hetero_ee.decoding.sampling import SamplingParams
+    from hetero_ee.engine import Engine
+    from hetero_ee.planning.times.prediction import predicted_text_s
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=MAX_TOKENS)
+    n_new, seconds = 0, 0.0
+    with Engine.from_pretrained(**options) as engine:
+        engine.generate(OPENINGS[0], replace(params, max_new_tokens=4))  # what is cold at first is none of the speed
+        for opening in OPENINGS:
+            n_more, took_s = _decoded(engine, opening, params, MAX_S - seconds)
+            n_new, seconds = n_new + n_more, seconds + took_s
+            if n_new >= MIN_TOKENS or seconds >= MAX_S:
+                break
+        made, placement, n_prompt = engine.plan, engine.placement, engine.count_tokens(OPENINGS[0])
+        assert made is not None and placement is not None and placement.profile is not None
+        n_new = max(1, n_new)
+        expected_s = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, n_new, n_prompt)
+        expected = None if expected_s is None else n_new / expected_s
+        measured = n_new / seconds if seconds else 0.0
+        return _Run(engine.spec, made, placement, Speed(made.mode, engine.draft_origin or None, expected, measured))
+
+
+def _decoded(engine: "Engine", prompt: str, params: Any, limit_s: float) -> tuple[int, float]:
+    """Tokens after the first, and their seconds: of the whole text, or of what there is time for."""
+    first_s = last_s = None
+    n_new = -1
+    for token in engine.stream(prompt, params):
+        first_s, last_s = token.elapsed_s if first_s is None else first_s, token.elapsed_s
+        n_new += 1
+        if last_s - first_s >= limit_s:
+            break
+    return (n_new, last_s - first_s) if first_s is not None and last_s is not None else (0, 0.0)
+
+
+def _decided(made: "Plan") -> tuple[object, ...]:
+    """What of a plan another calibration may change."""
+    return made.mode, made.drafts, made.exit_layer, made.draft_length, made.decode_placements

@@ -1,0 +1,99 @@
+"""Profiles on disk: one file for each machine, set of shapes and preset; a foreign or damaged one is never used.
+
+What was measured while something else ran is not kept the first time. It lies beside, under another name, and the next
+measurement replaces it; disturbed again, the less disturbed of the two is kept, as a busy machine has no better one.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.profiling.disturbance import disturbance, is_disturbed
+from hetero_ee.profiling.preset import product_shapes
+from hetero_ee_profiles.hardware import MEASURED, HardwareProfile, Machine
+from hetero_ee_profiles.records import read_record, write_record
+
+FOLDER = "profiles"
+DISTURBED_SUFFIX = ".disturbed"
+
+
+def profile_file(folder: Path, machine: Machine, spec: ModelSpec, *, quick: bool) -> Path:
+    """Where the profile of this machine for a model of these shapes lies, or would lie."""
+    shapes = [asdict(shape) for shape in product_shapes(spec)]
+    heads = spec.n_layers, spec.n_heads, spec.n_kv_heads, spec.head_dim
+    identity = json.dumps([asdict(machine), shapes, heads], sort_keys=True)
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return folder / FOLDER / f"{key}-{'quick' if quick else 'full'}.json"
+
+
+def kept_profile(
+    folder: Path, machine: Machine, spec: ModelSpec, *, quick_will_do: bool
+) -> tuple[HardwareProfile | None, str]:
+    """The profile measured before, the full one first, and why there is none: a sentence, empty where nothing is wrong.
+
+    A file that can't be read, is of another version or of another machine is left alone and not used.
+    """
+    problem = ""
+    for quick in (False, True) if quick_will_do else (False,):
+        file = profile_file(folder, machine, spec, quick=quick)
+        if not file.exists():
+            continue
+        try:
+            return _read(file, machine), ""
+        except (OSError, ValueError) as error:
+            problem = f"the profile {file} {error}"
+    return None, problem
+
+
+def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path | None:
+    """Where this very profile lies, whatever memory is free now; None where it is not kept."""
+    for quick in (False, True):
+        file = profile_file(folder, profile.machine, spec, quick=quick)
+        with suppress(OSError, ValueError):
+            if _read(file, profile.machine).cpu[0].matmuls == profile.cpu[0].matmuls:
+                return file
+    return None
+
+
+def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool) -> Path:
+    """Writes the profile where kept_profile finds it; returns where. Raises OSError."""
+    file = profile_file(folder, profile.machine, spec, quick=quick)
+    write_record(profile, file)
+    with suppress(OSError):
+        _beside(file).unlink()
+    return file
+
+
+def keep_unless_disturbed(
+    folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool
+) -> tuple[HardwareProfile, bool]:
+    """The profile to use now, and whether it was kept; of two disturbed ones the less disturbed. Raises OSError."""
+    beside = _beside(profile_file(folder, profile.machine, spec, quick=quick))
+    if is_disturbed(profile) and not beside.exists():
+        write_record(profile, beside)
+        return profile, False
+    if is_disturbed(profile):
+        with suppress(OSError, ValueError):
+            former = _read(beside, profile.machine)
+            if {times.threads for times in former.cpu} >= {times.threads for times in profile.cpu}:
+                profile = min(profile, former, key=disturbance)
+    keep_profile(folder, profile, spec, quick=quick)
+    return profile, True
+
+
+def _beside(file: Path) -> Path:
+    return file.with_suffix(DISTURBED_SUFFIX)
+
+
+def _read(file: Path, machine: Machine) -> HardwareProfile:
+    """Raises OSError, and ValueError, which end a sentence about the file."""
+    try:
+        found = read_record(HardwareProfile, file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"can't be used ({error})") from error
+    if found.kind != MEASURED or found.machine != machine:
+        raise ValueError("is of another machine or version")
+    return found
