@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from hetero_ee.calibration.file import read_calibration
 from hetero_ee.errors import CheckpointError, StoreError
@@ -19,7 +20,9 @@ from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import QUANTIZER_VERSION
 from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_folder
+from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
+from hetero_ee.weights.store.reader import is_store
 
 SHIPPED_FOLDER = "calibration"  # in a checkpoint's folder
 
@@ -32,6 +35,14 @@ class CalibrationPlace:
     store: Path
     checkpoint: Path | None = None  # what the store was made from; None where a store was opened as it is
     quantization: Quantization | None = None  # how it was made from that
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, folder: Path, cache: Path, quantizer: str | None = None) -> Self:
+        """Of the store in `folder`, or the one in `cache` that is made of the checkpoint there. Raises HeteroError."""
+        if is_store(folder):
+            return cls(spec, folder)
+        quantization = Quantization.of_model(folder, quantizer)
+        return cls(spec, cached_store(folder, quantization, cache), folder, quantization)
 
     @property
     def folder(self) -> Path:

@@ -236,7 +236,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "draft length": (["--draft-length", "0"], "expected 1 to 16"),
     "draft tokens": (["--draft-tokens", "17"], "expected 1 to 16"),
     "layers": (["--gpu-layers", "-1"], "expected a whole number from 0"),
-    "override": (["-o", "ffn"], "has no '='"),
+    "override": (["-ot", "ffn"], "has no '='"),
     "budget": (["--vram-budget", "-1"], "expected GiB from 0"),
     "no such budget": (["--vram-budget", "nan"], "expected GiB from 0"),
     "margin": (["--vram-margin", "-5"], "expected a whole number from 0"),
@@ -266,7 +266,7 @@ def test_bad_wishes_are_refused_before_anything_is_loaded(
     [
         (["--vram-budget", "4"], "has no GPU"),
         (["-ngl", "3"], "has no GPU"),
-        (["-o", "layers.0.ffn=gpu"], "no GPU"),
+        (["-ot", "layers.0.ffn=gpu"], "no GPU"),
     ],
 )
 def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: list[str], words: str) -> None:
