@@ -18,7 +18,7 @@ from hetero_ee.decoding.result import FinishReason, GenerationResult
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import Statistics, published_statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.profiling.machine_profile import keep_profile, known_profile, versions
 from hetero_ee_cli.reports.expectation import slowness
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile
@@ -82,11 +82,13 @@ def test_full_mode_says_so_and_why(
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
     spec = read_spec(demo)
-    plan(spec, metrics, Limits(mode="full", threads=1), Statistics(published_statistics(spec.n_layers))).save(
-        tmp_path / "plan.json"
-    )
-    declined = cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json")
-    assert declined.out == story and " | full (exact declined) | peak" in declined.err
+    bad = ExitStatistics("bad exits", spec.n_layers, {4: ExitRates(0.8, 0.1)})
+    plan(spec, metrics, Limits(threads=1), Statistics(bad)).save(tmp_path / "plan.json")
+    declined = cli("generate", *ARGUMENTS, "--stats", "--plan", tmp_path / "plan.json")
+    assert declined.out == story
+    (percent,) = re.findall(r" \| full \(exact declined: (-\d+%) expected\) \| peak", declined.err)
+    sentence = "Exact mode was declined: with bad exits it would reach [0-9.]+ tokens/s at best, "
+    assert re.search(f"^{sentence}{percent} against full mode", declined.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temp", 0.9, "-s", 7]], ids=["greedy", "sampled"])

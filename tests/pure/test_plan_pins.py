@@ -69,16 +69,19 @@ WISHES = {
 @pytest.mark.parametrize(("model", "card"), PAIRS)
 def test_the_options_of_a_plan_make_the_same_plan(model: str, card: str) -> None:
     spec, profile = spec_of(model), reference_profile(card)
-    for wish, limits in WISHES.items():
-        exits = published_statistics(spec.n_layers)
-        for known in (Statistics(), Statistics(exits), Statistics(exits, DRAFTS)):
+    exits = published_statistics(spec.n_layers)
+    known = (Statistics(), Statistics(exits), Statistics(exits, DRAFTS))
+    n_made = 0
+    for number, (wish, limits) in enumerate(WISHES.items(), PAIRS.index((model, card))):
+        for statistics in known if wish == "nothing" else [known[number % 3]]:
             try:
-                made = plan(spec, profile, limits, known)
-            except UsageError:
+                made = plan(spec, profile, limits, statistics)
+            except UsageError:  # not every wish can be met everywhere
                 continue
-            again = plan(spec, profile, parsed(made, limits), known)
+            again = plan(spec, profile, parsed(made, limits), statistics)
             assert again.sha256 == made.sha256, (wish, pins(made, limits))
-            assert [part.prefill_placement for part in again.parts] == [part.prefill_placement for part in made.parts]
+            n_made += 1
+    assert n_made > 5
 
 
 def test_there_are_twenty_pairs() -> None:
