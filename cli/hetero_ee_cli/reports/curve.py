@@ -41,15 +41,18 @@ def save_curve(curve: "Curve", request: "Request", file: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([p.vram_budget_bytes / GIB for p in curve.points], [p.tokens_per_s for p in curve.points], marker=".")
-    for point in curve.points:
-        marks = _marks(curve, point)
-        if marks:
-            place = point.vram_budget_bytes / GIB, point.tokens_per_s
-            axes.plot(*place, marker="o", color="C1")
-            axes.annotate("\n".join(marks), place, (-8, 8), textcoords="offset points", ha="right", va="bottom")
-    axes.set(xlabel="VRAM budget, GiB", ylabel="expected tokens/s", ylim=(0, None), xlim=(0, None))
+    for words, n_bytes, side, offset in ((USED, curve.used_bytes, "right", -3), (ALL, curve.all_bytes, "left", 3)):
+        if n_bytes <= curve.points[-1].vram_budget_bytes:
+            axes.axvline(n_bytes / GIB, color="C1", linestyle="--")
+            place, upright = (n_bytes / GIB, 0), {"rotation": 90, "ha": side, "va": "bottom"}
+            axes.annotate(words, place, (offset, 8), textcoords="offset points", **upright)
+    axes.set(
+        xlabel="VRAM budget, GiB",
+        ylabel="expected tokens/s",
+        ylim=(0, None),
+        xlim=(0, curve.points[-1].vram_budget_bytes / GIB),
+    )
     axes.set_title("\n".join([*_title(request), *_out_of_reach(curve)]), fontsize="medium")
-    axes.margins(y=0.15)
     axes.grid(alpha=0.3)
     try:
         figure.savefig(file, format=file.suffix[1:].lower(), dpi=120)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 NOTHING = 0.01  # of a rate: changes below it are within what predictions err by
 PROMPT = "Once upon a time"
 STYLES = {
-    r"^[a-z][a-z ]{0,9}(?= |$)(?=.{11})": "bold",
-    r"(?<=[^\w.])G+(?=[GCbsd]*$)|\bGPU\b": "green",
+    r"^[a-z][a-z ]*?(?=  )": "bold",
+    r"\bGPU\b": "green",
     r"\bCPU\b": "yellow",
     r"#+": "cyan",
     r"<- .*$": "bold",
@@ -48,12 +48,13 @@ def what_if_lines(request: "Request") -> list[str]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Words to be pasted into a shell; what no terminal shows is left as an escape."""
-    return printable(shlex.join(words))
+    """Words to be pasted into a shell."""
+    return shlex.join(words)
 
 
 def show(text: str) -> None:
     """Prints a report, with colours where standard output is a terminal that NO_COLOR does not speak against."""
+    text = "\n".join(map(printable, text.split("\n")))
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         print(text)
         return
@@ -65,6 +66,6 @@ def show(text: str) -> None:
         for found in re.finditer(pattern, text, re.MULTILINE):
             shown.stylize(style, *found.span())
     for row in re.finditer(r"^(?:attention|ffn|embedding|head) +([GbCsd]+)$", text, re.MULTILINE):
-        for place in range(*row.span(1)):
-            shown.stylize(LETTER_STYLES[text[place]], place, place + 1)
+        for run in re.compile(r"(.)\1*").finditer(text, *row.span(1)):
+            shown.stylize(LETTER_STYLES[run[1]], *run.span())
     Console(highlight=False, soft_wrap=True).print(shown)
