@@ -9,7 +9,7 @@ from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain, split
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
     MemoryTerm,
@@ -33,39 +33,57 @@ class Candidate:
     """A plan in the making."""
 
     problem: Problem  # with the parts as they are split
+    context_tokens: int  # that its times hold for
     chunk_tokens: int  # of a prompt at a time
     decode: Placement
     prefill: Placement
     schedule: Schedule
     memory: list[MemoryTerm]
+    read_s: float  # of a typical prompt
     request_s: float  # of a typical request
-
-    @property
-    def fits_gpu(self) -> bool:
-        return _n_bytes(self.memory, "gpu") <= self.problem.vram_budget_bytes
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
-    """The candidate of least request_s that keeps the budgets. Raises UsageError where none does."""
+    """The candidate of least request_s that keeps the budgets. Raises UsageError where none does.
+
+    Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan.
+    """
     options = problem.layer_options(1, context_tokens)
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
-    placed = [(_with_disk(problem, p, chunk), chunk) for chunk in chunks for p in _placements(problem, options, chunk)]
+    chains = dict.fromkeys(chain for chunk in chunks for chain in _placements(problem, options, chunk))
+    placed = dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks)
     if not placed:
         raise UsageError(_does_not_fit(problem, options))
     fitting = [each for each in placed if _ram_bytes(problem, *each) <= problem.ram_budget_bytes]
     if not fitting:
         raise UsageError(_too_little_ram(problem, min(_ram_bytes(problem, *each) for each in placed)))
-    every = (_completed(problem, decode, chunk, context_tokens) for decode, chunk in dict.fromkeys(fitting))
-    found = [candidate for candidate in every if candidate.fits_gpu]
-    if not found:
+    fitting = [each for each in fitting if _fits_gpu(problem, *each)]
+    if not fitting:
         raise UsageError(_does_not_fit(problem, options))
+    schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
+    found = [_completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
     splits = split_times(problem, options)
     found += [each for chunk in chunks for each in _split_candidates(problem, options, splits, chunk, context_tokens)]
     return min(found, key=lambda candidate: candidate.request_s)
 
 
-def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int) -> Candidate:
-    schedule = best_schedule(problem, decode, context_tokens)
+def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:
+    """Seconds of a token in full mode on the CPU alone; None where its memory is too small."""
+    chunk = min(*PREFILL_CHUNKS, problem.context_tokens)
+    decode = _with_disk(problem, ("cpu",) * len(problem.parts), chunk)
+    if _ram_bytes(problem, decode, chunk) > problem.ram_budget_bytes:
+        return None
+    return full_schedule(problem, decode, context_tokens).token_s
+
+
+def bytes_for_all(problem: Problem) -> int:
+    """GPU memory that every layer and the head take there."""
+    layers = sum(part_gpu_bytes(part, "gpu", problem.context_tokens) for part in problem.layers)
+    reserve = _reserve(problem, "gpu", min(*PREFILL_CHUNKS, problem.context_tokens))
+    return layers + sum(term.n_bytes for term in reserve)
+
+
+def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
     prompts_s = {
         prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk)
@@ -74,7 +92,7 @@ def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: 
     prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
     request_s = read_s + REQUEST_TEXT_TOKENS * schedule.step.seconds_per_token
     memory = _memory_terms(problem, decode, prefill, chunk)
-    return Candidate(problem, chunk, decode, prefill, schedule, memory, request_s)
+    return Candidate(problem, context_tokens, chunk, decode, prefill, schedule, memory, read_s, request_s)
 
 
 def _split_candidates(
@@ -93,10 +111,9 @@ def _split_candidates(
             continue
         split = with_splits(problem, chain.n_blocks)
         decode = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
-        if _ram_bytes(split, decode, chunk) <= problem.ram_budget_bytes:
-            candidate = _completed(split, decode, chunk, context_tokens)
-            if candidate.fits_gpu:
-                yield candidate
+        if _ram_bytes(split, decode, chunk) <= problem.ram_budget_bytes and _fits_gpu(split, decode, chunk):
+            schedule = best_schedule(split, decode, context_tokens)
+            yield _completed(split, decode, chunk, context_tokens, schedule)
 
 
 def _placements(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Placement]:
@@ -146,7 +163,7 @@ def _prefix(options: Sequence[PartOptions], budget_bytes: int) -> Placement | No
 
 
 def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
-    drafts = 0 if head != "gpu" else problem.limits.draft_length or BEST_OF_DRAFTS
+    drafts = 0 if head != "gpu" else max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
     return gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
 
 
@@ -177,6 +194,10 @@ def _with_disk(problem: Problem, decode: Placement, chunk: int) -> Placement:
         if found[index] == "cpu":
             found[index] = "disk"
     return tuple(found)
+
+
+def _fits_gpu(problem: Problem, decode: Placement, chunk: int) -> bool:
+    return _n_bytes(_memory_terms(problem, decode, decode, chunk), "gpu") <= problem.vram_budget_bytes
 
 
 def _ram_bytes(problem: Problem, decode: Sequence[str], chunk: int) -> int:

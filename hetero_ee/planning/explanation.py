@@ -1,14 +1,14 @@
 """A plan in words and a map, for a terminal or a bug report."""
 
-import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
+from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
-LINE_COLUMNS = 100
+LINE_COLUMNS, HASH_DIGITS = 100, 16
 NO_BREAK = "\N{NO-BREAK SPACE}"
 LETTERS = {"gpu": "G", "split": "b", "cpu": "C", "stream": "s", "disk": "d"}
 LEGEND = {
@@ -30,36 +30,19 @@ def sized(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
 
 
-def flags(plan: Plan) -> str:
-    """The flags that pin this plan, to be pasted after a command."""
-    words = [f"-c {plan.context_tokens}", f"-t {plan.threads}", f"--kv-type {plan.kv_type}", f"--mode {plan.mode}"]
-    if plan.mode == "exact":
-        words.append(f"--draft-tokens {plan.draft_length}")
-    words.append(f"--ram-budget {plan.ram_budget_bytes / GIB:.2f}")
-    if not any(part.decode_placement in ("gpu", "stream") for part in plan.parts):
-        return " ".join([*words, "--gpu-layers 0"])
-    words.append(f"--vram-budget {plan.vram_budget_bytes / GIB:.2f}")
-    words += [f"--override '{pattern}={placement}'" for pattern, placement in overrides(plan)]
-    return " ".join(words)
-
-
-def overrides(plan: Plan) -> list[tuple[str, str]]:
-    """Patterns and placements that put every part of a layer where the plan has it."""
-    found = []
-    for kind in ("attention", "ffn"):
-        parts = [part for part in plan.parts if part.layer is not None and part.name.endswith(kind)]
-        for placement in sorted({part.decode_placement for part in parts} - {"disk", "split"}):
-            layers = [str(part.layer) for part in parts if part.decode_placement == placement]
-            which = r"\d+" if len(layers) == len(parts) else f"({'|'.join(layers)})"
-            found.append((rf"layers\.{which}\.{kind}", placement))
-    return [*found, (re.escape("head"), plan.parts[-1].decode_placement)]
+def change(rate: float, before: float) -> str:
+    """A rate against the one before: in per cent, from twice as much on as a factor."""
+    factor = rate / before
+    percent = f"{factor - 1:+.0%}"
+    return f"{factor:.1f} times" if factor >= 2 else "the same" if percent in ("+0%", "-0%") else percent
 
 
 def _title(plan: Plan) -> str:
     n_layers = 1 + max(part.layer or 0 for part in plan.parts)
     weights = sized(sum(part.weight_bytes for part in plan.parts))
     kind = "" if plan.hardware_kind == "measured" else " (DERIVED from data sheets, nothing measured)"
-    return f"{plan.model}, {n_layers} layers, {weights} of weights, on {plan.hardware}{kind}"
+    name = plan.model if plan.name is None else f"{plan.name} ({plan.model})"
+    return f"{name}, {n_layers} layers, {weights} of weights, on {plan.hardware}{kind}"
 
 
 def _map(plan: Plan) -> list[str]:
@@ -101,13 +84,36 @@ def _expected(plan: Plan) -> list[str]:
     elif plan.drafts == EXIT:
         how = f"drafts exit after layer {plan.exit_layer}, {brings} {found.batch_per_pass:.1f} (at most {most})"
     return [
+        f"{'hash':10} {plan.sha256[:HASH_DIGITS]}",
         f"{'mode':10} {plan.mode}: {how}",
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
-        f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}",
+        f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; of "
+        f"{min(REQUEST_PROMPT_TOKENS, plan.context_tokens)} tokens the first new one after {found.first_token_s:.3g} s",
+        *_compared(plan),
+        *_wrapped(f"{'a layer':10} ", [f"{term.name} {term.seconds * 1e3:.3g} ms" for term in found.layer_terms]),
         *_wrapped(f"{'a token':10} ", _shares(found.decode_terms)),
         *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
     ]
+
+
+def _compared(plan: Plan) -> list[str]:
+    """The CPU alone, this split in full mode, this plan: each with what it gains."""
+    found = plan.prediction
+    rate, other, alone = found.generated_tokens_per_s, found.other_mode_tokens_per_s, found.cpu_tokens_per_s
+    full = rate if plan.mode == "full" else other
+    rows: list[tuple[str, float | None, str]] = []
+    if plan.n_bytes("gpu"):
+        rows.append(("the CPU alone", alone, "too little RAM" if alone is None else ""))
+    if full is not None:
+        gain = "" if not rows or alone is None else f"{change(full, alone)} against the CPU alone"
+        rows.append(("this plan, full mode" if plan.mode == "full" else "this split, full mode", full, gain))
+        if plan.mode == "exact":
+            rows.append(("this plan, exact mode", rate, f"{change(rate, full)} against full mode"))
+        elif other is not None:
+            rows.append(("exact mode, declined", other, f"{change(other, full)} against full mode"))
+    lines = [f"{name:22}{'' if per_s is None else f'{per_s:8.2f} tokens/s'}  {gain}" for name, per_s, gain in rows]
+    return [f"{label:10} {line}".rstrip() for label, line in zip(["compared", *[""] * 3], lines, strict=False)]
 
 
 def _shares(terms: Sequence[TimeTerm]) -> list[str]:

@@ -1,6 +1,7 @@
 """Plan: a placement for every part of a model, and what is expected of it. Readable JSON, reusable, hashed."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,9 @@ from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT
 from hetero_ee.planning.times.memory import MemoryTerm
-from hetero_ee_profiles.records import read_record, to_json, write_record
+from hetero_ee_profiles.records import read_record, write_record
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 # By the placement when decoding those that a prompt may have: keys and values stay on one device.
@@ -23,6 +24,10 @@ PREFILL_PLACEMENTS = {
     SPLIT: (SPLIT, "visit"),
 }
 PLACEMENTS = (*PREFILL_PLACEMENTS, "visit")
+DECIDED = (
+    *("shapes_sha256", "threads", "context_tokens", "kv_type", "mode", "drafts", "exit_layer", "draft_length"),
+    *("prefill_chunk_tokens", "ram_budget_bytes"),
+)  # with placements and the VRAM budget, where the GPU is used: what makes two plans the same
 OUTER_PLACEMENTS = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
 
 
@@ -74,9 +79,13 @@ class Prediction:
     ceiling_tokens_per_s: float  # if reading the weights were all
     batch_per_pass: float  # tokens that a verification takes, 1 in full mode
     tokens_per_pass: float  # tokens that it brings, 1 in full mode
+    cpu_tokens_per_s: float | None  # of the CPU alone in full mode, None where its memory is too small
+    other_mode_tokens_per_s: float | None  # of this split: full mode beside exact, the best of exact mode beside full
+    first_token_s: float  # of a typical prompt
     request_s: float  # of a typical request: what the planner minimizes
     decode_terms: tuple[TimeTerm, ...]
     prefill_terms: tuple[TimeTerm, ...]
+    layer_terms: tuple[TimeTerm, ...]  # a layer's seconds for one token, by where it is, be it there or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class Plan:
     memory: tuple[MemoryTerm, ...]
     prediction: Prediction
     reasons: tuple[str, ...]  # a sentence for each decision, for people
+    name: str | None = None  # of the model, as the user typed it; None where nobody said
 
     def __post_init__(self) -> None:
         if self.version != PLAN_VERSION:
@@ -123,8 +133,11 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """Identifies the plan in results; two plans are the same exactly where this is."""
-        return hashlib.sha256(to_json(self).encode()).hexdigest()
+        """Identifies the plan in results: of what was decided and within which budgets, not of times and words."""
+        placed = [(part.name, part.decode_placement, part.prefill_placement, part.gpu_neurons) for part in self.parts]
+        vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
+        decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
+        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def n_bytes(self, device: str) -> int:
         """Memory of all terms on the device."""

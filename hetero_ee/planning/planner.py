@@ -2,18 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import zip_longest
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.candidates import Candidate, best_candidate
+from hetero_ee.planning.candidates import best_candidate, cpu_alone_s
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
-from hetero_ee.planning.plan import EXIT, PLAN_VERSION, Plan
-from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.schedule import Schedule
+from hetero_ee.planning.plan import PLAN_VERSION, Plan
+from hetero_ee.planning.problem import resolve
+from hetero_ee.planning.reasons import reasons
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -34,7 +33,7 @@ def plan(
     problem = resolve(spec, profile, limits or Limits(), statistics or Statistics())
     context = predict_at_tokens or max(1, problem.context_tokens // 2)
     best = best_candidate(problem, context)
-    problem = best.problem
+    prediction = predict(best, cpu_alone_s(problem, context))
     return Plan(
         version=PLAN_VERSION,
         model=spec.architecture,
@@ -51,10 +50,10 @@ def plan(
         prefill_chunk_tokens=best.chunk_tokens,
         vram_budget_bytes=problem.vram_budget_bytes,
         ram_budget_bytes=problem.ram_budget_bytes,
-        parts=placed_parts(best, context),
+        parts=placed_parts(best),
         memory=tuple(best.memory),
-        prediction=predict(best, context),
-        reasons=tuple(_reasons(problem, best)),
+        prediction=prediction,
+        reasons=tuple(reasons(best, prediction)),
     )
 
 
@@ -91,46 +90,3 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 def shapes_sha256(spec: ModelSpec) -> str:
     """Identifies what a plan was made for: a model of other numbers can't use it."""
     return hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _reasons(problem: Problem, best: Candidate) -> Iterator[str]:
-    measured, asked = problem.costs.cpu.threads, problem.limits.threads
-    if asked and asked != measured:
-        yield f"Times are those of {measured} threads: the profile has none for {asked}."
-    n_on_disk = best.decode.count("disk")
-    if n_on_disk:
-        yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
-    yield from _split_reasons(best)
-    yield from _mode_reasons(problem.statistics, best.schedule)
-
-
-def _split_reasons(best: Candidate) -> Iterator[str]:
-    split = [part.split for part in best.problem.parts if part.split]
-    neurons = best.problem.statistics.neurons
-    if split and neurons is not None:
-        fewest, most = (choose(each.gpu_neurons for each in split) for choose in (min, max))
-        yield (
-            f"{len(split)} FFNs are split: {fewest} to {most} of their {split[0].n_neurons} neurons lie on the GPU, "
-            f"the most often active first, with {neurons.source}; no kernel executes that yet."
-        )
-
-
-def _mode_reasons(known: Statistics, schedule: Schedule) -> Iterator[str]:
-    sources = [each.source for each in (known.exits, known.drafts) if each is not None]
-    if not sources:
-        yield "Exact mode was not considered: nothing is known of this model's exits and drafts."
-    elif schedule.mode == "full":
-        yield f"Exact mode was declined: with {' and '.join(sources)} it promises too little over full mode."
-    elif schedule.drafts == EXIT and known.exits is not None:
-        yield f"Drafts are early exits, with {known.exits.source}; {_gain(schedule)}."
-    elif known.drafts is not None:
-        yield f"Drafts come from {known.drafts.source}; {_gain(schedule)}."
-
-
-def _gain(schedule: Schedule) -> str:
-    """What a step is expected to bring."""
-    step = schedule.step
-    return (
-        f"a draft-verify step of {step.batch:.1f} tokens is expected to take {step.seconds * 1e3:.3g} ms and to bring "
-        f"{step.tokens:.1f} tokens"
-    )

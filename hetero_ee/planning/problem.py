@@ -14,6 +14,8 @@ from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
+GIB = 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -71,6 +73,10 @@ class Problem:
                 f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
             )
         return found
+
+    def is_pinned(self, part: Part) -> bool:
+        """Whether the user has said where the part goes."""
+        return self._pinned(part) is not None
 
     def _pinned(self, part: Part) -> str | None:
         pinned = self.limits.pinned(part.name)
@@ -131,7 +137,7 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.gpu_layers == 0:
         return 0
     if limits.vram_budget_bytes is None:
-        return max(0, profile.gpu.free_bytes - limits.vram_margin_bytes)
+        return _readable(max(0, profile.gpu.free_bytes - limits.vram_margin_bytes))
     if limits.vram_budget_bytes > profile.gpu.free_bytes:
         raise UsageError(
             f"a VRAM budget of {limits.vram_budget_bytes / 2**30:.2f} GiB is more than the "
@@ -142,13 +148,18 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
 
 def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.ram_budget_bytes is None:
-        return profile.cpu[-1].free_bytes
+        return _readable(profile.cpu[-1].free_bytes)
     if limits.ram_budget_bytes > profile.machine.ram_bytes:
         raise UsageError(
             f"a RAM budget of {limits.ram_budget_bytes / 2**30:.2f} GiB is more than the "
             f"{profile.machine.ram_bytes / 2**30:.2f} GiB there are; lower --ram-budget."
         )
     return limits.ram_budget_bytes
+
+
+def _readable(n_bytes: int) -> int:
+    """From 1 GiB on, whole hundredths of a GiB: a budget that can be told, and typed, to the byte."""
+    return min(n_bytes, int((n_bytes + 1) * 100 // GIB / 100 * GIB)) if n_bytes >= GIB else n_bytes
 
 
 def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:

@@ -2,14 +2,15 @@
 draft sequences from elsewhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
 from hetero_ee.errors import UsageError
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.statistics import ExitRates
+from hetero_ee.planning.statistics import DraftRates, ExitRates
 from hetero_ee.planning.times.costs import SPLIT
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
@@ -27,6 +28,7 @@ class Schedule:
     exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None in full mode
     draft_length: int  # most tokens of a verification
     step: Step
+    other_mode_s: float | None = None  # seconds of a token in the other mode, where that was considered
 
     @property
     def token_s(self) -> float:
@@ -44,7 +46,9 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
         raise UsageError("nothing exits at any exit layer of this model; drop --mode exact.")
     if exact is None:
         return full
-    return exact if exact.token_s < WORTH_IT * full.token_s or asked == "exact" else full
+    if exact.token_s < WORTH_IT * full.token_s or asked == "exact":
+        return replace(exact, other_mode_s=full.token_s)
+    return replace(full, other_mode_s=exact.token_s)
 
 
 def full_schedule(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule:
@@ -71,6 +75,22 @@ def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int
     if best.drafts == SEQUENCE or exits is None:
         return min(_sequence_schedules(problem, make_times()), key=attrgetter("token_s"))
     return _exit_schedule(make_times(), best.exit_layer, exits.rates_at(best.exit_layer), _draft_lengths(problem))
+
+
+def neighbours(
+    problem: Problem, placements: Sequence[str], context_tokens: int, chosen: Schedule
+) -> dict[str, Schedule]:
+    """The chosen schedule of exact mode with the exit a layer earlier and later, and a token a step fewer and more."""
+    exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
+    times = StepTimes(problem.costs, problem.parts, placements, context_tokens, length + 1)
+    lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
+    if chosen.drafts == SEQUENCE and drafts is not None:
+        return {words: _sequence_schedule(times, drafts, n) for words, n in lengths.items()}
+    assert exits is not None and chosen.exit_layer is not None, "what drafts was chosen by"
+    layers = {"a layer earlier": chosen.exit_layer - 1, "a layer later": chosen.exit_layer + 1}
+    known = {words: (layer, length) for words, layer in layers.items() if 0 < layer < problem.spec.n_layers}
+    known |= {words: (chosen.exit_layer, n) for words, n in lengths.items()}
+    return {words: _exit_schedule(times, layer, exits.rates_at(layer), [n]) for words, (layer, n) in known.items()}
 
 
 def _draft_lengths(problem: Problem) -> Sequence[int]:
@@ -100,6 +120,9 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
     drafts = problem.statistics.drafts
     if drafts is None:
         return []
-    pass_s = partial(times.verify_s, 0)
-    steps = {n: sequence_step(n, drafts.acceptance_at, drafts.draft_s, pass_s) for n in _draft_lengths(problem)}
-    return [Schedule("exact", SEQUENCE, 0, n, step) for n, step in steps.items()]
+    return [_sequence_schedule(times, drafts, n) for n in _draft_lengths(problem)]
+
+
+def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
+    step = sequence_step(length, drafts.acceptance_at, drafts.draft_s, partial(times.verify_s, 0))
+    return Schedule("exact", SEQUENCE, 0, length, step)

@@ -1,20 +1,76 @@
-"""The same request with another VRAM budget: what a gigabyte more would bring, and the whole curve."""
+"""The same request with one thing changed: what each knob would bring, and rates along the VRAM budget."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.candidates import bytes_for_all
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.planning.pins import gib
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.statistics import Statistics
-from hetero_ee_profiles.hardware import DERIVED, HardwareProfile
+from hetero_ee_profiles.hardware import HardwareProfile
 
 GIB = 2**30
-N_CURVE_POINTS = 17
-BAR_COLUMNS = 50
+MIN_CONTEXT_TOKENS = 512  # nobody is advised to go below
+N_CURVE_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan was made from, and the plan."""
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    limits: Limits
+    statistics: Statistics
+    made: Plan
+
+    def plan_with(self, **changes: object) -> Plan:
+        """With these limits changed, on a card that has the VRAM; its rates hold for the made plan's context, or for
+        all there is of a shorter one. Raises UsageError."""
+        limits: Limits = replace(self.limits, **{"context_tokens": self.made.context_tokens} | changes)  # type: ignore[arg-type]
+        profile, budget = self.profile, limits.vram_budget_bytes
+        if profile.gpu is not None and budget is not None:
+            profile = replace(profile, gpu=replace(profile.gpu, free_bytes=max(profile.gpu.free_bytes, budget)))
+        context = min(self.made.prediction.context_tokens, limits.context_tokens)
+        return plan(self.spec, profile, limits, self.statistics, predict_at_tokens=context)
+
+
+def what_if(request: Request) -> dict[str, Plan]:
+    """Other plans by what would have to be asked for; what is not possible is not there."""
+    found = {}
+    for words, limits in _changes(request):
+        try:
+            found[words] = request.plan_with(**limits)
+        except UsageError:  # what is pinned does not fit any more, or the RAM is too small
+            continue
+    return found
+
+
+def _changes(request: Request) -> Iterator[tuple[str, dict[str, object]]]:
+    """In words, and as limits."""
+    made, known, gpu = request.made, request.statistics, request.profile.gpu
+    for kv_type in KV_BYTES:
+        if kv_type != made.kv_type:
+            yield f"--kv-type {kv_type}", {"kv_type": kv_type}
+    half, own = made.context_tokens // 2, request.spec.max_context_tokens
+    if half >= MIN_CONTEXT_TOKENS:
+        yield f"-c {half}", {"context_tokens": half}
+    if own > made.context_tokens:
+        yield f"-c {own}", {"context_tokens": own}
+    for extra_bytes in (GIB, -GIB):
+        budget = made.vram_budget_bytes + extra_bytes
+        if gpu is not None and made.vram_budget_bytes and budget > 0:
+            larger = "" if budget <= gpu.free_bytes else " (more than is free)"
+            yield f"--vram-budget {gib(budget)}{larger}", {"vram_budget_bytes": budget}
+    if known.exits is not None or known.drafts is not None:
+        other = "exact" if made.mode == "full" else "full"
+        yield f"--mode {other}", {"mode": other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,85 +79,33 @@ class CurvePoint:
 
     vram_budget_bytes: int
     tokens_per_s: float
-    gpu_layers: int
 
 
-def with_other_vram(
-    made: Plan,
-    spec: ModelSpec,
-    profile: HardwareProfile,
-    limits: Limits,
-    statistics: Statistics,
-    extra_bytes: int,
-) -> Plan | None:
-    """The plan with so much more VRAM, on a card that has it; None where there is no GPU or nothing would be left."""
-    budget = made.vram_budget_bytes + extra_bytes
-    if profile.gpu is None or made.vram_budget_bytes == 0 or budget <= 0:
-        return None
-    card = replace(profile, gpu=replace(profile.gpu, free_bytes=max(profile.gpu.free_bytes, budget)))
-    try:
-        return plan(
-            spec,
-            card,
-            replace(limits, vram_budget_bytes=budget),
-            statistics,
-            predict_at_tokens=made.prediction.context_tokens,
-        )
-    except UsageError:  # what is pinned does not fit any more
-        return None
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Rates from no VRAM to all that the card has free."""
+
+    points: tuple[CurvePoint, ...]
+    used_bytes: int  # the budget of the plan that was made: one of the points
+    all_bytes: int  # with which every layer is on the GPU: one of the points where the card has as much
 
 
-def vram_curve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, statistics: Statistics) -> list[CurvePoint]:
-    """Rates at budgets from nothing to what makes everything fit, or to twice the card. Raises UsageError."""
+def vram_curve(request: Request) -> Curve:
+    """Raises UsageError where there is no GPU, or where no budget will do."""
+    spec, profile, made = request.spec, request.profile, request.made
     if profile.gpu is None:
         raise UsageError(f"{profile.name} has no GPU, so there is no curve; choose another machine with --hardware.")
-    top = 2 * profile.gpu.free_bytes
-    card = replace(profile, gpu=replace(profile.gpu, free_bytes=top))
-    points: list[CurvePoint] = []
-    refusal = None
-    for index in range(N_CURVE_POINTS):
-        budget = top * index // (N_CURVE_POINTS - 1)
+    limits = replace(request.limits, context_tokens=made.context_tokens)
+    card_bytes, all_bytes = profile.gpu.free_bytes, bytes_for_all(resolve(spec, profile, limits, request.statistics))
+    budgets = {card_bytes * step // N_CURVE_STEPS for step in range(N_CURVE_STEPS + 1)} | {made.vram_budget_bytes}
+    points, refusal = [], None
+    for budget in sorted(budgets | ({all_bytes} if all_bytes <= card_bytes else set())):
         try:
-            found = plan(spec, card, replace(limits, vram_budget_bytes=budget), statistics)
-        except UsageError as error:  # pins that need more, or nothing helps
+            rate = request.plan_with(vram_budget_bytes=budget).prediction.generated_tokens_per_s
+        except UsageError as error:  # pins that need more
             refusal = error
-            continue
-        points.append(CurvePoint(budget, found.prediction.generated_tokens_per_s, found.gpu_layers))
-        if found.gpu_layers == spec.n_layers:
-            break
+        else:
+            points.append(CurvePoint(budget, rate))
     if refusal is not None and not points:
         raise refusal
-    return points
-
-
-def curve_text(points: Sequence[CurvePoint], profile: HardwareProfile) -> str:
-    """A bar for each budget."""
-    most = max(point.tokens_per_s for point in points)
-    lines = [f"{'VRAM GiB':>8}  {'tokens/s':>8}  expected{_marked(profile)}"]
-    for point in points:
-        bar = "#" * round(BAR_COLUMNS * point.tokens_per_s / most)
-        lines.append(f"{point.vram_budget_bytes / GIB:8.2f}  {point.tokens_per_s:8.2f}  {bar}")
-    return "\n".join(lines)
-
-
-def curve_png(points: Sequence[CurvePoint], profile: HardwareProfile, file: Path) -> None:
-    """The curve as a picture. Raises UsageError where matplotlib is missing or the file can't be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('pictures need matplotlib; install it with pip install "hetero-ee[plot]".') from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([p.vram_budget_bytes / GIB for p in points], [p.tokens_per_s for p in points], marker="o")
-    axes.set(
-        xlabel="VRAM budget, GiB", ylabel="expected tokens/s", title=f"{profile.name}{_marked(profile)}", ylim=(0, None)
-    )
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(file, format="png", dpi=120)
-    except OSError as error:
-        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another folder.") from error
-
-
-def _marked(profile: HardwareProfile) -> str:
-    return " (derived from data sheets, nothing measured)" if profile.kind == DERIVED else ""
+    return Curve(tuple(points), made.vram_budget_bytes, all_bytes)

@@ -18,7 +18,7 @@ from hetero_ee.decoding.result import FinishReason, GenerationResult
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import Statistics, published_statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.profiling.kept import keep_profile
 from hetero_ee.profiling.machine_profile import known_profile, versions
 from hetero_ee_cli.reports.expectation import slowness
@@ -98,11 +98,13 @@ def test_full_mode_says_so_and_why(
     asked = cli("generate", *ARGUMENTS, "--mode", "full")
     assert asked.out == story and " | full | peak" in asked.err
     spec = read_spec(demo)
-    plan(spec, metrics, Limits(mode="full", threads=1), Statistics(published_statistics(spec.n_layers))).save(
-        tmp_path / "plan.json"
-    )
-    declined = cli("generate", *ARGUMENTS, "--plan", tmp_path / "plan.json")
-    assert declined.out == story and " | full (exact declined) | peak" in declined.err
+    bad = ExitStatistics("bad exits", spec.n_layers, {4: ExitRates(0.8, 0.1)})
+    plan(spec, metrics, Limits(threads=1), Statistics(bad)).save(tmp_path / "plan.json")
+    declined = cli("generate", *ARGUMENTS, "--stats", "--plan", tmp_path / "plan.json")
+    assert declined.out == story
+    (percent,) = re.findall(r" \| full \(exact declined: (-\d+%) expected\) \| peak", declined.err)
+    sentence = "Exact mode was declined: with bad exits it would reach [0-9.]+ tokens/s at best, "
+    assert re.search(f"^{sentence}{percent} against full mode", declined.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temp", 0.9, "-s", 7]], ids=["greedy", "sampled"])
@@ -266,7 +268,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "draft length": (["--draft-length", "0"], "expected 1 to 16"),
     "draft tokens": (["--draft-tokens", "17"], "expected 1 to 16"),
     "layers": (["--gpu-layers", "-1"], "expected a whole number from 0"),
-    "override": (["-o", "ffn"], "has no '='"),
+    "override": (["-ot", "ffn"], "has no '='"),
     "budget": (["--vram-budget", "-1"], "expected GiB from 0"),
     "no such budget": (["--vram-budget", "nan"], "expected GiB from 0"),
     "margin": (["--vram-margin", "-5"], "expected a whole number from 0"),
@@ -296,7 +298,7 @@ def test_bad_wishes_are_refused_before_anything_is_loaded(
     [
         (["--vram-budget", "4"], "has no GPU"),
         (["-ngl", "3"], "has no GPU"),
-        (["-o", "layers.0.ffn=gpu"], "no GPU"),
+        (["-ot", "layers.0.ffn=gpu"], "no GPU"),
     ],
 )
 def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: list[str], words: str) -> None:

@@ -31,18 +31,39 @@ def test_a_plan_on_paper_says_that_nothing_was_measured(cli: Cli, data: Path) ->
     assert "DERIVED from data sheets" in ended.out and not data.exists()
     lines = dict(re.findall(r"^(attention|ffn) +([GCsd]+)$", ended.out, re.MULTILINE))
     assert len(lines["attention"]) == len(lines["ffn"]) == 32 and {"G", "C"} <= set("".join(lines.values()))
-    assert re.search(r"with 1 GiB of VRAM more [\d.]+, with 1 GiB of VRAM less [\d.]+ tokens/s", ended.out)
+    (alone, planned, gain) = re.findall(
+        r"^compared +the CPU alone +([\d.]+) tokens/s\n +this plan, full mode +([\d.]+) tokens/s +([+]\d+)% against",
+        ended.out,
+        re.MULTILINE,
+    )[0]
+    assert float(planned) / float(alone) - 1 == pytest.approx(int(gain) / 100, abs=0.006)
+    assert re.search(r"^a layer +CPU [\d.]+ ms, GPU [\d.]+ ms, streamed [\d.]+ ms$", ended.out, re.MULTILINE)
+    assert re.search(r"of 512 tokens the first new one after [\d.]+ s$", ended.out, re.MULTILINE)
+    assert re.search(r"^The VRAM budget is full: [\d.]+ MiB are left, and layers\.\d+\.attention", ended.out, re.M)
 
 
-def test_the_flags_it_prints_give_the_same_plan_again(cli: Cli, data: Path) -> None:
-    import shlex
+def test_it_says_what_would_help(cli: Cli, data: Path) -> None:
+    """Each row is what a plan with that option says; options that bring nothing are in one line."""
+    ended = cli("plan", *PAPER, "--vram-budget", 4)
+    now = rate(ended.out)
+    rows = re.findall(r"^(?:what if|) +(-[^ ]+ [\w.]+) +text +([\d.]+) tokens/s \(([^)]+)\)", ended.out, re.MULTILINE)
+    found = {option.split()[0] for option, *_ in rows}
+    assert found == {"--kv-type", "-c", "--vram-budget"} and len(rows) == 5
+    assert [float(row[1]) for row in rows] == sorted((float(row[1]) for row in rows), reverse=True)
+    for _, text, gain in rows:
+        factor = float(text) / now
+        assert gain == (f"{factor:.1f} times" if factor >= 2 else f"{factor - 1:+.0%}")
+    for option, text, _ in rows:
+        if option.startswith("--kv"):
+            assert rate(cli("plan", *PAPER, "--vram-budget", 4, *option.split()).out) == float(text)
+    ended = cli("plan", *PAPER[2:], "--hardware", "rtx-4090-24gb")
+    assert re.search(r"nothing, or less than 1%: .*--vram-budget [\d.]+", ended.out)
 
-    first = cli("plan", *PAPER, "--vram-budget", 4)
-    flags = shlex.split(first.out.strip().splitlines()[-1])
-    again = cli("plan", *PAPER, *flags)
-    assert again.code == 0 and re.findall(r"^(?:attention|ffn) .*$", again.out, re.M) == re.findall(
-        r"^(?:attention|ffn) .*$", first.out, re.M
-    )
+
+def rate(out: str) -> float:
+    """Of the text, as `plan` expects it."""
+    (found,) = re.findall(r"^expected +text ([\d.]+) tokens/s", out, re.MULTILINE)
+    return float(found)
 
 
 def test_the_model_s_own_drafts_are_planned_with(cli: Cli, data: Path) -> None:
@@ -68,15 +89,47 @@ def test_json_is_a_plan_that_can_be_used_again(cli: Cli, data: Path, tmp_path: P
     assert cli("plan", *PAPER[2:], "--plan", file).code == 2
 
 
-def test_a_curve_rises(cli: Cli, data: Path, tmp_path: Path) -> None:
-    ended = cli("plan", *PAPER, "--curve")
-    rates = [float(rate) for rate in re.findall(r"^ +[\d.]+ +([\d.]+) +#+$", ended.out, re.MULTILINE)]
-    assert ended.code == 0 and len(rates) > 5 and rates[-1] > 2 * rates[0]
-    ended = cli("plan", *PAPER, "--curve-file", tmp_path / "curve.png")
-    if ended.code == 0:
-        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    else:
-        assert ended.code == 2 and "pip install" in ended.err
+def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:
+    ended = cli("plan", *PAPER, "--kv-type", "fp16", "--vram-budget", 3, "--curve")
+    assert ended.code == 0 and ended.out.startswith("llama-2-7b on rtx-4060-laptop-8gb (derived")
+    assert "\ncontext 4096, " in ended.out and "fp16 keys and values\n" in ended.out
+    rows = re.findall(r"^ +([\d.]+) +([\d.]+) +#+(?: +<- (.*))?$", ended.out, re.MULTILINE)
+    rates = [float(row[1]) for row in rows]
+    assert len(rates) > 15 and rates[-1] > 2 * rates[0]
+    assert float(rows[-1][0]) == pytest.approx(8 * 0.93, abs=0.01)
+    assert next((row[0], row[2]) for row in rows if row[2]) == ("3.00", "you are here")
+    assert [row[2] for row in rows].count("all layers on the GPU") == 1
+    all_on_gpu = next(float(row[0]) for row in rows if row[2] == "all layers on the GPU")
+    needed = cli("plan", *PAPER, "--kv-type", "fp16", "-ngl", 32, "--vram-budget", all_on_gpu + 0.01)
+    assert needed.code == 0 and cli("plan", *PAPER, "-ngl", 32, "--vram-budget", all_on_gpu - 0.01).code == 2
+    larger = cli("plan", *PAPER[:3], "llama-2-13b", "--curve")
+    assert re.search(r"\nall layers on the GPU would take 1\d\.\d\d GiB\n$", larger.out)
+
+
+def test_a_curve_is_the_picture_that_its_name_says(cli: Cli, data: Path, tmp_path: Path) -> None:
+    for name, begins in {"curve.png": b"\x89PNG", "curve.SVG": b"<?xml"}.items():
+        ended = cli("plan", *PAPER, "--curve-file", tmp_path / name)
+        if ended.code == 0:
+            assert (tmp_path / name).read_bytes().startswith(begins)
+        else:
+            assert ended.code == 2 and "pip install" in ended.err
+
+
+def test_only_a_terminal_sees_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from hetero_ee_cli.reports.plan_report import show
+
+    text = "layer      0  3\nattention  GGCs\nhead       G\n\nhetero-ee generate 'a [red]b'"
+    for variable in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(variable, raising=False)
+    show(text)
+    assert capsys.readouterr().out == text + "\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(text)
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured and re.sub(r"\x1b\[[\d;]*m", "", coloured) == text + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(text)
+    assert capsys.readouterr().out == text + "\n"
 
 
 def test_profiles_are_measured_once_and_used_by_plans(cli: Cli, data: Path, tiny: Path) -> None:
@@ -166,15 +219,16 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "no such budget": (["plan", *PAPER, "--vram-budget", "nan"], "expected GiB from 0"),
     "more than the card": (["plan", *PAPER, "--vram-budget", "99"], "lower --vram-budget"),
     "layers": (["plan", *PAPER, "--gpu-layers", "33"], "the model has 32 layers"),
-    "override": (["plan", *PAPER, "-o", "ffn"], "has no '='"),
-    "override place": (["plan", *PAPER, "-o", "ffn=moon"], "names no place"),
-    "override pattern": (["plan", *PAPER, "-o", "(=gpu"], "no regular expression"),
+    "override": (["plan", *PAPER, "-ot", "ffn"], "has no '='"),
+    "override place": (["plan", *PAPER, "-ot", "ffn=moon"], "names no place"),
+    "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "no regular expression"),
     "kv type": (["plan", *PAPER, "--kv-type", "int3"], "expected one of fp32"),
+    "no picture": (["plan", *PAPER, "--curve-file", "curve.pdf"], "ends in .png or .svg"),
     "mode": (["plan", *PAPER, "--mode", "magic"], "expected one of full, exact"),
     "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try hetero-ee plan --published-exits"),
-    "a pin of nothing": (["plan", *PAPER, "-o", "layer.3=gpu"], "matches no part"),
-    "a streamed head": (["plan", *PAPER, "-o", "head=stream"], "can't be streamed"),
-    "an embedding on the GPU": (["plan", *PAPER, "-o", ".*=gpu"], "embedding is looked up"),
+    "a pin of nothing": (["plan", *PAPER, "-ot", "layer.3=gpu"], "matches no part"),
+    "a streamed head": (["plan", *PAPER, "-ot", "head=stream"], "can't be streamed"),
+    "an embedding on the GPU": (["plan", *PAPER, "-ot", ".*=gpu"], "embedding is looked up"),
     "more RAM than there is": (["plan", *PAPER, "--ram-budget", "1000"], "lower --ram-budget"),
     "no RAM": (["plan", *PAPER, "--ram-budget", "0"], "raise --ram-budget"),
     "nobody's home": (["plan", "--hardware", "~nobody-of-that-name/x.json"], "can't be used"),

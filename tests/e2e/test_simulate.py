@@ -22,7 +22,7 @@ from tests.emulation import LAPTOP, planned
 
 SHORT = ["-n", 12, "-t", 1]
 SHAPES = ["--random-weights", "tinyllama-1.1b", "--prompt-tokens", 64, "-n", 4, "--mode", "full"]
-MIXED = ["-o", r"layers\.[0-7]\..*=gpu", "-o", r"layers\.(8|9)\..*=stream", "-o", r"layers\.1\d\..*=cpu"]
+MIXED = ["-ot", r"layers\.[0-7]\..*=gpu", "-ot", r"layers\.(8|9)\..*=stream", "-ot", r"layers\.1\d\..*=cpu"]
 
 pytestmark = pytest.mark.usefixtures("converted_demo")
 

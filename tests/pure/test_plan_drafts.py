@@ -1,6 +1,7 @@
 """Exact mode with drafts from elsewhere: when a sequence is planned, when exits are, and when neither."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -104,9 +105,35 @@ def test_rates_that_cannot_be(acceptance: tuple[float, ...], draft_s: float) -> 
         ({"drafts": None}, "does not go with"),
         ({"exit_layer": None}, "does not go with"),
         ({"mode": "full"}, "does not go with"),
-        ({"version": 1}, "plan version 1, this engine reads version 4"),
+        ({"version": 1}, "plan version 1, this engine reads version 5"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(planned(Statistics(drafts=GOOD_DRAFTS)), **change)  # type: ignore[arg-type]
+
+
+def test_it_says_what_the_next_best_layers_and_lengths_would_bring() -> None:
+    """None of them is better."""
+    found = planned(Statistics(ExitStatistics("good exits", 32, {12: ExitRates(0.8, 0.95), 16: ExitRates(0.9, 0.97)})))
+    (reason,) = [reason for reason in found.reasons if reason.startswith("Drafts are early exits")]
+    (rate,) = re.findall(r"That makes (\d+\.\d\d) tokens/s;", reason)
+    others = dict(re.findall(r"(a layer \w+|with at most \d+ tokens a step) (\d+\.\d\d)", reason))
+    assert float(rate) == pytest.approx(found.prediction.generated_tokens_per_s, abs=0.006)
+    assert {"a layer later", f"with at most {found.draft_length - 1} tokens a step"} <= others.keys()
+    assert all(float(other) <= float(rate) for other in others.values())
+
+
+def test_the_cpu_alone_is_left_out_where_its_memory_is_too_small() -> None:
+    made = plan(SPEC, PROFILE, replace(LIMITS, vram_budget_bytes=7 * 2**30, context_tokens=8192, kv_type="fp16"))
+    alone = plan(
+        SPEC, PROFILE, replace(LIMITS, vram_budget_bytes=None, gpu_layers=0, context_tokens=8192, kv_type="fp16")
+    )
+    assert made.prediction.cpu_tokens_per_s == pytest.approx(alone.prediction.generated_tokens_per_s)
+    short = plan(
+        SPEC,
+        PROFILE,
+        replace(LIMITS, vram_budget_bytes=7 * 2**30, ram_budget_bytes=2**30, context_tokens=4096, kv_type="fp16"),
+    )
+    assert short.prediction.cpu_tokens_per_s is None
+    assert re.search(r"^compared +the CPU alone +too little RAM$", explained(short), re.MULTILINE)

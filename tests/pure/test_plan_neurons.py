@@ -8,9 +8,10 @@ import pytest
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
-from hetero_ee.planning.explanation import explained, flags
+from hetero_ee.planning.explanation import explained
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.pins import placement_pins
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, NeuronStatistics, Statistics, published_statistics
@@ -85,7 +86,7 @@ def test_it_is_told_in_words_and_read_back(split: Plan) -> None:
     (sentence,) = [reason for reason in split.reasons if "are split" in reason]
     assert f"of their {SPEC.ffn_size} neurons lie on the GPU, the most often active first, with a drawing" in sentence
     assert "b both, some neurons each" in explained(split) and "ffn on both" in explained(split)
-    assert "split" not in flags(split)
+    assert all("split" not in value for _, value in placement_pins(split.parts))
 
 
 def test_a_run_is_predicted_from_the_plan_alone(split: Plan) -> None:

@@ -83,7 +83,7 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an exit below": ({"mode": "exact", "drafts": EXIT, "exit_layer": -1}, "'exit' and exit layer -1"),
     "a sequence from a layer": ({"mode": "exact", "drafts": SEQUENCE, "exit_layer": 1}, "'sequence' and exit layer 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
-    "version": ({"version": 1}, "plan version 1, this engine reads version 4"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 5"),
 }
 
 BAD_PLACES = [

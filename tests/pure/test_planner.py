@@ -17,6 +17,7 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
+from hetero_ee.planning.schedule import WORTH_IT
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics, published_statistics
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee_profiles.hardware import HardwareProfile, LinkTimes
@@ -199,7 +200,13 @@ def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
     full, pays, declined = (plan(spec, profile, limits, statistics) for statistics in (None, good, bad))
     assert pays.mode == "exact" and pays.exit_layer is not None and pays.draft_length > 1
     assert pays.prediction.generated_tokens_per_s > 1.1 * full.prediction.generated_tokens_per_s
-    assert declined.mode == "full" and declined.prediction == full.prediction
+    assert declined.mode == "full" and full.prediction.other_mode_tokens_per_s is None
+    other = declined.prediction.other_mode_tokens_per_s
+    assert other is not None and other < full.prediction.generated_tokens_per_s / WORTH_IT
+    assert replace(declined.prediction, other_mode_tokens_per_s=None) == full.prediction
+    (reason,) = [reason for reason in declined.reasons if reason.startswith("Exact mode was declined")]
+    assert f"with bad it would reach {other:.2f} tokens/s at best" in reason and "full mode" in reason
+    assert pays.prediction.other_mode_tokens_per_s == pytest.approx(full.prediction.generated_tokens_per_s, rel=0.02)
     assert plan(spec, profile, replace(limits, mode="exact", draft_length=3), bad).draft_length == 3
 
 

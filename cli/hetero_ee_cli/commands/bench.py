@@ -42,7 +42,7 @@ EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not 
 Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 
-@with_options(without=["ram_budget", "override", "mode", "revision", "ctx_size", "threads"])
+@with_options(without=["override", "mode", "revision", "threads"])
 def bench(
     limits: LimitOptions,
     placement: PlacementOptions,
@@ -83,11 +83,14 @@ def bench(
     counts = _numbers(threads, "-t") if threads else [opening["threads"] or physical_core_count()]
     tests = _tests(prompts, texts, depths, counts)
     modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
+    needed = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if EXACT in modes else 0)
+    if engine.ctx_size and engine.ctx_size < needed:
+        raise UsageError(f"-c is {engine.ctx_size} and the tests need {needed}; raise it, or lower -p, -n or -d.")
     rows: list[Row] = []
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
         profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
-        subject = _Subject(spec, name, folder, opening["quantizer"], profile, placed, progress)
+        subject = _Subject(spec, name, folder, opening["quantizer"], engine.ctx_size, profile, placed, progress)
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
             for each in modes:
@@ -112,6 +115,7 @@ class _Subject:
     name: str
     folder: Path | None  # None for random weights
     quantizer: str | None
+    context_tokens: int | None  # None: as many as the tests need
     profile: "HardwareProfile"
     placed: Placed
     progress: Progress
@@ -167,9 +171,10 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
             f"the plan has a context of {given.context_tokens} tokens and the tests need {max_tokens}; plan with a "
             "larger -c, or lower -p, -n or -d."
         )
-    limits = replace(placed.limits, mode=mode, threads=threads)
+    context_tokens = subject.context_tokens or max_tokens
+    limits = replace(placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
     if subject.folder is None:
-        placement = Placement(subject.profile, replace(limits, context_tokens=max_tokens), given, traces=traces)
+        placement = Placement(subject.profile, limits, given, traces=traces)
         opened = open_placed(
             spec,
             random_weights(spec),
@@ -187,7 +192,7 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     with Engine.from_pretrained(
         subject.folder,
         quantizer=subject.quantizer,
-        context_tokens=max_tokens if given is None else 0,
+        context_tokens=context_tokens if given is None else subject.context_tokens or 0,
         threads=threads,
         plan=given,
         profile=subject.profile,

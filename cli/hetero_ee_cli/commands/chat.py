@@ -38,7 +38,7 @@ COMMANDS = {
 }
 
 
-@with_options(without=["ram_budget"])
+@with_options()
 def chat(
     engine: EngineOptions,
     sampling: SamplingOptions,

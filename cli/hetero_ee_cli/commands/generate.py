@@ -31,7 +31,7 @@ COUNTS = (
 )
 
 
-@with_options(without=["ram_budget"])
+@with_options()
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,

@@ -1,24 +1,56 @@
 """`hetero-ee plan`: where every part of a model would go, why, and how fast that should be."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetero_ee.config import Progress
+from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import GIB, LimitOptions
+from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.reports.curve import check_picture, curve_text, save_curve
+from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
-    from hetero_ee.planning.plan import Plan
     from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.planning.what_if import Request
     from hetero_ee_profiles.hardware import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is planned for, as the user said it."""
+
+    model: str | None
+    random_weights: str | None
+    hardware: str | None
+    published_exits: bool
+    own_drafts: bool
+
+    @property
+    def name(self) -> str | None:
+        """Of the model; None for the demo model that nobody named."""
+        return self.random_weights or read_settings().value("model", self.model)
+
+    def words(self) -> list[str]:
+        """A command that runs such a plan, without the options that pin it: statistics and weights that only some
+        commands have decide which."""
+        named = ["-m", self.name] if self.name else []
+        machine = ["--hardware", self.hardware] if self.hardware else []
+        weights = ["--random-weights", self.random_weights] if self.random_weights else []
+        if self.published_exits:
+            return ["plan", *(weights or named[1:]), "--published-exits", *machine]
+        if weights:
+            return ["simulate" if machine else "bench", *weights, *machine]
+        return ["generate", PROMPT, *named]
 
 
 @with_options(without=["revision", "quantizer"])
@@ -39,7 +71,7 @@ def plan(
     ] = True,
     curve: Annotated[bool, typer.Option(help="Plot expected tokens per second against the VRAM budget.")] = False,
     curve_file: Annotated[
-        Path | None, typer.Option(help="Plot the curve to a PNG file; needs the extra [plot].")
+        Path | None, typer.Option(help="Plot the curve to a PNG or SVG file; needs the extra [plot].")
     ] = None,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Explain this plan, as printed by --json, instead of making one.")
@@ -48,85 +80,121 @@ def plan(
 ) -> None:
     """Plan where each part of a model goes, and predict its speed. Nothing is loaded or changed.
 
-    The last line of the output has the options that pin the plan.
+    The last line of the output is a command that runs this plan. From -m or -c on, it pins the plan in other commands
+    too.
     """
     requested = limits.limits(engine)
-    with ending_at_once():
-        from hetero_ee.planning.explanation import explained
-        from hetero_ee.planning.hardware import hardware_from
-        from hetero_ee.planning.plan import Plan
-        from hetero_ee.planning.planner import check_fits
-        from hetero_ee.planning.planner import plan as make_plan
-        from hetero_ee.planning.statistics import Statistics, published_statistics
-        from hetero_ee.planning.what_if import curve_png, curve_text, vram_curve
-        from hetero_ee_cli.commands.profile import profile_for
+    if curve_file is not None:
+        check_picture(curve_file)
+    subject = _Subject(model, random_weights, hardware, published_exits, own_drafts)
+    if plan_file is not None:
+        _explain_file(plan_file, subject, engine, as_json=as_json)
+        return
+    with stage_progress() as progress:
+        request = _planned(subject, engine, requested, progress)
+    if as_json:
         from hetero_ee_profiles.records import to_json
 
-    with stage_progress() as progress:
-        spec, _, folder = engine.model_spec(model, random_weights, progress, configuration_only=True)
-        if plan_file is not None:
-            made = Plan.load(plan_file)
-            check_fits(made, spec)
-            print(to_json(made) if as_json else explained(made), end="" if as_json else "\n")
-            return
-        threads = (requested.threads,) if requested.threads else ()
-        profile = hardware_from(hardware) if hardware else profile_for(spec, folder, progress, threads=threads)
-        statistics = Statistics()
-        if published_exits:
-            statistics = Statistics(published_statistics(spec.n_layers))
-        elif own_drafts and folder is not None:
-            statistics = _own_statistics(spec, folder, profile, requested, lambda text: progress(text, 0, 0))
-    made = make_plan(spec, profile, requested, statistics)
-    if as_json:
-        print(to_json(made), end="")
+        print(to_json(request.made), end="")
     elif curve or curve_file:
-        points = vram_curve(spec, profile, requested, statistics)
-        if curve_file:
-            curve_png(points, profile, curve_file)
-        else:
-            print(curve_text(points, profile))
+        _plot(request, curve_file)
     else:
-        _explain(made, spec, profile, requested, statistics)
+        _explain(request, subject)
+
+
+def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progress: Progress) -> "Request":
+    with ending_at_once():
+        from hetero_ee.planning.hardware import hardware_from
+        from hetero_ee.planning.planner import plan as make_plan
+        from hetero_ee.planning.statistics import Statistics, published_statistics
+        from hetero_ee.planning.what_if import Request
+        from hetero_ee_cli.commands.profile import profile_for
+
+    spec, _, folder = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
+    threads = (limits.threads,) if limits.threads else ()
+    if subject.hardware:
+        profile = hardware_from(subject.hardware)
+    else:
+        profile = profile_for(spec, folder, progress, threads=threads)
+    statistics = Statistics()
+    if subject.published_exits:
+        statistics = Statistics(published_statistics(spec.n_layers))
+    elif subject.own_drafts and folder is not None:
+        statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
+    made = make_plan(spec, profile, limits, statistics)
+    return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
 
 
 def _own_statistics(
-    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", warn: Callable[[str], None]
+    spec: "ModelSpec",
+    folder: Path,
+    profile: "HardwareProfile",
+    limits: "Limits",
+    subject: _Subject,
+    progress: Progress,
 ) -> "Statistics":
-    """Of the calibration and the draft head that opening this model would find. warn: told if they can't be read."""
+    """Of the calibration and the draft head that opening this model would find; progress is told if they can't be
+    read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
-    from hetero_ee.weights.quantization import Quantization
-    from hetero_ee.weights.store.conversion import cached_store
-    from hetero_ee.weights.store.reader import is_store
+
+    def warn(remark: str) -> None:
+        progress(remark, 0, 0)
 
     try:
-        if is_store(folder):
-            place = CalibrationPlace(spec, folder)
-        else:
-            quantization = Quantization.of_model(folder, None)
-            store = cached_store(folder, quantization, cache_folder())
-            place = CalibrationPlace(spec, store, folder, quantization)
-        knowledge = DraftKnowledge.found(place.find_or_warn(warn), None, folder, spec, warn)
-        return knowledge.statistics(spec, profile, limits.threads, on_gpu=profile.gpu is not None)
+        calibration = CalibrationPlace.of_model(spec, folder, cache_folder()).find_or_warn(warn)
+        knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
+        # As an engine does: only on an emulated machine may a draft head run on the GPU.
+        return knowledge.statistics(spec, profile, limits.threads, on_gpu=bool(subject.hardware))
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
         return Statistics()
 
 
-def _explain(
-    made: "Plan", spec: "ModelSpec", profile: "HardwareProfile", limits: "Limits", statistics: "Statistics"
-) -> None:
-    from hetero_ee.planning.explanation import explained, flags
-    from hetero_ee.planning.what_if import with_other_vram
+def _explain_file(file: Path, subject: _Subject, engine: EngineOptions, *, as_json: bool) -> None:
+    """The plan in the file; that it fits a model is checked where one is named."""
+    with ending_at_once():
+        from hetero_ee.planning.explanation import explained
+        from hetero_ee.planning.plan import Plan
+        from hetero_ee.planning.planner import check_fits
+        from hetero_ee_profiles.records import to_json
 
-    print(explained(made))
-    changes = []
-    for label, extra_bytes in (("more", GIB), ("less", -GIB)):
-        other = with_other_vram(made, spec, profile, limits, statistics, extra_bytes)
-        if other is not None:
-            changes.append(f"with 1 GiB of VRAM {label} {other.prediction.generated_tokens_per_s:.2f}")
-    if changes:
-        print(f"{'':10} {', '.join(changes)} tokens/s")
-    print(f"\n{flags(made)}")
+    made = Plan.load(file)
+    if subject.model is not None or subject.random_weights is not None:
+        with stage_progress() as progress:
+            spec, _, _ = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
+        check_fits(made, spec)
+    if as_json:
+        print(to_json(made), end="")
+    else:
+        show(explained(made))
+
+
+def _explain(request: "Request", subject: _Subject) -> None:
+    from hetero_ee.planning.explanation import explained
+    from hetero_ee.planning.pins import pins
+
+    options = [word for pin in pins(request.made, request.limits) for word in pin]
+    advice = what_if_lines(request)
+    show(
+        "\n".join(
+            [
+                explained(request.made),
+                *(["", *advice] if advice else []),
+                "",
+                command_line(["hetero-ee", *subject.words(), *options]),
+            ]
+        )
+    )
+
+
+def _plot(request: "Request", file: Path | None) -> None:
+    from hetero_ee.planning.what_if import vram_curve
+
+    curve = vram_curve(request)
+    if file is not None:
+        save_curve(curve, request, file)
+    else:
+        show(curve_text(curve, request))

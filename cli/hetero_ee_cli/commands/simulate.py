@@ -1,6 +1,6 @@
 """`hetero-ee simulate`: the time a prompt would take on another machine, with the model's real tokens."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,7 +60,7 @@ def simulate(
     """
     from hetero_ee.planning.hardware import hardware_from
 
-    placed = placement.checked(limits, replace(engine, threads=None))  # -t is for this machine, not the simulated one
+    placed = placement.checked(limits, engine)
     profile = hardware_from(hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:
         say(f"The plan was made for {printable(placed.plan.hardware)}; here it runs on {profile.name}.")
@@ -99,6 +99,9 @@ def _of_text(
         from hetero_ee.engine import Engine
     from hetero_ee.decoding.simulation import of_text
     from hetero_ee.planning.times.prediction import predicted_step
+    from hetero_ee_profiles.host.process import physical_core_count
+
+    arguments = options.arguments(model)
 
     with (
         stage_progress() as progress,
@@ -109,7 +112,7 @@ def _of_text(
             limits=placed.limits if placed.plan is None else None,
             emulate=True,
             draft_head=placed.options.draft_head,
-            **options.arguments(model),
+            **arguments | {"threads": min(arguments["threads"], physical_core_count())},  # of this machine
         ) as engine,
     ):
         result = engine.generate(prompt, max_new_tokens=n_new)

@@ -28,7 +28,7 @@ class LimitOptions:
         int | None,
         typer.Option("-ngl", "--gpu-layers", help="Layers placed whole on the GPU, counted from the first."),
     ] = None
-    override: Annotated[list[str] | None, typer.Option("-o", "--override", help=OVERRIDE_HELP)] = None
+    override: Annotated[list[str] | None, typer.Option("-ot", "--override", help=OVERRIDE_HELP)] = None
     kv_type: Annotated[str | None, typer.Option(help="Type of the KV cache: fp32, fp16 or int8. [default: fp32]")] = (
         None
     )

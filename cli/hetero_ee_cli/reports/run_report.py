@@ -102,15 +102,26 @@ def draft_lines(found: "DraftStatistics") -> list[str]:
 
 def _mode(engine: "Engine") -> list[str]:
     """The mode and why, with how drafting did in the latest text; nothing if nothing was planned."""
+    from hetero_ee.planning.explanation import change
+
     made, found = engine.plan, engine.draft_statistics
     if made is None:
         return []
     if found is None:
-        asked = None if engine.placement is None else engine.placement.limits.mode
-        is_declined = asked is None and any(reason.startswith(DECLINED) for reason in made.reasons)
-        return ["full (exact declined)" if is_declined else "full"]
+        exact_per_s = made.prediction.other_mode_tokens_per_s
+        if not _declined(engine) or exact_per_s is None:
+            return ["full"]
+        return [f"full (exact declined: {change(exact_per_s, made.prediction.generated_tokens_per_s)} expected)"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
+
+
+def _declined(engine: "Engine") -> list[str]:
+    """The planner's sentence on why it took full mode, where nobody had asked for a mode."""
+    asked = None if engine.placement is None else engine.placement.limits.mode
+    if engine.plan is None or asked is not None:
+        return []
+    return [reason for reason in engine.plan.reasons if reason.startswith(DECLINED)]
 
 
 def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) -> list[str]:
@@ -125,7 +136,7 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
     ]
     seconds = result.prompt_s, result.generation_s
     lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
-    return lines if found is None else lines + draft_lines(found)
+    return lines + (_declined(engine) if found is None else draft_lines(found))
 
 
 def _bars(title: str, counts: dict[int, int]) -> list[str]:

@@ -18,9 +18,9 @@ from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
-def predict(made: Candidate, context_tokens: int) -> Prediction:
-    """Rates at this context: prompts of that length, and decoding after it."""
-    costs, parts, step = made.problem.costs, made.problem.parts, made.schedule.step
+def predict(made: Candidate, cpu_s: float | None) -> Prediction:
+    """Rates at its context: prompts of that length, and decoding after it. cpu_s: of a token on the CPU alone."""
+    context_tokens, costs, parts, step = made.context_tokens, made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)
     read_s = prompt_s(costs, parts, Placements(made.prefill, made.decode), context_tokens, made.chunk_tokens)
     m = min(made.chunk_tokens, context_tokens)
@@ -32,9 +32,13 @@ def predict(made: Candidate, context_tokens: int) -> Prediction:
         ceiling_tokens_per_s=1 / _reading_s(costs, parts, made.decode),
         batch_per_pass=step.batch,
         tokens_per_pass=step.tokens,
+        cpu_tokens_per_s=1 / cpu_s if cpu_s else None,
+        other_mode_tokens_per_s=1 / made.schedule.other_mode_s if made.schedule.other_mode_s else None,
+        first_token_s=made.read_s,
         request_s=made.request_s,
         decode_terms=_terms(costs, parts, made.decode, decode, 1, context_tokens),
         prefill_terms=_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
+        layer_terms=_layer_terms(costs, parts[1:-1], context_tokens),
     )
 
 
@@ -96,7 +100,7 @@ def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
     ]
 
 
-def placed_parts(made: Candidate, context_tokens: int) -> tuple[PlacedPart, ...]:
+def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
     """Every part with its placements and what it takes there."""
     problem, chunk = made.problem, made.chunk_tokens
     return tuple(
@@ -107,7 +111,7 @@ def placed_parts(made: Candidate, context_tokens: int) -> tuple[PlacedPart, ...]
             kv_bytes=part.kv_bytes(problem.context_tokens),
             decode_placement=decode,
             prefill_placement=prefill,
-            decode_s=problem.costs.part_s(part, decode, 1, context_tokens),
+            decode_s=problem.costs.part_s(part, decode, 1, made.context_tokens),
             prefill_s=problem.costs.part_s(part, prefill, chunk, chunk),
             gpu_neurons=part.split.gpu_neurons if part.split else None,
             cpu_active_share=part.split.active_share if part.split else None,
@@ -130,6 +134,17 @@ def _terms(
     seconds["transfers"] = whole.transfer_s
     seconds["waiting for copies"] = whole.waited_s
     return tuple(TimeTerm(name, value) for name, value in seconds.items() if value > 0)
+
+
+def _layer_terms(costs: Costs, layers: Sequence[Part], context_tokens: int) -> tuple[TimeTerm, ...]:
+    """One token through a layer of average cost, by where it might be."""
+    seconds = {"CPU": sum(costs.part_s(part, "cpu", 1, context_tokens) for part in layers)}
+    if costs.profile.gpu is not None:
+        on_gpu = [costs.part_s(part, "gpu", 1, context_tokens) for part in layers]
+        seconds["GPU"] = sum(on_gpu)
+        seconds["streamed"] = sum(max(s, costs.copy_s(part)) for s, part in zip(on_gpu, layers, strict=True))
+    n_layers = len({part.layer for part in layers})
+    return tuple(TimeTerm(name, value / n_layers) for name, value in seconds.items())
 
 
 def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -> float:

@@ -1,0 +1,105 @@
+"""The options of the command line that make a plan again, as few and as short as say exactly the same."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count, groupby
+
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.plan import PlacedPart, Plan
+from hetero_ee.planning.times.costs import SPLIT
+
+GIB = 2**30
+KINDS = ("attention", "ffn")
+Pin = tuple[str, str]  # an option and its value
+
+
+def pins(made: Plan, limits: Limits) -> list[Pin]:
+    """Of a plan made within these limits. Split parts stay open: no option says which neurons go where."""
+    found = [("-c", str(made.context_tokens)), ("-t", str(made.threads)), ("--kv-type", made.kv_type)]
+    found.append(("--mode", made.mode))
+    if limits.draft_length is not None:
+        found.append(("--draft-tokens", str(limits.draft_length)))
+    found.append(("--ram-budget", gib(made.ram_budget_bytes)))
+    if not made.n_bytes("gpu"):
+        return [*found, ("-ngl", "0")]
+    found.append(("--vram-budget", gib(made.vram_budget_bytes)))
+    return found + placement_pins(made.parts)
+
+
+def gib(n_bytes: int) -> str:
+    """The shortest number of GiB that is this many bytes where fractions of a byte are cut off."""
+    for n_digits in count():
+        text = f"{n_bytes / GIB:.{n_digits}f}"
+        if int(float(text) * GIB) == n_bytes:
+            return text
+    raise AssertionError("a float has an end")
+
+
+def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
+    """The shortest of: the first layers by -ngl and what differs from that, a rule for each kind, each group alone."""
+    layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
+    n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
+    uses_gpu = any(_target(part) in ("gpu", "stream") for part in layers)
+    outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
+    ways = [[*_patterns(layers, dict.fromkeys(KINDS)), *outer]]
+    if not any(_target(part) == SPLIT for part in layers):
+        usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}
+        rules = [(f".*{kind}", where) for kind, where in usual.items()]
+        if len(set(usual.values())) == 1:
+            rules = [("layers.*", usual[KINDS[0]])]
+        ways.append([*_patterns(layers, usual), *(("-ot", f"{pattern}={where}") for pattern, where in rules), *outer])
+        if n_whole:
+            others = [part for part in layers if (part.layer or 0) >= n_whole]
+            ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, "cpu")), *outer])
+    return min(ways, key=lambda way: sum(len(option) + len(value) for option, value in way))
+
+
+def _patterns(layers: Sequence[PlacedPart], usual: "dict[str, str] | dict[str, None]") -> Iterator[Pin]:
+    """An override for each group of parts that lie elsewhere than usual."""
+    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for kind in KINDS:
+        parts = [part for part in layers if part.name.endswith(kind)]
+        for placement in sorted({_target(part) for part in parts} - {SPLIT, usual[kind]}):
+            numbers = tuple(part.layer or 0 for part in parts if _target(part) == placement)
+            found.setdefault((placement, numbers), []).append(kind)
+    for (placement, numbers), kinds in found.items():
+        which = kinds[0] if len(kinds) == 1 else ".*"
+        yield "-ot", rf"layers\.{numbers_pattern(numbers)}\.{which}={placement}"
+
+
+def numbers_pattern(numbers: Sequence[int]) -> str:
+    """A regular expression that matches exactly these ascending numbers."""
+    runs = [list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    found = [piece for run in runs for piece in _range_pieces(run[0][1], run[-1][1])]
+    return found[0] if len(found) == 1 else f"({'|'.join(found)})"
+
+
+def _range_pieces(first: int, last: int) -> Iterator[str]:
+    """Regular expressions that together match first to last: a begun ten, then whole ones by their tens, the rest."""
+    tens, last_tens = first // 10, last // 10
+    if first % 10:
+        end = 9 if tens < last_tens else last % 10
+        yield f"{tens or ''}{_digits(first % 10, end)}"
+        tens += 1
+    whole = last_tens if last % 10 == 9 else last_tens - 1
+    if tens == 0 <= whole:
+        yield r"\d"
+        tens = 1
+    if tens <= whole:
+        yield from (piece + r"\d" for piece in _range_pieces(tens, whole))
+    if last % 10 != 9 and last_tens >= first / 10:
+        yield f"{last_tens or ''}{_digits(0, last % 10)}"
+
+
+def _digits(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return r"\d" if (first, last) == (0, 9) else f"[{first}-{last}]" if last > first + 1 else f"[{first}{last}]"
+
+
+def _target(part: PlacedPart) -> str:
+    """Where a pin would put it: what RAM has no room for stays on the disk by itself."""
+    return "cpu" if part.decode_placement == "disk" else part.decode_placement
+
+
+def _most_common(placements: Sequence[str]) -> str:
+    return max(dict.fromkeys(placements), key=placements.count)
