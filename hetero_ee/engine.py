@@ -17,7 +17,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending, Prompts
+from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.resolve import resolve_model
@@ -112,7 +112,8 @@ class Engine:
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
-        context_tokens: longest prompt and text together, 0 for the model's own.
+        context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
+            more, up to the model's own; without a plan it is the model's own.
         threads: 0 for all physical cores.
         plan: where every part goes, a Plan or its JSON file, without limits. None makes one if a profile is given.
         vram_budget: bytes of GPU memory for that plan. limits: its other limits.
@@ -133,7 +134,7 @@ class Engine:
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         loaded = _load(folder, quantizer, threads, progress)
         n_tokens, warn = _context_tokens(loaded.spec, context_tokens), warner(progress)
-        placement = request.placement(loaded.spec, folder, n_tokens)
+        placement = request.placement(loaded.spec, folder)
         if placement is None:
             executor = open_on_cpu(loaded.spec, loaded.weights, n_tokens, threads, progress)
             executor.progress = progress
@@ -152,7 +153,7 @@ class Engine:
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and text together."""
+        """Longest prompt and text together, until a text needs more and the context can grow."""
         return self.executor.cache.max_tokens
 
     @property
@@ -294,6 +295,7 @@ class Engine:
     def _tokens(self, prompts: Prompts, params: SamplingParams) -> Iterator[GeneratedToken]:
         """In the plan's mode."""
         executor = self.executor
+        self._check_lengths(prompts)
         common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
         if self._drafting is None:
             return generate(*common)
@@ -305,7 +307,7 @@ class Engine:
         return time.perf_counter if self._opened is None else self._opened.clock
 
     def _ending(self, executor: Executor) -> Ending:
-        return Ending(self._eos_token_ids, executor.cache.max_tokens)
+        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow)
 
     def _params(self, sampling: SamplingParams | None, changes: dict[str, Any]) -> SamplingParams:
         if sampling is None:
@@ -322,12 +324,17 @@ class Engine:
         ids = self._tokenizer.encode(prompt)
         if not ids:
             raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
-        if len(ids) >= self.context_tokens:
+        return ids
+
+    def _check_lengths(self, prompts: Prompts) -> None:
+        """Raises UsageError for a prompt that the context has no room for, not even grown."""
+        lists = [prompts.token_ids] if isinstance(prompts, Continuation) else prompts
+        n_tokens = max(map(len, lists))
+        if not self._ending(self.executor).has_room(n_tokens + 1):
             raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context_tokens}, one of them new; "
+                f"the prompt has {n_tokens} tokens and the context holds {self.context_tokens}, one of them new; "
                 f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
             )
-        return ids
 
     @property
     def executor(self) -> Executor:

@@ -15,12 +15,19 @@ READING = "Reading the prompt"
 UNCACHED = -1  # no sequence of the KV cache has this number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ending:
     """What ends a text beside its sampling parameters."""
 
     eos_token_ids: frozenset[int]
     context_tokens: int  # prompt and text together
+    grow: Callable[[int], int] | None = None  # asks for a context of so many tokens, see Executor.grow
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether the context holds so many tokens; where it does not, it grows if it can."""
+        if n_tokens > self.context_tokens and self.grow is not None:
+            self.context_tokens = self.grow(n_tokens)
+        return n_tokens <= self.context_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,6 @@ def _finish_reason(text: Text, is_end: bool, params: SamplingParams, ending: End
         return FinishReason.STOP
     if len(text.token_ids) - text.n_prompt_tokens == params.max_new_tokens:
         return FinishReason.LENGTH
-    if len(text.token_ids) >= ending.context_tokens:
+    if not ending.has_room(len(text.token_ids) + 1):
         return FinishReason.CONTEXT
     return None

@@ -36,8 +36,8 @@ class PlacementRequest:
         if self.profile is None and self.plan is None and (self.vram_budget is not None or self.limits is not None):
             raise UsageError("a VRAM budget or limits need a profile to plan by; give profile=...")
 
-    def placement(self, spec: ModelSpec, folder: Path, context_tokens: int) -> Placement | None:
-        """None where nothing was asked for: then the CPU runs everything. context_tokens: where there is no plan.
+    def placement(self, spec: ModelSpec, folder: Path) -> Placement | None:
+        """None where nothing was asked for: then the CPU runs everything.
 
         Raises UsageError for a plan that the emulated machine has no room for.
         """
@@ -52,7 +52,9 @@ class PlacementRequest:
             return None if self.plan is None else Placement(None, Limits(), self.plan)
         if self.plan is not None and self.emulates:
             check_emulates(self.plan, profile)
-        wanted = replace(self.limits or Limits(), context_tokens=context_tokens)
+        wanted = self.limits or Limits()
+        if self.context_tokens:
+            wanted = replace(wanted, context_tokens=self.context_tokens)
         if self.vram_budget is not None:
             wanted = replace(wanted, vram_budget_bytes=self.vram_budget)
         return Placement(profile, wanted, self.plan, emulates=self.emulates)

@@ -163,7 +163,7 @@ class Faulty:
 
         return on_stand_in(*self.model, plan, self.gpu, wrap, on_cpu)
 
-    def replan(self, budget_bytes: int) -> Plan:
+    def replan(self, budget_bytes: int, context_tokens: int) -> Plan:
         return plan_of(self.model, HALF if budget_bytes else (("layers.*|head", "cpu"),))
 
     def held_bytes(self) -> list[dict[str, int]]:
