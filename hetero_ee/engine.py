@@ -17,7 +17,7 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Continuation, Ending, Prompts
+from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.resolve import resolve_model
@@ -295,7 +295,6 @@ class Engine:
     def _tokens(self, prompts: Prompts, params: SamplingParams) -> Iterator[GeneratedToken]:
         """In the plan's mode."""
         executor = self.executor
-        self._check_lengths(prompts)
         common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
         if self._drafting is None:
             return generate(*common)
@@ -324,17 +323,12 @@ class Engine:
         ids = self._tokenizer.encode(prompt)
         if not ids:
             raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
-        return ids
-
-    def _check_lengths(self, prompts: Prompts) -> None:
-        """Raises UsageError for a prompt that the context has no room for, not even grown."""
-        lists = [prompts.token_ids] if isinstance(prompts, Continuation) else prompts
-        n_tokens = max(map(len, lists))
-        if not self._ending(self.executor).has_room(n_tokens + 1):
+        if len(ids) >= self.executor.most_tokens:
             raise UsageError(
-                f"the prompt has {n_tokens} tokens and the context holds {self.context_tokens}, one of them new; "
+                f"the prompt has {len(ids)} tokens and the context holds {self.executor.most_tokens}, one of them new; "
                 f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
             )
+        return ids
 
     @property
     def executor(self) -> Executor:

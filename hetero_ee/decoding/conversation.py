@@ -148,8 +148,7 @@ class Conversation:
         ids = self._encoded([*earlier, question])
         context, n_reply = self.context_tokens, _room_for_reply(self.context_tokens, params)
         if len(ids) > context - n_reply:
-            own = max(context, self._executor.spec.max_context_tokens)
-            context = self._executor.grow(min(own, len(ids) + n_reply))
+            context = self._executor.grow(min(self._executor.most_tokens, len(ids) + n_reply))
         quarter, room = max(1, context // 4), context - _room_for_reply(context, params)
         if len(ids) <= room:
             return 0, ids

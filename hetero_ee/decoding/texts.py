@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
+from hetero_ee.errors import UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
@@ -72,8 +73,14 @@ class Text:
         return min(in_context, self.n_prompt_tokens + params.max_new_tokens - len(self.token_ids))
 
 
-def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode) -> list[Text]:
-    """A text for each prompt."""
+def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending) -> list[Text]:
+    """A text for each prompt. Raises UsageError for one that the context has no room for and can't grow for."""
+    longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
+    if not ending.has_room(longest + 1):
+        raise UsageError(
+            f"the prompt has {longest} tokens, the context holds {ending.context_tokens}, and no plan for more fits "
+            "this machine; shorten it, or leave more memory to it."
+        )
     if isinstance(prompts, Continuation):
         return [Text.of_prompt(0, prompts.token_ids, params, decode, prompts.cached_as)]
     return [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]

@@ -59,6 +59,7 @@ class Executor(HeadExecutor, Protocol):
     prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
     progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
     overlap: Overlap | None = None  # what runs by itself while the host computes
+    growth: Growth | None = None  # of a context that nobody asked for
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """The batch through these layers: hidden states (m, hidden) before them -> after them.
@@ -82,6 +83,11 @@ class Executor(HeadExecutor, Protocol):
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """lm_head by the CPU, wherever the head lies, for what is there anyway."""
         ...
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest context that grow() may bring."""
+        return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
 
     def grow(self, n_tokens: int) -> int:
         """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
@@ -122,7 +128,6 @@ class HostExecutor(Executor, BlockExecutor):
 
     cache: CpuKvCache
     plan: Plan | None = None  # that it runs by itself
-    growth: Growth | None = None  # of that plan's context
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None

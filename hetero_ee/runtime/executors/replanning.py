@@ -42,7 +42,7 @@ class ReplanningExecutor(Executor):
         reachable_bytes: Callable[[], int] | None = None,
         growth: Growth | None = None,
     ) -> None:
-        self._replan, self._open, self._warn, self._growth = replan, open_plan, warn, growth
+        self._replan, self._open, self._warn, self.growth = replan, open_plan, warn, growth
         self._reachable_bytes = reachable_bytes
         self._token_ids: dict[int, list[int]] = {}  # by sequence: at least those that the cache holds
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
@@ -89,14 +89,14 @@ class ReplanningExecutor(Executor):
         """See Executor.grow. The tokens of open sequences are read again; where there turns out to be no memory, by the
         plan that was run before."""
         former = self.plan
-        larger = None if self._growth is None else self._growth.larger(former, n_tokens)
-        if larger is not None and self._growth is not None:
+        larger = None if self.growth is None else self.growth.larger(former, n_tokens)
+        if larger is not None and self.growth is not None:
             lengths = self._lengths()
             try:
                 self._change(larger, lengths, former)
-                self._growth.tell(former, self.plan)
+                self.growth.tell(former, self.plan)
             except DeviceMemoryError:
-                self._growth.refused_tokens = n_tokens
+                self.growth.refused_tokens = n_tokens
                 self._change(former, lengths, former)
         return self.cache.max_tokens
 
@@ -144,7 +144,7 @@ class ReplanningExecutor(Executor):
 
     def _make_room(self, batch: Batch) -> None:
         """The context grows where all sequences together, as the GPU keeps them, are more tokens than it holds."""
-        if self._growth is None:
+        if self.growth is None:
             return
         ends = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
         for _, sequence, position in batch.entries():

@@ -45,8 +45,7 @@ def open_draft_head(
     """
     head = read_draft_head(folder, executor.spec)
     lm_head = _lm_head_rows(executor, head.draft_token_ids)
-    n_tokens = max(executor.cache.max_tokens, executor.spec.max_context_tokens)  # the context may grow, and no memory
-    layer: DraftHeadLayer = draft_head_layer(head, n_tokens, pool, lm_head)  # is taken before it is needed
+    layer: DraftHeadLayer = draft_head_layer(head, executor.most_tokens, pool, lm_head)
     if machine is not None:
         layer = PlacedDraftHead(layer, head.spec, machine, on_gpu=on_gpu)
     return DraftHeadSource(layer, executor, head.draft_token_ids, warn, on_gpu=on_gpu)
