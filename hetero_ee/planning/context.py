@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.candidates import Candidate, best_candidate
@@ -12,7 +13,8 @@ from hetero_ee.planning.schedule import best_schedule
 USUAL_TOKENS = 4096  # a choice holds so many where it can
 LEAST_TOKENS = 256  # nothing shorter is tried
 FREE = 0.98  # of the rate with USUAL_TOKENS: a longer context that keeps it costs nothing
-GROWTHS = (2.0, 1.5, 1.25)  # of the present context, the first that can be planned; each time the text is read again
+GROWTHS = (2.0, 1.5, 1.25)  # once or more, the first that can be planned: large, since the text is read again
+AFTER = 1.125  # of what is needed, so that the text after a prompt does not need more at once
 ROUND_TOKENS = 256
 
 
@@ -59,10 +61,11 @@ def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, m
     """
     if n_tokens > most_tokens:
         return None
-    for growth in GROWTHS:
-        wanted = max(n_tokens, int(growth * present_tokens))
+    wanted = [_grown_by(growth, present_tokens, AFTER * n_tokens) for growth in GROWTHS]
+    rounded = [-(-size // ROUND_TOKENS) * ROUND_TOKENS for size in (*wanted, n_tokens)]
+    for size in dict.fromkeys(min(most_tokens, size) for size in rounded):
         try:
-            return plan_for(min(most_tokens, -(-wanted // ROUND_TOKENS) * ROUND_TOKENS))
+            return plan_for(size)
         except UsageError:
             continue
     return None
@@ -111,6 +114,12 @@ class _Contexts:
         if found.predict_at_tokens != self._at_tokens:
             schedule = best_schedule(found.candidate.problem, found.candidate.decode, self._at_tokens)
         return 1 / schedule.step.seconds_per_token
+
+
+def _grown_by(growth: float, n_tokens: int, at_least: float) -> int:
+    while n_tokens < at_least:
+        n_tokens = ceil(growth * n_tokens)
+    return n_tokens
 
 
 def _doublings(first: int, last: int) -> list[int]:

@@ -151,7 +151,7 @@ class ReplanningExecutor(Executor):
             ends[sequence] = max(ends.get(sequence, 0), position + 1)
         n_pages = sum(-(-end // PAGE_TOKENS) for end in ends.values())
         if n_pages > -(-self.cache.max_tokens // PAGE_TOKENS):
-            self.grow(n_pages * PAGE_TOKENS)
+            self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def _remember(self, batch: Batch) -> None:
         """The ids of tokens that are new in the first layer."""
