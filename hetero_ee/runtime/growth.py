@@ -1,7 +1,7 @@
 """Growth: larger plans for a context that nobody asked for, made when a text needs more tokens than it holds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from hetero_ee.planning.context import grown
@@ -19,6 +19,7 @@ class Growth:
     most_tokens: int  # the model's own context
     warn: Callable[[str], None]  # told in a sentence of each growth
     refused_tokens: int | None = None
+    outgrown: list[int] = field(default_factory=list)  # contexts that were too short
 
     def larger(self, plan: Plan, n_tokens: int) -> Plan | None:
         """A plan for n_tokens at least; None where this one is enough, or none can be made."""
@@ -31,6 +32,7 @@ class Growth:
 
     def tell(self, before: Plan, after: Plan) -> None:
         """Says that the one is run in place of the other."""
+        self.outgrown.append(before.context_tokens)
         depth = before.context_tokens
         old_s, new_s = self.token_s(before, depth), self.token_s(after, depth)
         speed = ""

@@ -11,6 +11,7 @@ from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
+from hetero_ee_cli.reports.expectation import expected_rate
 from hetero_ee_profiles.reference import reference_profile
 from tests.chat_support import LINES
 from tests.emulation import LAPTOP
@@ -146,6 +147,14 @@ def test_a_conversation_grows_before_it_forgets(whole: Engine, name: str) -> Non
         assert chat.context_tokens == engine.context_tokens >= 2 * FIRST
         assert chat.n_cached_tokens > FIRST
     assert len(told.remarks) >= 1
+
+
+def test_no_speed_is_expected_of_a_text_that_was_read_again(whole: Engine) -> None:
+    with opened(told := Told(), gpu_layers=6, mode="full", emulate=True) as engine:
+        rate = expected_rate(engine, told)
+        result = engine.generate(OPENINGS[0], max_new_tokens=90, ignore_eos=True)
+        assert rate is not None and rate(result.n_prompt_tokens, 90) is None
+        assert rate(result.n_prompt_tokens, 20) is not None and rate(FIRST + 1, 20) is not None
 
 
 def test_the_models_own_context_is_the_end(whole: Engine) -> None:

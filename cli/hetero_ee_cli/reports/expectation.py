@@ -45,11 +45,14 @@ def expected_rate(engine: "Engine", progress: Progress) -> Rate | None:
 
 
 def _planned(engine: "Engine", n_prompt: int, n_new: int) -> float | None:
-    """None if nothing is known of how good the drafts are."""
+    """None if nothing is known of how good the drafts are, or the context has grown on the way."""
     from hetero_ee.planning.times.prediction import predicted_text_s
 
     made, placement = engine.plan, engine.placement
     if made is None or placement is None or placement.profile is None:
+        return None
+    growth = engine.executor.growth  # which reads the text again
+    if growth is not None and any(n_prompt <= size <= n_prompt + n_new for size in growth.outgrown):
         return None
     seconds = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, n_new, n_prompt)
     return None if seconds is None else n_new / seconds
