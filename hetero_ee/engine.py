@@ -103,7 +103,8 @@ class Engine:
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
-        context_tokens: longest prompt and text together, 0 for the model's own. threads: 0 for all physical cores.
+        context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
+            more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores.
         profile: what the plan is made by. "auto" is this machine's kept profile, else a quick one, measured now and
             kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped one,
             a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
@@ -152,7 +153,7 @@ class Engine:
 
     @property
     def context_tokens(self) -> int:
-        """Longest prompt and text together."""
+        """Longest prompt and text together, until a text needs more and the context can grow."""
         return self.executor.cache.max_tokens
 
     @property
@@ -337,7 +338,7 @@ class Engine:
         return time.perf_counter if self._opened is None else self._opened.clock
 
     def _ending(self, executor: Executor) -> Ending:
-        return Ending(self._eos_token_ids, executor.cache.max_tokens)
+        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow)
 
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         if sampling is None:
@@ -354,9 +355,9 @@ class Engine:
             if not ids or not all(is_whole(each, 0, self.spec.vocab_size - 1) for each in ids):
                 expected = f"text, or a list of token ids from 0 to {self.spec.vocab_size - 1}"
                 raise UsageError(f"prompt is {shown(prompt)}; expected {expected}.")
-        if len(ids) >= self.context_tokens:
+        if len(ids) >= self.executor.most_tokens:
             raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context_tokens}, one of them new; "
+                f"the prompt has {len(ids)} tokens and the context holds {self.executor.most_tokens}, one of them new; "
                 f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
             )
         return ids

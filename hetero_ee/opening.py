@@ -81,8 +81,8 @@ def read_model(folder: Path, quantizer: str | None, threads: int, progress: Prog
         weights = load_dense(Checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer)
-        store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
-        calibrations = CalibrationPlace(spec, store, folder, quantization)
+        _, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+        calibrations = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer)
     eos_ids = eos_token_ids(hf_generation, folder, tokenizer)
     return ModelFiles(folder, spec, tokenizer, sampling, eos_ids, weights, calibrations)
 
@@ -95,12 +95,12 @@ def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progr
     warn = warner(progress)
     n_tokens = _context_tokens(files.spec, request.context_tokens)
     if request.is_asked:
-        model = _placed(files, request, n_tokens, threads, progress)
+        model = _placed(files, request, threads, progress)
     elif files.weights.quantizer == UNQUANTIZED:  # profiles are of int4 weights
         model = None
     else:
         try:
-            model = _placed(files, request, n_tokens, threads, progress)
+            model = _placed(files, request, threads, progress)
         except HeteroError as error:
             model, problem = None, str(error).removesuffix(".")
             warn(f"No plan could be made or opened, so the CPU runs everything: {problem}")
@@ -110,9 +110,7 @@ def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progr
     return model
 
 
-def _placed(
-    files: ModelFiles, request: PlacementRequest, context_tokens: int, threads: int, progress: Progress | None
-) -> OpenModel | None:
+def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel | None:
     """By a plan; None where there is no profile to make one by."""
 
     def automatic(spec: ModelSpec, folder: Path) -> HardwareProfile | None:
@@ -125,7 +123,7 @@ def _placed(
     calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     statistics = knowledge.statistics(spec, profile, threads, on_gpu=request.emulates)
-    placement = request.placement(profile, context_tokens, files.weights.quantizer, statistics)
+    placement = request.placement(profile, files.weights.quantizer, statistics)
     opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
     opened = replace(opened, placement=placement)
     try:

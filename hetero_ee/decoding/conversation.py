@@ -28,8 +28,9 @@ class Conversation:
 
     A turn is the user's message and the reply to it. Its first token makes it part of the conversation: a turn that
     fails before leaves no trace, one that is interrupted later keeps what was said. Where a turn does not fit into the
-    context with room for a reply (a quarter, or max_new_tokens where that is less), the oldest turns are forgotten for
-    good, as many as free another quarter if that leaves any, so that the next turns find their beginning in the cache.
+    context with room for a reply (a quarter, or max_new_tokens where that is less), and the context can't grow, the
+    oldest turns are forgotten for good, as many as free another quarter if that leaves any, so that the next turns find
+    their beginning in the cache.
     The system message stays. Not for several threads at once.
     """
 
@@ -150,10 +151,11 @@ class Conversation:
 
     def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
         """How many of the earlier messages must be forgotten, and the ids of the rest."""
-        context = self.context_tokens
-        quarter = max(1, context // 4)
-        room = context - min(params.max_new_tokens or context, quarter)
         ids = self._encoded([*earlier, question])
+        context, n_reply = self.context_tokens, _room_for_reply(self.context_tokens, params)
+        if len(ids) > context - n_reply:
+            context = self._executor.grow(min(self._executor.most_tokens, len(ids) + n_reply))
+        quarter, room = max(1, context // 4), context - _room_for_reply(context, params)
         if len(ids) <= room:
             return 0, ids
         enough: tuple[int, list[int]] | None = None
@@ -206,6 +208,11 @@ def _message(role: str, text: str) -> Message:
     except UnicodeEncodeError as error:
         raise UsageError(f"the message {shown(text)} is not valid Unicode at character {error.start}.") from error
     return Message(role, text)
+
+
+def _room_for_reply(context_tokens: int, params: SamplingParams) -> int:
+    """A quarter of the context, or all tokens that a reply may have where that is less."""
+    return min(params.max_new_tokens or context_tokens, max(1, context_tokens // 4))
 
 
 def _common_length(first: list[int], second: list[int]) -> int:

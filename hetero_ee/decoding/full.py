@@ -22,7 +22,7 @@ def generate(
 ) -> Iterator[GeneratedToken]:
     """Yields the tokens of all prompts as they come. Closing the iterator frees the sequences' memory."""
     start_s = clock()
-    texts = texts_of(prompts, params, decode)
+    texts = texts_of(prompts, params, decode, ending)
     tokens = _tokens(executor, texts, params, ending, lambda: clock() - start_s)
     yield from in_own_sequences(executor, texts, tokens)
 

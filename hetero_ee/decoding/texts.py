@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
+from hetero_ee.errors import UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
@@ -15,12 +16,19 @@ READING = "Reading the prompt"
 UNCACHED = -1  # no sequence of the KV cache has this number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ending:
     """What ends a text beside its sampling parameters."""
 
     eos_token_ids: frozenset[int]
     context_tokens: int  # prompt and text together
+    grow: Callable[[int], int] | None = None  # asks for a context of so many tokens, see Executor.grow
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether the context holds so many tokens; where it does not, it grows if it can."""
+        if n_tokens > self.context_tokens and self.grow is not None:
+            self.context_tokens = self.grow(n_tokens)
+        return n_tokens <= self.context_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,14 @@ class Text:
         return min(in_context, self.n_prompt_tokens + params.max_new_tokens - len(self.token_ids))
 
 
-def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode) -> list[Text]:
-    """A text for each prompt."""
+def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending) -> list[Text]:
+    """A text for each prompt. Raises UsageError for one that the context has no room for and can't grow for."""
+    longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
+    if not ending.has_room(longest + 1):
+        raise UsageError(
+            f"the prompt has {longest} tokens, the context holds {ending.context_tokens}, and no plan for more fits "
+            "this machine; shorten it, or leave more memory to it."
+        )
     if isinstance(prompts, Continuation):
         return [Text.of_prompt(0, prompts.token_ids, params, decode, prompts.cached_as)]
     return [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
@@ -147,6 +161,6 @@ def _finish_reason(text: Text, is_end: bool, params: SamplingParams, ending: End
         return FinishReason.STOP
     if len(text.token_ids) - text.n_prompt_tokens == params.max_new_tokens:
         return FinishReason.LENGTH
-    if len(text.token_ids) >= ending.context_tokens:
+    if not ending.has_room(len(text.token_ids) + 1):
         return FinishReason.CONTEXT
     return None

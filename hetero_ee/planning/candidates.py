@@ -1,5 +1,6 @@
 """The placements worth comparing, and which of them serves a typical request fastest."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -186,14 +187,17 @@ def _too_little_ram(problem: Problem, needed_bytes: int) -> str:
 
 
 def _with_disk(problem: Problem, decode: Placement, chunk: int) -> Placement:
-    """Parts beyond the RAM budget stay on the disk, the last first."""
-    found = list(decode)
-    for index in range(len(found) - 1, 0, -1):
-        if _ram_bytes(problem, found, chunk) <= problem.ram_budget_bytes:
-            break
-        if found[index] == "cpu":
-            found[index] = "disk"
-    return tuple(found)
+    """Parts beyond the RAM budget stay on the disk, the last first: as few as are enough, all where none are."""
+    movable = [index for index in range(len(decode) - 1, 0, -1) if decode[index] == "cpu"]
+
+    def moved(n_parts: int) -> Placement:
+        on_disk = set(movable[:n_parts])
+        return tuple("disk" if index in on_disk else placement for index, placement in enumerate(decode))
+
+    def fits(n_parts: int) -> bool:
+        return _ram_bytes(problem, moved(n_parts), chunk) <= problem.ram_budget_bytes
+
+    return moved(bisect_left(range(len(movable)), True, key=fits))
 
 
 def _fits_gpu(problem: Problem, decode: Placement, chunk: int) -> bool:

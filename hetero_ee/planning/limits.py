@@ -23,7 +23,7 @@ class Limits:
     # Regular expressions and the placement ("gpu", "cpu" or "stream") of the parts whose whole names they match; the
     # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
-    context_tokens: int = 0  # 0: the model's own
+    context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
     kv_type: str = "fp32"
     mode: str | None = None  # "full" or "exact"; None: the planner's choice
     draft_length: int | None = None  # most tokens of a verification; None: the planner's choice

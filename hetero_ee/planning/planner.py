@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.candidates import best_candidate, cpu_alone_s
+from hetero_ee.planning.candidates import cpu_alone_s
+from hetero_ee.planning.context import best_context, best_in_context
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
@@ -28,12 +29,15 @@ def plan(
 ) -> Plan:
     """The plan of least expected time within the limits. predict_at_tokens: the context its rates hold for, 0 for half.
 
+    Where the limits name no context, it is one that costs no speed, see best_context.
+
     Raises UsageError where a request can't be met, with the numbers and the knob to turn.
     """
     problem = resolve(spec, profile, limits or Limits(), statistics or Statistics())
-    context = predict_at_tokens or max(1, problem.context_tokens // 2)
-    best = best_candidate(problem, context)
-    prediction = predict(best, cpu_alone_s(problem, context))
+    choose = best_in_context if problem.limits.context_tokens else best_context
+    choice = choose(problem, predict_at_tokens)
+    best, problem = choice.candidate, choice.candidate.problem
+    prediction = predict(best, cpu_alone_s(problem, best.context_tokens))
     return Plan(
         version=PLAN_VERSION,
         model=spec.architecture,
@@ -53,7 +57,7 @@ def plan(
         parts=placed_parts(best),
         memory=tuple(best.memory),
         prediction=prediction,
-        reasons=tuple(reasons(best, prediction)),
+        reasons=(*([choice.reason] if choice.reason else []), *reasons(best, prediction)),
     )
 
 

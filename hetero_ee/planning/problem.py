@@ -26,7 +26,7 @@ class Problem:
     limits: Limits
     statistics: Statistics
     parts: tuple[Part, ...]
-    context_tokens: int  # prompt and text together
+    context_tokens: int  # prompt and text together; the most that may be chosen where the limits name none
     vram_budget_bytes: int
     ram_budget_bytes: int
 

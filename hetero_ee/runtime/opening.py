@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError
@@ -14,11 +14,13 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import Statistics
+from hetero_ee.planning.times.prediction import predicted_text_s
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -53,6 +55,13 @@ class Opened:
     spans: Callable[[], list[Span]] = list  # what ran where and when so far, if that is recorded
     machine: Callable[[], Machine] | None = None  # that is emulated now, None for a real one
     placement: Placement | None = None  # what was asked for
+
+
+class _Again(NamedTuple):
+    """How a plan is made again."""
+
+    smaller: Callable[[int, int], Plan] | None  # see ReplanningExecutor's replan
+    growth: Growth | None
 
 
 def open_on_cpu(
@@ -102,23 +111,44 @@ def open_placed(
         assert profile is not None, "either a plan or a profile"
         plan = make_plan(spec, profile, limits, placement.statistics)
     check_fits(plan, spec)
-    same = replace(limits, kv_type=plan.kv_type, context_tokens=plan.context_tokens, threads=plan.threads, overrides=())
-
-    def replan(vram_budget_bytes: int) -> Plan:
-        assert profile is not None, "only a plan with a GPU is made again"
-        smaller = replace(
-            same, vram_budget_bytes=vram_budget_bytes or None, gpu_layers=None if vram_budget_bytes else 0
-        )
-        return make_plan(spec, profile, smaller, placement.statistics)
-
+    again = _plans_again(spec, replace(placement, limits=limits), plan, warn)
     if placement.emulates and profile is not None:
-        return _emulated(spec, weights, profile, plan, replan, threads, warn)
+        return _emulated(spec, weights, profile, plan, again, threads, warn)
     if plan.n_bytes(GPU):
         gpu = _found_gpu(plan, weights, placement, warn, find_gpu)
-        return _on_gpu(spec, weights, gpu, plan, replan if profile else None, clock, warn, placement.traces)
+        return _on_gpu(spec, weights, gpu, plan, again, clock, warn, placement.traces)
     if placement.traces:
-        return _traced_on_cpu(spec, weights, plan, clock, progress)
-    return Opened(_planned_on_cpu(spec, weights, plan, progress), clock, plan)
+        return _traced_on_cpu(spec, weights, plan, again, clock, warn, progress)
+    executor = _planned_on_cpu(spec, weights, plan, progress)
+    executor.plan, executor.growth = plan, again.growth
+    return Opened(executor, clock, plan)
+
+
+def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callable[[str], None]) -> _Again:
+    """How this plan is made again. One from a file is none that grows, nor is a context that was asked for."""
+    profile, statistics, limits = placement.profile, placement.statistics, placement.limits
+    if profile is None:
+        return _Again(None, None)
+    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads)
+
+    def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
+        budget, gpu_layers = (vram_budget_bytes, None) if vram_budget_bytes else (None, 0)
+        smaller = replace(same, vram_budget_bytes=budget, gpu_layers=gpu_layers, overrides=())
+        return make_plan(spec, profile, replace(smaller, context_tokens=context_tokens), statistics)
+
+    def plan_for(running: Plan, context_tokens: int) -> Plan:
+        """In the running plan's mode, which drafting was opened for, and where memory was short without its pins."""
+        on_gpu = running.n_bytes(GPU) > 0
+        if not on_gpu or running.vram_budget_bytes != plan.vram_budget_bytes:
+            return replan(running.vram_budget_bytes if on_gpu else 0, context_tokens)
+        return make_plan(spec, profile, replace(same, mode=plan.mode, context_tokens=context_tokens), statistics)
+
+    def token_s(made: Plan, n_depth: int) -> float | None:
+        return predicted_text_s(spec, profile, made, statistics, 1, n_depth)
+
+    if placement.plan is not None or limits.context_tokens:
+        return _Again(replan, None)
+    return _Again(replan, Growth(plan_for, token_s, spec.max_context_tokens, warn))
 
 
 def _open_layers(
@@ -143,12 +173,20 @@ def _planned_on_cpu(spec: ModelSpec, weights: ModelWeights, plan: Plan, progress
 
 
 def _traced_on_cpu(
-    spec: ModelSpec, weights: ModelWeights, plan: Plan, clock: Callable[[], float], progress: Progress | None
+    spec: ModelSpec,
+    weights: ModelWeights,
+    plan: Plan,
+    again: _Again,
+    clock: Callable[[], float],
+    warn: Callable[[str], None],
+    progress: Progress | None,
 ) -> Opened:
     """The plan on this machine's CPU, as a device that records what it does."""
     from hetero_ee.runtime.devices.cpu import CpuDevice
     from hetero_ee.runtime.devices.machine import CpuCopier
     from hetero_ee.runtime.execution import open_plan
+    from hetero_ee.runtime.executors.planned import PlannedExecutor
+    from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
     from hetero_ee_profiles.host.host import this_host
     from hetero_ee_profiles.host.memory import memory_info
@@ -156,7 +194,11 @@ def _traced_on_cpu(
     recorder = SpanRecorder()
     device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
     machine = Machine(device, None, None, CpuCopier())
-    executor = open_plan(spec, weights, plan, machine, lambda layers: _planned_on_cpu(spec, weights, plan, progress))
+
+    def opened(made: Plan) -> PlannedExecutor:
+        return open_plan(spec, weights, made, machine, lambda layers: _planned_on_cpu(spec, weights, made, progress))
+
+    executor = ReplanningExecutor(plan, None, opened, warn, growth=again.growth)
     return Opened(executor, clock, plan, recorder.spans)
 
 
@@ -190,7 +232,7 @@ def _on_gpu(
     weights: ModelWeights,
     gpu: "Gpu",
     plan: Plan,
-    replan: Callable[[int], Plan] | None,
+    again: _Again,
     clock: Callable[[], float],
     warn: Callable[[str], None],
     traces: bool,
@@ -211,7 +253,7 @@ def _on_gpu(
         with recorder.forgetting() if recorder is not None else nullcontext():
             return warmed_up(executor)
 
-    executor = ReplanningExecutor(plan, replan, opened, warn, gpu.reachable_bytes)
+    executor = ReplanningExecutor(plan, again.smaller, opened, warn, gpu.reachable_bytes, again.growth)
     return Opened(executor, clock, plan, recorder.spans if recorder is not None else list)
 
 
@@ -224,7 +266,7 @@ def _emulated(
     weights: ModelWeights,
     profile: HardwareProfile,
     plan: Plan,
-    replan: Callable[[int], Plan],
+    again: _Again,
     threads: int,
     warn: Callable[[str], None],
 ) -> Opened:
@@ -244,5 +286,5 @@ def _emulated(
         machine = emulated_machine(profile, spec, made, timeline)
         return open_plan(spec, weights, made, machine, partial(_open_layers, spec, weights, made, threads))
 
-    executor = ReplanningExecutor(plan, replan, opened, warn)
+    executor = ReplanningExecutor(plan, again.smaller, opened, warn, growth=again.growth)
     return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)

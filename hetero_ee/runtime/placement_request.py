@@ -70,13 +70,13 @@ class PlacementRequest:
             check_emulates(self.plan, profile)
         return profile
 
-    def placement(
-        self, profile: HardwareProfile | None, context_tokens: int, quantizer: str, statistics: Statistics
-    ) -> Placement:
-        """Of a profile, a plan or both. context_tokens: where there is no plan."""
+    def placement(self, profile: HardwareProfile | None, quantizer: str, statistics: Statistics) -> Placement:
+        """Of a profile, a plan or both."""
         limits = Limits()
         if profile is not None:
-            limits = replace(self.limits or limits, context_tokens=context_tokens)
+            limits = self.limits or limits
+            if self.context_tokens:
+                limits = replace(limits, context_tokens=self.context_tokens)
         wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
         if quantizer == UNQUANTIZED and not self.emulates and not wants_gpu:  # fp32 weights have CPU kernels alone
             limits = replace(limits, gpu_layers=0)

@@ -41,7 +41,7 @@ def generate_exact(
     frees the sequences' memory. Raises UsageError for an exit layer that the model does not have.
     """
     start_s = clock()
-    texts = texts_of(prompts, params, decode)
+    texts = texts_of(prompts, params, decode, ending)
     decoding = _ExactDecoding(executor, params, ending, drafting, counts or DraftCounts(), lambda: clock() - start_s)
     closing = [source.close for source in drafting.sources]
     yield from in_own_sequences(executor, texts, decoding.tokens(texts), *closing)

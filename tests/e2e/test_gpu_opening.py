@@ -105,6 +105,24 @@ def test_where_time_goes_is_recorded_when_asked_for(model: Model, driver: StandI
     assert any("layers.0.attention" in span.name for span in spans if span.lane == "to_gpu")
 
 
+def test_sequences_that_the_gpus_cache_is_too_small_for(
+    model: Model, driver: StandInCuda, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context that nobody asked for grows for all of them together."""
+    monkeypatch.setattr("hetero_ee.planning.context.USUAL_TOKENS", 64)
+    monkeypatch.setattr("hetero_ee.planning.context.FREE", 2.0)
+    told: list[str] = []
+    executor = opened(model, driver, told, limits=Limits(overrides=HALF)).executor
+    assert executor.cache.max_tokens == 64 < executor.most_tokens
+    others = [executor.cache.open_new() for _ in range(2)]
+    for other in others:
+        executor.prompt(prompt_of(executor, other, PROMPT))
+    assert len(told) == 1 and told[0].startswith("The context grew from 64 to 160 tokens: ")
+    executor.cache.close(others[0])
+    assert generated(executor) == text
+    executor.close()
+
+
 def test_what_no_gpu_can_run_is_refused(model: Model, driver: StandInCuda, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="puts parts on a GPU that can't be used here; make one for this machine"):
         opened(model, None, [])
@@ -163,7 +181,7 @@ class Faulty:
 
         return on_stand_in(*self.model, plan, self.gpu, wrap, on_cpu)
 
-    def replan(self, budget_bytes: int) -> Plan:
+    def replan(self, budget_bytes: int, context_tokens: int) -> Plan:
         return plan_of(self.model, HALF if budget_bytes else (("layers.*|head", "cpu"),))
 
     def held_bytes(self) -> list[dict[str, int]]:

@@ -108,9 +108,9 @@ def test_smaller_plans_are_tried_before_the_gpu_is_done_without(model: Model, te
     asked_bytes: list[int] = []
     computer = Proving(model, operations=Watched(n_fail).operations())
 
-    def replan(budget_bytes: int) -> Plan:
+    def replan(budget_bytes: int, context_tokens: int) -> Plan:
         asked_bytes.append(budget_bytes)
-        return within(computer.replan(budget_bytes), budget_bytes)
+        return within(computer.replan(budget_bytes, context_tokens), budget_bytes)
 
     executor = ReplanningExecutor(chunked(model), replan, computer.open, told.append)
     assert generated(executor) == text

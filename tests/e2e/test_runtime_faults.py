@@ -81,8 +81,8 @@ def opened(model: Model, points: Points, where: str, split: str = "streamed") ->
     spec, weights = model
     profile = reference_profile(LAPTOP)
 
-    def replan(vram_budget_bytes: int) -> Plan:
-        limits = Limits(context_tokens=CONTEXT_TOKENS, gpu_layers=None if vram_budget_bytes else 0)
+    def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
+        limits = Limits(context_tokens=context_tokens, gpu_layers=None if vram_budget_bytes else 0)
         return make_plan(spec, profile, limits)
 
     def wrap(machine: Machine) -> Machine:

@@ -1,6 +1,6 @@
 """`hetero-ee simulate`: the time a prompt would take on another machine, with the model's real tokens."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,11 +80,19 @@ def _of_shapes(
 ) -> _Simulated:
     """counts: tokens of the prompt and of the text."""
     from hetero_ee.decoding.simulation import of_shapes
+    from hetero_ee.planning.context import grown
     from hetero_ee.planning.planner import check_fits
     from hetero_ee.planning.planner import plan as make_plan
 
     spec, _, _ = EngineOptions().model_spec(model, name, lambda *_: None)
-    ran = placed.plan or make_plan(spec, profile, placed.limits, predict_at_tokens=counts[0] + counts[1] // 2)
+
+    def planned(context_tokens: int) -> "Plan":
+        limits = replace(placed.limits, context_tokens=context_tokens)
+        return make_plan(spec, profile, limits, predict_at_tokens=counts[0] + counts[1] // 2)
+
+    ran = placed.plan or planned(placed.limits.context_tokens)
+    if placed.plan is None and not placed.limits.context_tokens and sum(counts) > ran.context_tokens:
+        ran = grown(planned, ran.context_tokens, sum(counts), spec.max_context_tokens) or ran
     check_fits(ran, spec)
     if ran.mode != "full":
         raise UsageError("random weights produce no text to verify drafts against; use a plan in full mode.")

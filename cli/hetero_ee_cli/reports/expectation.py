@@ -13,12 +13,17 @@ MIN_S, MIN_TOKENS = 1.0, 8  # of a text long enough to judge the speed by
 def expected_rate(engine: "Engine", result: "GenerationResult") -> float | None:
     """Tokens per second that the plan should reach for such a text.
 
-    None where nothing was planned, or by no profile, or where nothing is known of how good the drafts are.
+    None where nothing was planned, or by no profile, where nothing is known of how good the drafts are, or where
+    the context grew on the way.
     """
     from hetero_ee.planning.times.prediction import predicted_text_s
 
     made, placement = engine.plan, engine.placement
     if made is None or placement is None or placement.profile is None:
+        return None
+    first, last = result.n_prompt_tokens, result.n_prompt_tokens + result.n_generated_tokens
+    growth = engine.executor.growth  # which reads the text again
+    if growth is not None and any(first <= size <= last for size in growth.outgrown):
         return None
     counts = result.n_generated_tokens, result.n_prompt_tokens
     seconds = predicted_text_s(engine.spec, placement.profile, made, placement.statistics, *counts)

@@ -12,8 +12,10 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -57,6 +59,7 @@ class Executor(HeadExecutor, Protocol):
     prompt_chunk_tokens: int = PROMPT_CHUNK_TOKENS  # tokens of a prompt that are best run at a time
     progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
     overlap: Overlap | None = None  # what runs by itself while the host computes
+    growth: Growth | None = None  # of a context that nobody asked for
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """The batch through these layers: hidden states (m, hidden) before them -> after them.
@@ -80,6 +83,15 @@ class Executor(HeadExecutor, Protocol):
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """lm_head by the CPU, wherever the head lies, for what is there anyway."""
         ...
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest context that grow() may bring."""
+        return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
+
+    def grow(self, n_tokens: int) -> int:
+        """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
+        return self.cache.max_tokens
 
     def hidden(self, batch: Batch) -> Tensor:
         """Runs the batch through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""
@@ -115,6 +127,7 @@ class HostExecutor(Executor, BlockExecutor):
     """
 
     cache: CpuKvCache
+    plan: Plan | None = None  # that it runs by itself
 
     def __init__(
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None
@@ -152,6 +165,15 @@ class HostExecutor(Executor, BlockExecutor):
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
         return hidden
+
+    def grow(self, n_tokens: int) -> int:
+        """See Executor.grow. The cache takes memory as it is used, so that it is only told of a higher end."""
+        if self.plan is not None and self.growth is not None:
+            former, larger = self.plan, self.growth.larger(self.plan, n_tokens)
+            if larger is not None:
+                self.plan, self.cache.max_tokens = larger, larger.context_tokens
+                self.growth.tell(former, larger)
+        return self.cache.max_tokens
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         return self.lm_head(normed)

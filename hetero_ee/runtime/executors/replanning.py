@@ -12,18 +12,22 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.growth import Growth
+from hetero_ee_kernels.pages import PAGE_TOKENS
 
 SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
 N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is given up
 TAKEN_BYTES = 2**29  # of VRAM: what this process takes besides tensors (kernels, graphs, libraries) stays below it
 GIB = 2**30
 Warn = Callable[[str], None]
+Replan = Callable[[int, int], Plan]
 
 
 class ReplanningExecutor(Executor):
-    """replan: a plan within so many bytes of GPU memory, 0 for none; None: errors are passed on. open_plan: makes it
-    ready; where memory is not available, a smaller one is opened. warn: is told in a sentence what was done.
-    reachable_bytes: GPU memory that other programs leave to this one, in use or not; None where there are no others.
+    """replan: a plan within so many bytes of GPU memory, 0 for none, and for so many tokens of context; None: errors
+    are passed on. open_plan: makes it ready; where memory is not available, a smaller one is opened. warn: is told in a
+    sentence what was done. reachable_bytes: GPU memory that other programs leave to this one, in use or not; None where
+    there are no others. growth: of a context that nobody asked for.
 
     A step that failed for want of the GPU's memory is repeated once, after the tokens of all open sequences have been
     read again: their bits do not depend on their batch. The CPU's memory is not the GPU's to make up for.
@@ -32,12 +36,13 @@ class ReplanningExecutor(Executor):
     def __init__(
         self,
         plan: Plan,
-        replan: Callable[[int], Plan] | None,
+        replan: Replan | None,
         open_plan: Callable[[Plan], PlannedExecutor],
         warn: Warn,
         reachable_bytes: Callable[[], int] | None = None,
+        growth: Growth | None = None,
     ) -> None:
-        self._replan, self._open, self._warn = replan, open_plan, warn
+        self._replan, self._open, self._warn, self.growth = replan, open_plan, warn, growth
         self._reachable_bytes = reachable_bytes
         self._token_ids: dict[int, list[int]] = {}  # by sequence: at least those that the cache holds
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
@@ -60,6 +65,7 @@ class ReplanningExecutor(Executor):
         """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
         self._refuse_lost(batch)
         if layers and not layers.start:
+            self._make_room(batch)
             self._remember(batch)
         return self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
 
@@ -70,6 +76,7 @@ class ReplanningExecutor(Executor):
         """See Executor.prompt. Chunks that the cache holds already are not computed again."""
         whole = Batch.joined(list(chunks))
         self._refuse_lost(whole)
+        self._make_room(whole)
         self._remember(whole)
 
         def prompt(inner: PlannedExecutor) -> Tensor:
@@ -77,6 +84,21 @@ class ReplanningExecutor(Executor):
             return inner.prompt(_missing(inner, whole), observe)
 
         return self._step(prompt)
+
+    def grow(self, n_tokens: int) -> int:
+        """See Executor.grow. The tokens of open sequences are read again; where there turns out to be no memory, by the
+        plan that was run before."""
+        former = self.plan
+        larger = None if self.growth is None else self.growth.larger(former, n_tokens)
+        if larger is not None and self.growth is not None:
+            lengths = self._lengths()
+            try:
+                self._change(larger, lengths, former)
+                self.growth.tell(former, self.plan)
+            except DeviceMemoryError:
+                self.growth.refused_tokens = n_tokens
+                self._change(former, lengths, former)
+        return self.cache.max_tokens
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.final_norm(x), hidden)
@@ -105,15 +127,31 @@ class ReplanningExecutor(Executor):
             if self._replan is None:
                 raise
             self._emptied |= set(self.cache.sequences)
-            self._change(self._replan(0), {sequence: [] for sequence in self.cache.sequences})
+            alone = self._replan(0, self.plan.context_tokens)
+            self._change(alone, {sequence: [] for sequence in self.cache.sequences})
             raise DeviceLostError(
                 f"{error} What was being generated is lost; from now on this runs on the CPU alone."
             ) from error
         # Not in the handler: the error's frames hold what the step had on the GPU.
-        lengths = {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
-        self._change(self._replan(_fewer_bytes(self.plan)), lengths)
+        smaller = self._replan(_fewer_bytes(self.plan), self.plan.context_tokens)
+        self._change(smaller, self._lengths())
         self._tell_of(problem)
         return action(self.inner, *self._within_reach(tensors))
+
+    def _lengths(self) -> dict[int, list[int]]:
+        """Of each open sequence, tokens that each layer holds."""
+        return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
+
+    def _make_room(self, batch: Batch) -> None:
+        """The context grows where all sequences together, as the GPU keeps them, are more tokens than it holds."""
+        if self.growth is None:
+            return
+        ends = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
+        for _, sequence, position in batch.entries():
+            ends[sequence] = max(ends.get(sequence, 0), position + 1)
+        n_pages = sum(-(-end // PAGE_TOKENS) for end in ends.values())
+        if n_pages > -(-self.cache.max_tokens // PAGE_TOKENS):
+            self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def _remember(self, batch: Batch) -> None:
         """The ids of tokens that are new in the first layer."""
@@ -136,27 +174,29 @@ class ReplanningExecutor(Executor):
             return list(tensors)
         return [None if x is None else x.cpu() for x in tensors]
 
-    def _use(self, inner: PlannedExecutor) -> None:
-        """inner: what runs the plan from now on."""
+    def _use(self, inner: PlannedExecutor, sequences: Iterable[int] = ()) -> None:
+        """inner: what runs the plan from now on, with these sequences, empty."""
         self.inner, self.cache = inner, inner.cache
         self.prompt_chunk_tokens, self.overlap = inner.prompt_chunk_tokens, inner.overlap
+        for sequence in sequences:
+            self.cache.open(sequence)
 
-    def _change(self, plan: Plan, lengths: dict[int, list[int]]) -> None:
+    def _change(self, plan: Plan, lengths: dict[int, list[int]], otherwise: Plan | None = None) -> None:
         """The plan's executor in place of the present one, with sequences that have passed its layers so far.
 
         lengths: of each sequence, tokens that each layer is to hold; none of those where this raises an error.
+        otherwise: opened where the plan can't be, None for one without the GPU.
         """
+        incomplete = {sequence for sequence, counts in lengths.items() if any(counts)}
+        self._emptied |= incomplete
         self.inner.close()
         try:
             inner, _ = self._opened(plan)
         except BaseException:
-            self._use(self._open(self._without_gpu(plan)))  # an engine that answers, whatever became of this text
+            inner = self._open(otherwise or self._without_gpu(plan))  # it answers, whatever became of this text
+            self._use(inner, lengths)
             raise
-        self._use(inner)
-        for sequence in lengths:
-            self.cache.open(sequence)
-        incomplete = {sequence for sequence, counts in lengths.items() if any(counts)}
-        self._emptied |= incomplete
+        self._use(inner, lengths)
         try:
             for sequence, counts in lengths.items():
                 self._read_again(sequence, counts)
@@ -177,7 +217,7 @@ class ReplanningExecutor(Executor):
                 self.inner.run(Batch.of_sequence(sequence, first, token_ids), None, range(n_layers))
 
     def _without_gpu(self, plan: Plan) -> Plan:
-        return self._replan(0) if self._replan is not None and _uses_gpu(plan) else plan
+        return plan if self._replan is None or not _uses_gpu(plan) else self._replan(0, plan.context_tokens)
 
     def _opened(self, plan: Plan) -> tuple[PlannedExecutor, str]:
         """The plan ready to run, else one that takes less, at last one without the GPU; and what stood in the way."""
@@ -189,8 +229,8 @@ class ReplanningExecutor(Executor):
                 if self._replan is None or not _other_plan_helps(plan, error):
                     raise
                 problem = problem or str(error)
-            plan = self._replan(_fewer_bytes(plan) if n_left else 0)  # not in the handler, see above
-            n_left -= 1
+            n_bytes, n_left = _fewer_bytes(plan) if n_left else 0, n_left - 1
+            plan = self._replan(n_bytes, plan.context_tokens)  # not in the handler, see above
 
     def _tell_of(self, problem: str) -> None:
         """What went wrong, and what was done."""

@@ -45,7 +45,7 @@ def open_draft_head(
     """
     head = read_draft_head(folder, executor.spec)
     lm_head = _lm_head_rows(executor, head.draft_token_ids)
-    layer: DraftHeadLayer = draft_head_layer(head, executor.cache.max_tokens, pool, lm_head)
+    layer: DraftHeadLayer = draft_head_layer(head, executor.most_tokens, pool, lm_head)
     if machine is not None:
         layer = PlacedDraftHead(layer, head.spec, machine, on_gpu=on_gpu)
     return DraftHeadSource(layer, executor, head.draft_token_ids, warn, on_gpu=on_gpu)

@@ -1,0 +1,141 @@
+"""The context of a plan where nobody asked for one: as long as it costs nothing, and how it grows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from hetero_ee.errors import UsageError
+from hetero_ee.planning.candidates import Candidate, best_candidate
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.problem import Problem
+from hetero_ee.planning.schedule import best_schedule
+
+USUAL_TOKENS = 4096  # a choice holds so many where it can
+LEAST_TOKENS = 256  # nothing shorter is tried
+FREE = 0.98  # of the rate with USUAL_TOKENS: a longer context that keeps it costs nothing
+GROWTHS = (2.0, 1.5, 1.25)  # once or more, the first that can be planned: large, since the text is read again
+AFTER = 1.125  # of what is needed, so that the text after a prompt does not need more at once
+ROUND_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A context's best candidate."""
+
+    candidate: Candidate
+    reason: str = ""  # for this context, where it was chosen and is not the model's own
+
+
+def best_in_context(problem: Problem, predict_at_tokens: int) -> Choice:
+    """predict_at_tokens: 0 for half the context. Raises UsageError where nothing fits."""
+    at_tokens = predict_at_tokens or max(1, problem.context_tokens // 2)
+    return Choice(best_candidate(problem, at_tokens))
+
+
+def best_context(problem: Problem, predict_at_tokens: int) -> Choice:
+    """The longest context, up to the problem's, that costs no speed; found by bisection, since each takes a plan.
+
+    Speed is that of the text at one depth. Raises UsageError where no context fits.
+    """
+    whole = problem.context_tokens
+    usual = min(whole, USUAL_TOKENS)
+    contexts = _Contexts(problem, predict_at_tokens, predict_at_tokens or max(1, usual // 2))
+    least, smaller = contexts.at(usual), usual
+    while least is None and smaller > LEAST_TOKENS:
+        smaller //= 2
+        least = contexts.at(smaller)
+    if least is None:
+        assert contexts.refusal is not None, "what has no plan was refused"
+        raise contexts.refusal
+    longest = _longest([smaller, *_doublings(usual, whole)], lambda size: contexts.keeps_speed(size, least))
+    chosen = contexts.at(longest)
+    assert chosen is not None, "what does not fit keeps no speed"
+    return chosen if longest == whole else replace(chosen, reason=contexts.reason(chosen))
+
+
+def grown(plan_for: Callable[[int], Plan], present_tokens: int, n_tokens: int, most_tokens: int) -> Plan | None:
+    """A plan for n_tokens at least, in place of one for present_tokens, and most_tokens at most; None where none fits.
+
+    plan_for: the plan for a context, or a UsageError.
+    """
+    if n_tokens > most_tokens:
+        return None
+    wanted = [_grown_by(growth, present_tokens, AFTER * n_tokens) for growth in GROWTHS]
+    rounded = [-(-size // ROUND_TOKENS) * ROUND_TOKENS for size in (*wanted, n_tokens)]
+    for size in dict.fromkeys(min(most_tokens, size) for size in rounded):
+        try:
+            return plan_for(size)
+        except UsageError:
+            continue
+    return None
+
+
+class _Contexts:
+    """Plans of one problem for different contexts, each made once. Rates hold for a text after at_tokens."""
+
+    def __init__(self, problem: Problem, predict_at_tokens: int, at_tokens: int) -> None:
+        self._problem, self._predict_at_tokens, self._at_tokens = problem, predict_at_tokens, at_tokens
+        self._known: dict[int, Choice | None] = {}
+        self.refusal: UsageError | None = None  # the latest
+
+    def at(self, context_tokens: int) -> Choice | None:
+        """None where nothing fits."""
+        if context_tokens not in self._known:
+            self._known[context_tokens] = self._made(replace(self._problem, context_tokens=context_tokens))
+        return self._known[context_tokens]
+
+    def keeps_speed(self, context_tokens: int, least: Choice) -> bool:
+        """Whether this context costs nothing beside the least."""
+        found = self.at(context_tokens)
+        return found is not None and self._rate(found) >= FREE * self._rate(least)
+
+    def reason(self, chosen: Choice) -> str:
+        """Why this context and not all of it."""
+        whole = self.at(self._problem.context_tokens)
+        cost = "does not fit"
+        if whole is not None:
+            cost = f"would run at {self._rate(whole):.3g} instead of {self._rate(chosen):.3g} tokens/s"
+        return (
+            f"Context {chosen.candidate.problem.context_tokens:,} tokens, chosen because -c "
+            f"{self._problem.context_tokens}, the model's own, {cost}; without -c it grows when a text needs it."
+        )
+
+    def _made(self, problem: Problem) -> Choice | None:
+        try:
+            return best_in_context(problem, self._predict_at_tokens)
+        except UsageError as refusal:
+            self.refusal = refusal
+            return None
+
+    def _rate(self, found: Choice) -> float:
+        """Tokens per second of a text, at a depth that all contexts share."""
+        schedule = found.candidate.schedule
+        if found.candidate.context_tokens != self._at_tokens:
+            schedule = best_schedule(found.candidate.problem, found.candidate.decode, self._at_tokens)
+        return 1 / schedule.step.seconds_per_token
+
+
+def _grown_by(growth: float, n_tokens: int, at_least: float) -> int:
+    while n_tokens < at_least:
+        n_tokens = ceil(growth * n_tokens)
+    return n_tokens
+
+
+def _doublings(first: int, last: int) -> list[int]:
+    """Twice the first, four times and so on, and the last."""
+    sizes = []
+    while first < last:
+        first = min(2 * first, last)
+        sizes.append(first)
+    return sizes
+
+
+def _longest(sizes: Sequence[int], is_free: Callable[[int], bool]) -> int:
+    """The last size that is free, by bisection; the first one is, and the last is asked first."""
+    low, high = 0, len(sizes) - 1
+    if is_free(sizes[high]):
+        return sizes[high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_free(sizes[middle]) else (low, middle)
+    return sizes[low]
