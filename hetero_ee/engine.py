@@ -21,6 +21,7 @@ from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.resolve import resolve_model
+from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -132,7 +133,8 @@ class Engine:
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         loaded = _load(folder, quantizer, threads, progress)
-        n_tokens, warn = _context_tokens(loaded.spec, context_tokens), warner(progress)
+        warn = warner(progress)
+        n_tokens = _context_tokens(loaded.spec, context_tokens, warn)
         placement = request.placement(loaded.spec, folder, n_tokens)
         if placement is None:
             executor = open_on_cpu(loaded.spec, loaded.weights, n_tokens, threads, progress)
@@ -346,9 +348,9 @@ def _check_options(quantizer: str | None, context_tokens: int, threads: int) -> 
             raise UsageError(f"{name} is {value!r}; expected a whole number from 0 (automatic) to {largest}.")
 
 
-def _context_tokens(spec: ModelSpec, asked: int) -> int:
-    if spec.context_is_fixed and asked > spec.max_context_tokens:
-        raise UsageError(f"context size {asked} is beyond the {spec.max_context_tokens} positions this model has.")
+def _context_tokens(spec: ModelSpec, asked: int, warn: Callable[[str], None]) -> int:
+    check_context(spec, asked)
+    warn_of_context(spec, asked, warn)
     return asked or spec.max_context_tokens
 
 
