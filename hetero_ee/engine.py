@@ -14,7 +14,7 @@ from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
+from hetero_ee.decoding.generation_defaults import GenerationDefaults
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
@@ -359,8 +359,8 @@ def _load(folder: Path, quantizer: str | None, threads: int, progress: Progress 
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec = read_spec(folder)
     tokenizer = Tokenizer.load(folder, spec.vocab_size)
-    hf_generation = generation_config(folder)
-    sampling = default_sampling(hf_generation, folder)
+    defaults = GenerationDefaults.read(folder)
+    sampling = defaults.sampling()
     calibrations = None
     if manifest is not None:
         weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
@@ -370,4 +370,5 @@ def _load(folder: Path, quantizer: str | None, threads: int, progress: Progress 
         quantization = Quantization.of_model(folder, quantizer)
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
-    return _Model(spec, tokenizer, sampling, eos_token_ids(hf_generation, folder, tokenizer), weights, calibrations)
+    defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
+    return _Model(spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)

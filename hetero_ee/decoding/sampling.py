@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.decoding import generation_keys
 from hetero_ee.errors import HeteroError, UsageError, shown
 
 Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
@@ -62,12 +63,14 @@ class SamplingParams:
     def from_hf(cls, generation_config: Any) -> Self:
         """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
 
-        transformers keeps 50 candidates where top_k is unset, we keep all. Beams are not offered, end tokens are the
-        engine's to read. Raises UsageError.
+        transformers keeps 50 candidates where top_k is unset, we keep all. End tokens are the engine's to read. Raises
+        UsageError, for beams and whatever else is not offered too.
         """
         if not isinstance(generation_config, Mapping) and not hasattr(generation_config, "to_dict"):
             raise UsageError(f"expected a GenerationConfig or a dict, got {type(generation_config).__name__}.")
         values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
+        if asked := generation_keys.ignored(values):
+            raise UsageError(f"the generation configuration asks for {asked}, which is not offered; leave it out.")
         sampled = False if values.get("do_sample") is None else values["do_sample"]
         _require_flag("do_sample", sampled)
         chosen: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
