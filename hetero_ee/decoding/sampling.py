@@ -51,11 +51,11 @@ class SamplingParams:
         _require_flag("ignore_eos", self.ignore_eos)
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        if len(self.stop) > MAX_STOP_STRINGS or not all(_is_stop_string(text) for text in self.stop):
-            raise UsageError(
-                f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}, "
-                f"each of 1 to {MAX_STOP_CHARACTERS} characters."
-            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise UsageError(f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}.")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise UsageError(f"stop holds {shown(text)}; expected text of 1 to {MAX_STOP_CHARACTERS} characters.")
         for token_id in self.stop_token_ids:
             _require_whole("stop_token_ids", token_id, 0, 2**31)
 
@@ -212,10 +212,6 @@ def _best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
     for first, last in edges.reshape(-1, 2):
         order[first : last + 1].sort()
     return order
-
-
-def _is_stop_string(text: Any) -> bool:
-    return isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARACTERS
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:

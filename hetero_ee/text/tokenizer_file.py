@@ -5,6 +5,7 @@ The library does whatever tokenizer.json says: forty replacements of one letter 
 
 import base64
 import binascii
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ _GROWTH = {
     ),
     1,
 )
+
+
+def check_converted(backend: Any, folder: Path) -> None:
+    """Raises ModelError for a tokenizer made of other files than tokenizer.json whose stages would be refused there."""
+    made = getattr(backend, "backend_tokenizer", None)  # classes in pure Python have none
+    try:
+        stages = {name: getattr(made, name, None) for name in STAGES}
+        _check_stages({name: json.loads(stage.__getstate__()) for name, stage in stages.items() if stage is not None})
+    except RefusedError as error:
+        raise ModelError(f"the tokenizer in {folder} can't be used ({error}).") from error
 
 
 def check_tokenizer_files(folder: Path) -> None:
