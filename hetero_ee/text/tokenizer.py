@@ -39,6 +39,8 @@ class Tokenizer:
 
         with_special_tokens: False adds none, for text that has its own, as a chat template's does.
         """
+        if not isinstance(text, str):
+            raise UsageError(f"a prompt is a string, got {type(text).__name__}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
