@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
-from hetero_ee.decoding.generation_defaults import default_sampling, eos_token_ids, generation_config
+from hetero_ee.decoding.generation_defaults import GenerationDefaults
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
 from hetero_ee.profiling.automatic import automatic_profile
@@ -72,8 +73,8 @@ def read_model(folder: Path, quantizer: str | None, threads: int, progress: Prog
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec = read_spec(folder)
     tokenizer = Tokenizer.load(folder, spec.vocab_size)
-    hf_generation = generation_config(folder)
-    sampling = default_sampling(hf_generation, folder)
+    defaults = GenerationDefaults.read(folder)
+    sampling = defaults.sampling()
     calibrations = None
     if manifest is not None:
         weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
@@ -83,8 +84,8 @@ def read_model(folder: Path, quantizer: str | None, threads: int, progress: Prog
         quantization = Quantization.of_model(folder, quantizer)
         _, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer)
-    eos_ids = eos_token_ids(hf_generation, folder, tokenizer)
-    return ModelFiles(folder, spec, tokenizer, sampling, eos_ids, weights, calibrations)
+    defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
+    return ModelFiles(folder, spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)
 
 
 def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progress: Progress | None) -> OpenModel:
@@ -93,7 +94,9 @@ def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progr
     Raises UsageError, ModelError, StoreError or DeviceMemoryError, but none for a plan that nobody asked for.
     """
     warn = warner(progress)
-    n_tokens = _context_tokens(files.spec, request.context_tokens)
+    check_context(files.spec, request.context_tokens)
+    warn_of_context(files.spec, request.context_tokens, warn)
+    n_tokens = request.context_tokens or files.spec.max_context_tokens
     if request.is_asked:
         model = _placed(files, request, threads, progress)
     elif files.weights.quantizer == UNQUANTIZED:  # profiles are of int4 weights
@@ -132,12 +135,6 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         opened.executor.close()
         raise
     return OpenModel(files, opened.executor, threads, opened, drafting)
-
-
-def _context_tokens(spec: ModelSpec, asked: int) -> int:
-    if spec.context_is_fixed and asked > spec.max_context_tokens:
-        raise UsageError(f"context_tokens {asked} is beyond the {spec.max_context_tokens} positions this model has.")
-    return asked or spec.max_context_tokens
 
 
 def warner(progress: Progress | None) -> Warn:

@@ -89,7 +89,7 @@ class Conversation:
     @system.setter
     def system(self, text: str | None) -> None:
         self._end_reply()
-        system = (_message("system", text),) if text else ()
+        system = () if text is None or text == "" else (_message("system", text),)
         self._template.render([*system, Message("user", "?")])
         self._system = system
 

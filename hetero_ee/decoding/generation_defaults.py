@@ -1,37 +1,52 @@
 """What a model's files say of how to generate with it: sampling and the tokens that end a text."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from hetero_ee.decoding import generation_keys
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.text.tokenizer import Tokenizer
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json, empty where there is none. Raises ModelError."""
-    file = find_file(folder, "generation_config.json")
-    return read_config_file(file) if file else {}
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """generation_config.json; where there is none config.json, which held the same fields and still counts there."""
 
+    file: Path
+    values: Mapping[str, Any]
 
-def default_sampling(hf_generation: dict[str, Any], folder: Path) -> SamplingParams:
-    """As it says. Raises ModelError for values that make no sense."""
-    try:
-        return SamplingParams.from_hf(hf_generation)
-    except UsageError as error:
-        raise ModelError(f"{folder / 'generation_config.json'}: {error}") from error
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ModelError."""
+        file = find_file(folder, "generation_config.json") or folder / CONFIG_FILE
+        return cls(file, read_config_file(file))
 
+    def sampling(self) -> SamplingParams:
+        """As it says, as far as that is offered. Raises ModelError for values that make no sense."""
+        try:
+            return SamplingParams.from_hf({k: v for k, v in self.values.items() if k not in generation_keys.ALL})
+        except UsageError as error:
+            raise ModelError(f"{self.file}: {error}") from error
 
-def eos_token_ids(hf_generation: dict[str, Any], folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The first that names any: generation_config.json, config.json, the tokenizer."""
-    for named in (
-        hf_generation.get("eos_token_id"),
-        read_config_file(folder).get("eos_token_id"),
-        tokenizer.eos_token_id,
-    ):
-        ids = named if isinstance(named, list) else [named]
-        if any(isinstance(token_id, int) for token_id in ids):
-            return frozenset(token_id for token_id in ids if isinstance(token_id, int))
-    return frozenset()
+    def warn_of_ignored(self, context_tokens: int, warn: Callable[[str], None]) -> None:
+        """Says what of it is not offered. context_tokens: the model's own."""
+        if asked := generation_keys.ignored(self.values, context_tokens):
+            warn(
+                f"{self.file.name} asks for {asked}, which hetero_ee does not do; the text may differ from "
+                "that of transformers."
+            )
+
+    def eos_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The first that names any: generation_config.json, config.json, the tokenizer."""
+        in_config = read_config_file(self.file.parent).get("eos_token_id")
+        for named in (self.values.get("eos_token_id"), in_config, tokenizer.eos_token_id):
+            ids = named if isinstance(named, list) else [named]
+            if any(isinstance(token_id, int) for token_id in ids):
+                return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+        return frozenset()

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hetero_ee.decoding import generation_keys
 from hetero_ee.errors import HeteroError, UsageError, meant, shown
 
 Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
@@ -50,11 +51,11 @@ class SamplingParams:
         _require_flag("ignore_eos", self.ignore_eos)
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        if len(self.stop) > MAX_STOP_STRINGS or not all(_is_stop_string(text) for text in self.stop):
-            raise UsageError(
-                f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}, "
-                f"each of 1 to {MAX_STOP_CHARACTERS} characters."
-            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise UsageError(f"stop holds {len(self.stop)} strings; expected at most {MAX_STOP_STRINGS}.")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise UsageError(f"stop holds {shown(text)}; expected text of 1 to {MAX_STOP_CHARACTERS} characters.")
         for token_id in self.stop_token_ids:
             _require_whole("stop_token_ids", token_id, 0, 2**31)
 
@@ -77,12 +78,14 @@ class SamplingParams:
     def from_hf(cls, generation_config: Any) -> Self:
         """Reads a Hugging Face GenerationConfig (object or dict); unset fields keep our defaults.
 
-        transformers keeps 50 candidates where top_k is unset, we keep all. Beams are not offered, end tokens are the
-        engine's to read. Raises UsageError.
+        transformers keeps 50 candidates where top_k is unset, we keep all. End tokens are the engine's to read. Raises
+        UsageError, for beams and whatever else is not offered too.
         """
         if not isinstance(generation_config, Mapping) and not hasattr(generation_config, "to_dict"):
             raise UsageError(f"expected a GenerationConfig or a dict, got {type(generation_config).__name__}.")
         values = generation_config if isinstance(generation_config, Mapping) else generation_config.to_dict()
+        if asked := generation_keys.ignored(values):
+            raise UsageError(f"the generation configuration asks for {asked}, which is not offered; leave it out.")
         sampled = False if values.get("do_sample") is None else values["do_sample"]
         _require_flag("do_sample", sampled)
         chosen: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
@@ -242,10 +245,6 @@ def _check_names(names: Iterable[Any], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise UsageError(f"{shown(name)} is not a sampling parameter; {meant(str(name), known)}")
-
-
-def _is_stop_string(text: Any) -> bool:
-    return isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARACTERS
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:

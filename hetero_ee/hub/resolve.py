@@ -35,6 +35,8 @@ def resolve_model(
     be used is refused alike, and a cache that holds a whole model keeps naming that one.
     Raises UsageError, ModelError, CheckpointError or DiskFullError.
     """
+    if not isinstance(offline, bool):
+        raise UsageError(f"offline is {shown(offline)}; expected True or False.")
     folder = local_folder(model)
     if folder is None:
         model_id = ModelId(str(model)) if revision is None else ModelId(str(model), revision)

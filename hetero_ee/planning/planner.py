@@ -6,6 +6,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import cpu_alone_s
 from hetero_ee.planning.context import best_context, best_in_context
@@ -69,11 +70,7 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
         raise UsageError(
             f"the plan exits after layer {shown(made.exit_layer)} and the model has {spec.n_layers}; make a new one."
         )
-    if spec.context_is_fixed and made.context_tokens > spec.max_context_tokens:
-        raise UsageError(
-            f"the plan's context of {made.context_tokens} tokens is beyond the {spec.max_context_tokens} positions "
-            "this model has; make a new one."
-        )
+    check_context(spec, made.context_tokens, "the plan's context of")
     expected = [(part.name, part.layer) for part in model_parts(spec, made.kv_type)]
     found = [(part.name, part.layer) for part in made.parts]
     if found != expected:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import Part, model_parts
@@ -96,8 +97,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
             "says its acceptance, drop --mode exact, or for a plan on paper try hetero-ee plan --published-exits."
         )
     context = limits.context_tokens or spec.max_context_tokens
-    if spec.context_is_fixed and context > spec.max_context_tokens:
-        raise UsageError(f"context size {context} is beyond the {spec.max_context_tokens} positions this model has.")
+    check_context(spec, context)
     parts = tuple(model_parts(spec, limits.kv_type))
     _check_overrides(limits, parts)
     return Problem(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_ee.errors import ModelError, shown
+from hetero_ee.errors import ModelError, UsageError, shown
 
 RENDERER = Path(__file__).with_name("template_renderer.py")
 MAX_MESSAGE_CHARACTERS = 2**20  # of one user's message
@@ -47,12 +47,15 @@ DEFAULT_LIMITS = RenderingLimits()
 class ChatTemplate:
     """One template and the process that renders it, which starts with the first rendering and ends with close().
 
-    special_tokens: the tokenizer's, by name (bos_token, eos_token, ...). Raises ModelError if the template is too long.
+    special_tokens: the tokenizer's, by name (bos_token, eos_token, ...). Raises ModelError if the template is too long,
+    UsageError where it is no text.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], limits: RenderingLimits = DEFAULT_LIMITS
     ) -> None:
+        if not isinstance(source, str):
+            raise UsageError(f"the chat template is {shown(source)}; expected a string.")
         if len(source) > limits.template_characters:
             raise ModelError(
                 f"the chat template has {len(source)} characters; at most {limits.template_characters} are supported."

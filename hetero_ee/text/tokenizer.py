@@ -8,7 +8,8 @@ from typing import Any
 
 from hetero_ee.errors import ModelError, UsageError, shown
 from hetero_ee.hub.model_files import require_tokenizer
-from hetero_ee.text.tokenizer_file import check_tokenizer_files
+from hetero_ee.text.sentencepiece_file import check_sentencepiece
+from hetero_ee.text.tokenizer_file import check_converted, check_tokenizer_files
 
 # These two classes read tokenizer.json as it is. Bypassing AutoTokenizer saves 1.5 s of imports at every start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
@@ -26,8 +27,11 @@ class Tokenizer:
         """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
         require_tokenizer(folder)
         check_tokenizer_files(folder)
+        check_sentencepiece(folder)
         with _model_errors(f"the tokenizer in {folder} can't be read"):
             backend = _load_backend(folder)
+        if not _has_tokenizer_json(folder):
+            check_converted(backend, folder)
         return cls(backend, vocab_size)
 
     def encode(self, text: str, *, with_special_tokens: bool = True) -> list[int]:
@@ -35,6 +39,8 @@ class Tokenizer:
 
         with_special_tokens: False adds none, for text that has its own, as a chat template's does.
         """
+        if not isinstance(text, str):
+            raise UsageError(f"a prompt is a string, got {type(text).__name__}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -76,12 +82,16 @@ class Tokenizer:
         return template
 
 
+def _has_tokenizer_json(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
+
+
 def _load_backend(folder: Path) -> Any:
     import transformers
 
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and (folder / "tokenizer.json").is_file()
+    is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and _has_tokenizer_json(folder)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

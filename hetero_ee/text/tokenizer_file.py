@@ -5,6 +5,7 @@ The library does whatever tokenizer.json says: forty replacements of one letter 
 
 import base64
 import binascii
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ READ_FILES = (
 TEMPLATE_FOLDER = "additional_chat_templates"
 # In tokenizer_config.json these would name other files, or another vocabulary than tokenizer.json's.
 FOREIGN_FIELDS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "tokenizer_object", "vocab")
+# Of the files that a tokenizer's settings may name, one that only older releases wrote and nobody opens.
+UNUSED_FILE_FIELD = "special_tokens_map_file"
+TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")  # beside bos_token and the like
+TOKEN_FIELDS = {"content", "lstrip", "rstrip", "normalized", "single_word", "special"}
 STAGES = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
@@ -56,6 +61,16 @@ _GROWTH = {
     ),
     1,
 )
+
+
+def check_converted(backend: Any, folder: Path) -> None:
+    """Raises ModelError for a tokenizer made of other files than tokenizer.json whose stages would be refused there."""
+    made = getattr(backend, "backend_tokenizer", None)  # classes in pure Python have none
+    try:
+        stages = {name: getattr(made, name, None) for name in STAGES}
+        _check_stages({name: json.loads(stage.__getstate__()) for name, stage in stages.items() if stage is not None})
+    except RefusedError as error:
+        raise ModelError(f"the tokenizer in {folder} can't be used ({error}).") from error
 
 
 def check_tokenizer_files(folder: Path) -> None:
@@ -94,24 +109,36 @@ def _check_json(name: str, values: Any) -> None:
     if not isinstance(values, dict):
         return  # its reader refuses it
     if name == "tokenizer_config.json":
-        for field in FOREIGN_FIELDS:
-            if values.get(field):
-                raise RefusedError(f"field {field} is not supported")
+        for field, value in values.items():
+            if value and (field in FOREIGN_FIELDS or (field.endswith("_file") and field != UNUSED_FILE_FIELD)):
+                raise RefusedError(f"field {shown(field)} is not supported")
         _check_ids(values.get("added_tokens_decoder"))
+    if name == "special_tokens_map.json":  # whose fields become the tokenizer's arguments, its files' names too
+        for field in values:
+            if not field.endswith("_token") and field not in TOKEN_LISTS:
+                raise RefusedError(f"field {shown(field)} is not supported")
     if name == "tokenizer.json":
+        _check_model(values.get("model"))
         _check_stages(values)
         values = {"added_tokens": values.get("added_tokens")}  # not the vocabulary
-    for value in values.values():  # special tokens, alone or in lists and objects
+    for field, value in values.items():  # special tokens, alone or in lists and objects
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        for token in (value, *inner):
-            _check_token(token)
+        _check_token(value, {"__type"} if name == "tokenizer_config.json" else set())
+        for token in inner:
+            _check_token(token, {"id"} if field == "added_tokens" else set())
 
 
-def _check_token(token: Any) -> None:
+def _check_token(token: Any, more_fields: set[str]) -> None:
     """The library prints the names of unknown fields, unescaped, to standard output."""
     for field in token if isinstance(token, dict) and isinstance(token.get("content"), str) else ():
-        if not field.isidentifier():
+        if field not in TOKEN_FIELDS | more_fields:
             raise RefusedError(f"a token has a field {shown(field)}, which is not supported")
+
+
+def _check_model(model: Any) -> None:
+    """Merges that are left out by chance, as in training, would give one prompt many encodings."""
+    if isinstance(model, dict) and model.get("dropout"):
+        raise RefusedError(f"its dropout is {shown(model['dropout'])}, which is not supported")
 
 
 def _check_ids(decoder: Any) -> None:

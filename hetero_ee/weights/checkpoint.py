@@ -51,6 +51,7 @@ class Checkpoint:
         self.files = weight_files(folder)
         self._parts, self._family = checkpoint_parts(spec), FAMILIES[spec.architecture]
         self._located = self._locate_tensors()  # reads all headers before any file is mapped
+        self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
         self._four_bit = self._four_bit_matrices()
         self._check_shapes()
@@ -143,16 +144,22 @@ class Checkpoint:
             return located
         return {name if name.startswith(head_name) else prefix + name: found for name, found in located.items()}
 
+    def _use_saved_head(self) -> None:
+        """A tied model may have saved its head alone, which then is the embedding too, as it is for transformers."""
+        [embedding], head_name = self._parts["embedding.tokens"], self._family.head_name
+        if self.spec.tied_head and embedding.hf_name not in self._located and head_name in self._located:
+            self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
+
     def _check_tied_head(self) -> None:
-        """A tied model may have saved its head too; with other values than the embedding's, which one counts?"""
-        name = self._family.head_name
-        if not self.spec.tied_head or name not in self._located:
+        """A tied model may have saved both. transformers unties them where their values differ; here config.json must
+        say so, which all else goes by."""
+        [embedding], name = self._parts["embedding.tokens"], self._family.head_name
+        if not self.spec.tied_head or name not in self._located or embedding.hf_name == name:
             return
-        [embedding] = self._parts["embedding.tokens"]
         if not torch.equal(self._read(Part(name, embedding.shape)), self._read(embedding)):
             raise CheckpointError(
                 f"{self.folder}: config.json ties the head to the embedding, but {name} holds other values; "
-                "set tie_word_embeddings to false in config.json, or remove that tensor."
+                "set tie_word_embeddings to false in config.json to use both, as transformers does."
             )
 
     def _check_shapes(self) -> None:

@@ -133,7 +133,7 @@ TENSORS: dict[str, tuple[Spoil, str]] = {
         "expected [33554432, 48]",
     ),
     "half the key heads": (edit_json(CONFIG, lambda c: c.update(num_key_value_heads=1)), "k_proj.weight is [16, 48]"),
-    "head tied and other": (edit_json(CONFIG, lambda c: c.update(tie_word_embeddings=True)), "holds other values"),
+    "head tied and other": (edit_json(CONFIG, lambda c: c.update(tie_word_embeddings=True)), "to use both"),
     "biases promised": (edit_json(CONFIG, lambda c: c.update(attention_bias=True)), "bias"),
     "transposed": (tensors(lambda v: v.update({DOWN: v[DOWN].T.contiguous()})), "is [76, 48], expected [48, 76]"),
     "flat": (tensors(lambda v: v.update({DOWN: v[DOWN].flatten()})), "is [3648], expected [48, 76]"),

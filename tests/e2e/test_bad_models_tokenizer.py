@@ -71,6 +71,10 @@ def settings(**changes: Any) -> Spoil:
     return edit_json(TOKENIZER_CONFIG, lambda values: values.update(changes))
 
 
+def special(**fields: Any) -> Spoil:
+    return content("special_tokens_map.json", json.dumps(fields).encode())
+
+
 DOUBLED = replace({"String": "a"}, "aa")
 PREPENDED = {"type": "Prepend", "prepend": "x" * 50}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -186,6 +190,26 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "an added token with such a field": (stage("added_tokens", [{"id": 5, "content": "x", "\n": 1}]), "has a field"),
     "a class that is a number": (settings(tokenizer_class=7), "can't be read"),
     "an end token that is a list": (settings(eos_token=["</s>"]), "can't be read"),
+    "settings that name a vocabulary file": (settings(vocab_file="/etc/passwd"), "field 'vocab_file' is not supported"),
+    "settings that name a tokenizer": (settings(tokenizer_file="../other.json"), "field 'tokenizer_file'"),
+    "special tokens that name a tokenizer": (special(tokenizer_file="/tmp/other.json"), "field 'tokenizer_file'"),
+    "special tokens that name a vocabulary": (special(vocab_file="x", merges_file="y"), "field 'vocab_file'"),
+    "special tokens that name code": (special(auto_map={"AutoTokenizer": "evil.Evil"}), "field 'auto_map'"),
+    "special tokens that name an object": (special(tokenizer_object={"a": 1}), "field 'tokenizer_object'"),
+    "special tokens with a field that rings": (special(**{"\x07\x1b[2J": 1}), "field '\\x07\\x1b[2J'"),
+    "a special token with a field that would be printed": (
+        special(eos_token={"content": "</s>", "colour": "red"}),
+        "a token has a field 'colour'",
+    ),
+    "a listed token with such a field": (
+        special(additional_special_tokens=[{"content": "</s>", "__type": "AddedToken"}]),
+        "a token has a field '__type'",
+    ),
+    "an added token with a field that would be printed": (
+        stage("added_tokens", [{"id": 5, "content": "x", "colour": "red"}]),
+        "a token has a field 'colour'",
+    ),
+    "merges dropped by chance": (model(dropout=0.5), "its dropout is 0.5"),
     "special tokens that are a list": (content("special_tokens_map.json", b"[1]"), "can't be read"),
     "special tokens cut": (content("special_tokens_map.json", b"{"), "not valid JSON"),
     "added tokens cut": (content("added_tokens.json", b'{"x"'), "not valid JSON"),
@@ -210,6 +234,15 @@ HARMLESS: dict[str, Spoil] = {
     ),
     "Llama 3's expression": split(LLAMA3_SPLIT),
     "tokens called like fields": model_tokens("content", "type", "single word"),
+    "no dropout": model(dropout=0.0),
+    "files that older releases named": settings(special_tokens_map_file="/root/map.json", tokenizer_file=None),
+    "special tokens as they are in the wild": special(
+        bos_token="<s>",
+        eos_token={"content": "</s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False},
+        image_token="</s>",
+        additional_special_tokens=["<s>", "</s>"],
+    ),
+    "a token with its type": settings(eos_token={"__type": "AddedToken", "content": "</s>", "normalized": False}),
     "a class nobody knows": settings(tokenizer_class="Evil"),
     "windows line ends": lambda folder: (folder / TOKENIZER).write_text(
         json.dumps(json.loads((folder / TOKENIZER).read_text()), indent=1).replace("\n", "\r\n")
@@ -225,10 +258,12 @@ def test_a_bad_tokenizer_is_refused(own_tiny: Path, cache: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_an_odd_tokenizer_counts_its_tokens(own_tiny: Path, name: str) -> None:
+def test_an_odd_tokenizer_counts_its_tokens(own_tiny: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """And nothing is printed."""
     HARMLESS[name](own_tiny)
     with Engine.from_pretrained(own_tiny, quantizer="none", threads=1) as engine:
         assert 0 < engine.count_tokens("Once upon a time") < 40
+    assert capfd.readouterr().out == ""
 
 
 def test_what_the_library_gives_up_on_is_a_typed_error(own_tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,6 +364,31 @@ def test_a_tied_head_may_be_saved_too(tmp_path: Path) -> None:
     assert same(load(folder), expected) and "head.tokens" not in expected
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "opt"])
+def test_a_tied_head_may_be_saved_alone(family: str, tmp_path: Path) -> None:
+    """transformers takes it for the embedding too."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_checkpoint(random_model(family, num_hidden_layers=1), tmp_path)
+    expected = load(folder)
+    embedding = "model.decoder.embed_tokens.weight" if family == "opt" else "model.embed_tokens.weight"
+    edit(folder, lambda tensors: tensors.update({HEAD: tensors.pop(embedding)}))
+    assert same(load(folder), expected)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+    assert torch.equal(theirs, expected["embedding.tokens"])
+
+
+def test_a_tied_model_without_embedding_and_head_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(random_model("llama-tied", num_hidden_layers=1), tmp_path)
+    edit(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    assert "lacks tensors: model.embed_tokens.weight" in refusal(folder)
+
+
+def test_a_head_alone_is_not_enough_where_nothing_is_tied(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    assert "lacks tensors: model.embed_tokens.weight" in refusal(folder)
+
+
 def test_an_untied_head_must_be_there(folder: Path) -> None:
     edit(folder, lambda tensors: tensors.pop(HEAD))
     assert HEAD in refusal(folder)

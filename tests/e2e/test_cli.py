@@ -167,7 +167,7 @@ def test_unusable_prompts(
         (["--seed", "-1"], "seed is -1"),
         (["--seed", str(2**64)], "seed is 18446744073709551616"),
         (["-n", "0"], "max_new_tokens is 0"),
-        (["--stop", ""], "stop holds 1 strings"),
+        (["--stop", ""], "stop holds ''; expected text of 1 to 1000"),
         (["--quantizer", "int3"], "quantizer is 'int3'; expected one of codebook, search, rtn, nf4, none"),
         (["-t", "-1"], "threads is -1"),
         (["-c", "-5"], "--ctx-size is -5"),

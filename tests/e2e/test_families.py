@@ -110,6 +110,31 @@ def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
     assert torch.equal(executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0]), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("place", ["of its own", "in rope_parameters"])
+def test_a_part_of_the_features_turns_only_where_it_does_for_transformers(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    """Of these families only Phi-3 heeds partial_rotary_factor."""
+    import transformers
+
+    save_checkpoint(random_model(name), tmp_path)
+    whole = read_spec(tmp_path).rope
+    part = {"partial_rotary_factor": 0.5}
+    if place == "in rope_parameters":
+        edit_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 500.0} | part)
+    else:
+        edit_config(tmp_path, rope_parameters=None, **part)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected_tokens, expected = reference_greedy(model, PROMPT, N_DECODED)
+    tokens, steps = greedy(executor_of(tmp_path), [PROMPT], N_DECODED)
+    assert tokens[0] == expected_tokens
+    assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    spec = read_spec(tmp_path)
+    assert whole is not None and spec.rope is not None
+    assert (spec.rope.n_features == whole.n_features) == (name != "phi3")
+
+
 def test_prosparse_matches_a_llama_whose_activation_has_a_threshold(tmp_path: Path) -> None:
     """transformers has no such class, so its Llama gets the activation of arXiv 2402.13516: x from 0.6 on, else 0."""
     model = random_model("llama-relu")

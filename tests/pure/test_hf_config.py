@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import transformers
 
-from hetero_ee.errors import ModelError
+from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from tests.families import FAMILIES, config_of
@@ -203,7 +204,9 @@ MALFORMED: list[tuple[dict[str, Any], str, list[Any]]] = [
     (LLAMA | {"hidden_act": "fatrelu"}, "hidden_act_param", NO_NUMBERS),
     (LLAMA, "rms_norm_eps", NO_NUMBERS),
     (LLAMA, "rope_theta", [*NO_NUMBERS, 0, 1e-300]),
-    (LLAMA, "partial_rotary_factor", [*NO_NUMBERS, 0, 0.1, 2]),
+    (LLAMA, "partial_rotary_factor", NO_NUMBERS),
+    (LLAMA | {"rope_scaling": LINEAR}, "partial_rotary_factor", [*NO_NUMBERS, 0, 0.1, 0.5, 2]),
+    (required("Phi3"), "partial_rotary_factor", [*NO_NUMBERS, 0, 0.001, 2]),
     *((LLAMA, name, NO_FLAGS) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")),
     *((OPT, name, NO_FLAGS) for name in ("enable_bias", "do_layer_norm_before", "_remove_final_layer_norm")),
     (OPT, "layer_norm_elementwise_affine", NO_FLAGS),
@@ -254,6 +257,10 @@ def test_longrope_needs_a_factor_for_every_pair() -> None:
     good = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     spec = read_spec(LLAMA | {"rope_parameters": good | {"original_max_position_embeddings": 20}, "head_dim": 32})
     assert spec.max_context_tokens == 20 and spec.context_is_fixed
+    with pytest.raises(UsageError, match=r"21 is beyond the 20 positions \(original_max_position_embeddings\)"):
+        check_context(spec, 21)
+    spec = read_spec(LLAMA | {"rope_parameters": good, "head_dim": 32})  # no more than it has in all
+    assert spec.max_context_tokens == 2048
     for wrong in ([1.0] * 15, [1.0] * 15 + [0], [1.0] * 15 + [float("nan")], [1.0] * 15 + ["1"], 3, None):
         assert "short_factor" in refusal(LLAMA | {"rope_parameters": good | {"short_factor": wrong}, "head_dim": 32})
 

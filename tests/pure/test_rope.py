@@ -1,5 +1,6 @@
 """Rotary frequencies against transformers' own."""
 
+import copy
 import math
 from typing import Any
 
@@ -66,6 +67,45 @@ def test_only_a_part_of_the_features_turns() -> None:
     embedding = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding
     theirs = torch.as_tensor(embedding.compute_default_rope_parameters(config)[0]).double()
     assert torch.allclose(torch.tensor(spec.rope.inverse_frequencies()).double(), theirs, rtol=1e-5, atol=0)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 4.0, 8.0]}
+# As config.json may have it: where a value stands twice, and where it is missing.
+FILES: dict[str, dict[str, Any]] = {
+    "both spellings": {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+    "longrope, no original context": {"rope_scaling": LONGROPE},
+    "longrope, original context inside": {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 40}},
+    "longrope, original context outside": {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40},
+    "longrope, both": {
+        "rope_scaling": LONGROPE | {"original_max_position_embeddings": 80},
+        "original_max_position_embeddings": 40,
+    },
+    "llama3, no original context": {"rope_scaling": LLAMA3 | {"factor": 8.0}},
+    "llama3, original context outside": {
+        "rope_scaling": LLAMA3 | {"factor": 8.0},
+        "original_max_position_embeddings": 40,
+    },
+    "llama3, both": {
+        "rope_scaling": LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 80},
+        "original_max_position_embeddings": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("prefix", ["Llama", "Phi3"])
+def test_values_in_several_places_are_read_as_transformers_reads_them(prefix: str, name: str) -> None:
+    values = SIZES | {"hidden_size": 24, "rope_theta": 500.0} | FILES[name]
+    if prefix == "Phi3" and "longrope" not in name:
+        pytest.skip("transformers has no such Phi-3")
+    config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy(values), pad_token_id=0)
+    theirs = getattr(transformers, f"{prefix}Model")(config).rotary_emb
+    spec = read_spec(values | {"architectures": [f"{prefix}ForCausalLM"]})
+    assert spec.rope is not None
+    ours = torch.tensor(spec.rope.inverse_frequencies(), dtype=torch.float64)
+    assert torch.allclose(ours, theirs.inv_freq.double(), rtol=1e-5, atol=0)
+    assert spec.rope.scaling.magnitude == pytest.approx(theirs.attention_scaling)
 
 
 def test_llama3_leaves_fast_turns_and_divides_slow_ones() -> None:

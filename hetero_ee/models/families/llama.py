@@ -18,7 +18,8 @@ TENSOR_NAMES = {
 }
 
 
-def read_spec(fields: Fields, architecture: str) -> ModelSpec:
+def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) -> ModelSpec:
+    """turns_part: see read_rope."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
     head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")
@@ -29,7 +30,7 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         raise fields.fail(f"num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}.")
     context_tokens = fields.integer("max_position_embeddings", 2048)
     activation_name, threshold = activation(fields, "hidden_act", "silu")
-    rope = read_rope(fields, head_dim, context_tokens)
+    rope = read_rope(fields, head_dim, context_tokens, turns_part=turns_part)
     if rope.scaling.kind == "longrope":  # the short factors cover no more
         context_tokens = min(context_tokens, rope.scaling.original_context_tokens)
     attention_bias = fields.flag("attention_bias", False)
