@@ -20,7 +20,6 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -44,7 +43,7 @@ from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
-from hetero_ee.weights.store.library import open_cached
+from hetero_ee.weights.store.library import model_folder, open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import physical_core_count
@@ -106,8 +105,9 @@ class Engine:
     ) -> Self:
         """Opens a model; torch is set to one thread for the whole process.
 
-        model: a Hugging Face id (org/name; downloaded at first use into the cache of huggingface_hub), a folder with
-            such a checkpoint, a store, or None for the demo model.
+        model: a folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or the
+            beginning of only one; a Hugging Face id (org/name; downloaded at first use into the cache of
+            huggingface_hub); or None for the demo model.
         revision: an id's branch, tag or commit. offline: only what is in that cache already.
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
@@ -128,7 +128,7 @@ class Engine:
         _check_options(quantizer, context_tokens, threads)
         asked_plan, asked_head = requested_plan(plan), requested_folder(draft_head)
         request = PlacementRequest(asked_plan, vram_budget, profile, limits, emulate, context_tokens)
-        folder = resolve_model(model, revision=revision, offline=offline, progress=progress)
+        folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=progress)
         threads = threads or physical_core_count()
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         loaded = _load(folder, quantizer, threads, progress)
@@ -189,6 +189,11 @@ class Engine:
     def drafting(self) -> Drafting | None:
         """What exact mode drafts with, for measuring it; None in full mode."""
         return None if self._drafting is None else self._drafting.drafting
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings what chat() needs."""
+        return self._tokenizer.chat_template is not None
 
     @property
     def draft_origin(self) -> str:

@@ -21,7 +21,7 @@ STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
 
-@with_options(without=["ctx_size"])
+@with_options()
 def calibrate(
     engine: EngineOptions,
     model: ModelArgument = None,

@@ -9,7 +9,7 @@ import typer
 from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import GIB, LimitOptions, hardware_from
+from hetero_ee_cli.options.planning import GIB, Hardware, LimitOptions, hardware_from
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
-@with_options(without=["revision", "quantizer"])
+@with_options()
 def plan(
     limits: LimitOptions,
     engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="Shipped profile to plan for, or a profile's JSON file. [default: this machine, measured]"),
-    ] = None,
+    hardware: Hardware = None,
     published_exits: Annotated[
         bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
     ] = False,
@@ -74,7 +71,7 @@ def plan(
         if published_exits:
             statistics = Statistics(published_statistics(spec.n_layers))
         elif own_drafts and folder is not None:
-            statistics = _own_statistics(spec, folder, profile, requested, lambda text: progress(text, 0, 0))
+            statistics = _own_statistics(spec, folder, profile, requested, engine, lambda text: progress(text, 0, 0))
     made = make_plan(spec, profile, requested, statistics)
     if as_json:
         print(to_json(made), end="")
@@ -89,7 +86,12 @@ def plan(
 
 
 def _own_statistics(
-    spec: "ModelSpec", folder: Path, profile: "HardwareProfile", limits: "Limits", warn: Callable[[str], None]
+    spec: "ModelSpec",
+    folder: Path,
+    profile: "HardwareProfile",
+    limits: "Limits",
+    engine: EngineOptions,
+    warn: Callable[[str], None],
 ) -> "Statistics":
     """Of the calibration and the draft head that opening this model would find. warn: told if they can't be read."""
     from hetero_ee.calibration.location import CalibrationPlace
@@ -104,7 +106,7 @@ def _own_statistics(
         if is_store(folder):
             place = CalibrationPlace(spec, folder)
         else:
-            quantization = Quantization.of_model(folder, None)
+            quantization = Quantization.of_model(folder, engine.arguments()["quantizer"])
             store = cached_store(folder, quantization, cache_folder())
             place = CalibrationPlace(spec, store, folder, quantization)
         knowledge = DraftKnowledge.found(place.find_or_warn(warn), None, folder, spec, warn)

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 QUICK_S = 5  # what --quick takes at most, kernels compiled
 
 
-@with_options(without=["revision", "quantizer", "ctx_size", "threads"])
+@with_options(
+    without={
+        "quantizer": "every int4 quantizer has the same shapes",
+        "ctx_size": "several context lengths are measured",
+    }
+)
 def profile(
     engine: EngineOptions,
     model: ModelArgument = None,
@@ -41,7 +46,9 @@ def profile(
 
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        found = profile_for(spec, folder, progress, quick=quick, refresh=refresh)
+        n_threads = engine.arguments()["threads"]
+        threads = (n_threads,) if n_threads else ()
+        found = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=threads)
     if as_json:
         print_document({"model_name": name} | dataclasses.asdict(found))
     else:
