@@ -235,11 +235,11 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "kv type": (["--kv-type", "int3"], "expected one of fp32"),
     "draft length": (["--draft-length", "0"], "expected 1 to 16"),
     "draft tokens": (["--draft-tokens", "17"], "expected 1 to 16"),
-    "layers": (["--gpu-layers", "-1"], "expected a whole number from 0"),
-    "override": (["-o", "ffn"], "has no '='"),
+    "layers": (["--gpu-layers", "-3"], "--gpu-layers is '-3'; expected a number of layers, all or auto"),
+    "override": (["-ot", "ffn"], "has no '='"),
     "budget": (["--vram-budget", "-1"], "expected GiB from 0"),
     "no such budget": (["--vram-budget", "nan"], "expected GiB from 0"),
-    "margin": (["--vram-margin", "-5"], "expected a whole number from 0"),
+    "margin": (["--vram-margin", "-5"], "--vram-margin is -5.0; expected GiB from 0"),
     "plan": (["--plan", "/dev/null"], "can't be used"),
     "missing plan": (["--plan", "missing.json"], "can't be used"),
     "draft head": (["--draft-head", "/dev"], "has no config.json"),
@@ -266,7 +266,7 @@ def test_bad_wishes_are_refused_before_anything_is_loaded(
     [
         (["--vram-budget", "4"], "has no GPU"),
         (["-ngl", "3"], "has no GPU"),
-        (["-o", "layers.0.ffn=gpu"], "no GPU"),
+        (["-ot", "layers.0.ffn=gpu"], "no GPU"),
     ],
 )
 def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: list[str], words: str) -> None:

@@ -30,3 +30,10 @@ def hardware_names(incomplete: str) -> list[str]:
     from hetero_ee_profiles.reference import reference_names
 
     return one_of(reference_names())(incomplete)
+
+
+def shape_names(incomplete: str) -> list[str]:
+    """Models whose shapes are known."""
+    from hetero_ee.models.known_shapes import SHAPES
+
+    return one_of(tuple(SHAPES))(incomplete)

@@ -9,7 +9,7 @@ import typer
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import SETTING_OF, read_settings
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.completion import model_names, one_of
+from hetero_ee_cli.options.completion import model_names, one_of, shape_names
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
@@ -27,7 +27,10 @@ ModelArgument = Annotated[
 ]
 RandomWeights = Annotated[
     str | None,
-    typer.Option(help="Random weights instead of MODEL: tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b."),
+    typer.Option(
+        help="Random weights instead of MODEL: tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b.",
+        autocompletion=shape_names,
+    ),
 ]
 
 

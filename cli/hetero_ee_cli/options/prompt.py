@@ -22,7 +22,9 @@ class PromptOptions:
 
     PANEL: ClassVar[str] = "Prompt"
 
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The text to begin with; in a chat, the first message.")] = None
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="Text to begin with; in a chat, the first message.")
+    ] = None
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
 
     def given(self, argument: str | None = None) -> str | None:
