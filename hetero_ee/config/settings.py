@@ -16,6 +16,7 @@ from hetero_ee.errors import UsageError, shown
 
 ENVIRONMENT_PREFIX = "HETERO_EE_"
 FLAG, FILE, DEFAULT = "flag", "file", "default"
+AUTO, OFF = "auto", "off"  # what the setting `profile` may be
 WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -97,6 +98,14 @@ SETTINGS = (
         "codebook, search, rtn or nf4 (int4, converted once), or none (fp32).",
         default_text="the checkpoint's own 4 bits, else codebook",
         choices=("codebook", "search", "rtn", "nf4", "none"),
+    ),
+    Setting(
+        "profile",
+        str,
+        AUTO,
+        "auto: plan by this machine's profile, measured for some seconds at a model's first start; off: don't plan, "
+        "so that the CPU runs everything.",
+        choices=(AUTO, OFF),
     ),
     Setting("offline", bool, False, "Download nothing; use what is in the cache.", default_text="false"),
     Setting(

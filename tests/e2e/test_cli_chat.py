@@ -109,7 +109,7 @@ def test_the_end_of_the_context_is_told(chat: Cli) -> None:
     ended = chat("Hi\nAnd you?\n" * 4, "-c", 60, "-n", 55)
     assert ended.code == 0 and ended.out.count("\n") >= 8
     assert "(The 2 oldest messages no longer fit in the context and are forgotten.)\n" in ended.err
-    assert "(The context of 60 tokens is full; the reply ends here.)\n" in ended.err
+    assert "(The context of 60 tokens is full; the text ends here.)\n" in ended.err
 
 
 def test_the_demo_model_tells_a_story_in_turns(cli: Cli, demo: Path) -> None:
@@ -149,8 +149,8 @@ def test_unusable_input_ends_with_code_2(chat: Cli, cache: Path, stdin: bytes, s
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["--temp", "-1"], 2, "temperature is -1"),
-        (["--max-tokens", "5"], 2, "No such option"),
+        (["--temp", "-1"], 2, "--temp is -1"),
+        (["--max-token", "5"], 2, "No such option"),
         (["--chat-template-file", "/"], 2, "the chat template from / can't be read"),
         (["--chat-template-file", "BAD"], 2, "is not UTF-8 text at byte 0"),
         (["--chat-template-file", "LOOP"], 1, "takes longer than 2 s"),
@@ -254,7 +254,15 @@ def test_a_measurement_that_was_broken_off_is_not_begun_again(
 RUN = Talk.run
 
 
-def as_on_a_terminal(talk: Talk, read_line: ReadLine) -> None:
+def as_on_a_terminal(talk: Talk, read_line: ReadLine, first: str | None = None) -> None:
     """Where Ctrl-C ends what is under way and not the chat."""
     talk._is_interactive = True
-    RUN(talk, read_line)
+    RUN(talk, read_line, first)
+
+
+def test_each_turn_has_a_seed_of_its_own_unless_one_is_given(chat: Cli) -> None:
+    def seeds(*arguments: object) -> list[str]:
+        return re.findall(r"seed (\d+)", chat("Hi\nAnd you?\n/regen\n", "--temp", 1, *arguments).err)
+
+    assert len(set(seeds())) == 3
+    assert seeds("-s", 7) == ["7", "7", "8"]

@@ -45,6 +45,7 @@ Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 @with_options(
     without={
+        "profile": "it always compares with one",
         "mode": "it takes both modes, too",
         "threads": "it takes several numbers",
         "verbose": "its rows have the times and rates",

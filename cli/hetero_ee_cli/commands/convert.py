@@ -11,10 +11,10 @@ from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
-NO_CONTEXT = "a converted model has no context size of its own"
+NOT_HERE = {"ctx_size": "nothing is run", "profile": "nothing is run"}
 
 
-@with_options(without={"ctx_size": NO_CONTEXT})
+@with_options(without=NOT_HERE)
 def convert(
     engine: EngineOptions,
     model: ModelArgument = None,
@@ -26,7 +26,7 @@ def convert(
     print(_converted(engine, model, output))
 
 
-@with_options(without={"ctx_size": NO_CONTEXT})
+@with_options(without=NOT_HERE)
 def pull(engine: EngineOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
     print(_converted(engine, model, None, keeps_stores=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import HardwareProfile
 
 
-@with_options()
+@with_options(without={"profile": "it always plans by one"})
 def plan(
     limits: LimitOptions,
     engine: EngineOptions,

@@ -25,6 +25,7 @@ QUICK_S = 5  # what --quick takes at most, kernels compiled
 
 @with_options(
     without={
+        "profile": "it always measures one",
         "quantizer": "every int4 quantizer has the same shapes",
         "ctx_size": "several context lengths are measured",
     }

@@ -43,6 +43,7 @@ DEFAULT_PROMPT = "Once upon a time"
 
 @with_options(
     without={
+        "profile": "--hardware names the one it runs by",
         "stats": "what --stats shows is always shown",
         "verbose": "what -v shows is always shown",
     }

@@ -46,6 +46,7 @@ class EngineOptions:
     quantizer: Annotated[str | None, _setting("quantizer")] = None
     ctx_size: Annotated[int | None, _setting("ctx_size", "-c")] = None
     threads: Annotated[int | None, _setting("threads", "-t")] = None
+    profile: Annotated[str | None, _setting("profile")] = None
 
     def named(self, argument: str | None) -> str | None:
         """The model that the argument or --model names; None where neither does. Raises UsageError."""
@@ -56,7 +57,8 @@ class EngineOptions:
     def arguments(self, model: str | None = None) -> dict[str, Any]:
         """As Engine.from_pretrained takes them, settings included. model: the argument. Raises UsageError."""
         settings = read_settings()
-        return {
+        profile = {} if self.profile is None else {"profile": settings.value("profile", self.profile)}
+        return profile | {
             "model": settings.value("model", self.named(model)),
             "revision": self.revision,
             "offline": settings.value("offline", self.offline),

@@ -105,6 +105,8 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
     from hetero_ee.weights.model_weights import UNQUANTIZED
 
     options = options | {"progress": progress}
+    if options.pop("profile", None) == "off":
+        return Engine.from_pretrained(**options)
     threads, plan = options["threads"], placed.plan
     if placed.is_requested:
         return Engine.from_pretrained(

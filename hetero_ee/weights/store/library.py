@@ -38,7 +38,6 @@ from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_file
 
 REMOVED_SUFFIX = ".removed"
 MAX_NAMED = 3  # stores named in one error
-NEAR = 0.5  # how alike a name must be to be meant; part of each is a key that nobody types
 
 
 class StoreState(Enum):
@@ -180,9 +179,11 @@ def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
     try:
         return resolve_model(model, **hub)
     except (ModelError, UsageError) as error:
-        near = difflib.get_close_matches(model, [each.name for each in finished], n=1, cutoff=NEAR)
+        beginnings = {each.name[: len(model)]: each.name for each in finished}  # nobody types the key at the end
+        near = difflib.get_close_matches(model, beginnings, n=1)
         if near:
-            raise type(error)(f"{error} Did you mean {near[0]}, which hetero-ee models lists?") from error
+            known = beginnings[near[0]]
+            raise type(error)(f"{error} Did you mean {known}, which hetero-ee models lists?") from error
         raise
 
 
