@@ -6,11 +6,11 @@ python scripts/generate_cli_docs.py
 from pathlib import Path
 
 import typer.cli
+from flag_table import NOT_OF_ITS_KIND, notes, rows
 from typer.main import get_command
 
 from hetero_ee.config.settings import SETTINGS
 from hetero_ee_cli.app import app
-from scripts.flag_table import NOT_OF_ITS_KIND, notes, rows
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 HEAD = """# Command line
@@ -32,8 +32,9 @@ The file is `config.toml` in the platform's configuration folder (`~/.config/het
 FLAGS = f"""
 ## Flags across commands
 
-x: the command has it; {NOT_OF_ITS_KIND}: it has no use for this group; a number: see below the table. A flag means the same in
-each; bench, whose `-p`, `-n` and `-d` are lengths and whose `-o` is a format, as llama-bench has them, takes no prompt.
+x: the command has it; {NOT_OF_ITS_KIND}: it has no use for this group; a number: see below the table. A flag
+means the same in each; bench, whose `-p`, `-n` and `-d` are lengths and whose `-o` is a format, as llama-bench
+has them, takes no prompt.
 
 {{table}}
 {{reasons}}

@@ -21,6 +21,7 @@ VALUES: dict[str, tuple[Any, str, str, Any, Any]] = {
     "ctx_size": (100, "200", "300", 200, 300),
     "quantizer": ("rtn", "search", '"none"', "search", "none"),
     "offline": (True, "off", "true", False, True),
+    "profile": ("auto", "off", '"auto"', "off", "auto"),
     "cache_dir": ("/a", "b", '"/c"', Path("b"), Path("/c")),
     "data_dir": ("/a", "b", '"/c"', Path("b"), Path("/c")),
 }

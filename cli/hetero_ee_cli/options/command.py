@@ -74,7 +74,10 @@ def named_as_typed(message: str, flags: Mapping[str, Sequence[str]], typed: Sequ
     flags: of each option, by its parameter's name. A name with an underscore is replaced wherever it stands, others
     only as the subject of the sentence: `seed is -1`.
     """
-    shown = {name: _as_typed(each, typed) for name, each in flags.items()}
+    # A word whose flag is not known by itself is a letter and its value: -c512.
+    known = {flag for each in flags.values() for flag in each}
+    words = [word if word.partition("=")[0] in known else word[:2] for word in typed]
+    shown = {name: _as_typed(each, words) for name, each in flags.items()}
     names = shown | {LIBRARY_NAMES[name]: shown[name] for name in shown if name in LIBRARY_NAMES}
     subjects = names | {flag: shown[name] for name, each in flags.items() for flag in each}
     message = re.sub(r"^[\w-]+(?= (?:is|holds|has)\b)", lambda found: subjects.get(found[0], found[0]), message)
@@ -84,8 +87,7 @@ def named_as_typed(message: str, flags: Mapping[str, Sequence[str]], typed: Sequ
 def _as_typed(flags: Sequence[str], typed: Sequence[str]) -> str:
     """`-c / --ctx-size` for who typed -c; the long flag alone for who typed it, or none."""
     long = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    given = [flag for flag in flags if any(word == flag or word.startswith(f"{flag}=") for word in typed)]
-    given += [flag for flag in flags if len(flag) == 2 and any(re.match(f"{flag}[^-]", word) for word in typed)]
+    given = [flag for flag in flags if flag in {word.partition("=")[0] for word in typed}]
     return long if not given or given[0] == long else f"{given[0]} / {long}"
 
 
