@@ -18,8 +18,8 @@ from hetero_ee_cli.options.prompt import PromptOptions
 from hetero_ee_cli.options.sampling import SamplingOptions, new_seed
 from hetero_ee_cli.reports.expectation import Expectation
 from hetero_ee_cli.reports.run_report import Closing, closing_lines
-from hetero_ee_cli.terminal.chat_input import Command, ReadLine, piped_lines, read_entry
-from hetero_ee_cli.terminal.output import complain, print_tokens, printable, say
+from hetero_ee_cli.terminal.chat_input import PROMPT, Command, ReadLine, piped_lines, read_entry
+from hetero_ee_cli.terminal.output import complain, echo_prompt, print_tokens, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -144,6 +144,8 @@ class Talk:
                     entry = read_entry(read_line)
                 else:
                     entry, first = first, None
+                    if self._is_interactive:
+                        echo_prompt(f"{PROMPT}{entry}\n")
                 is_reading = is_leaving = False
                 if entry is None:
                     break
