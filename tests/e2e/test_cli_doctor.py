@@ -137,6 +137,7 @@ def test_every_setting_is_shown_with_its_source(cli: Cli, cache: Path, monkeypat
     ended = cli("config", "show", "--json", "-c", 512, "--offline")
     document = json.loads(ended.out)
     assert (ended.code, ended.err, document["schema"]) == (0, "", 2)
+    assert document["settings"].pop("profile")["value"] in ("auto", "off")  # as whoever runs the tests has it
     assert document["settings"] == {
         "model": {"value": None, "source": "default"},
         "threads": {"value": 2, "source": "HETERO_EE_THREADS"},
