@@ -12,6 +12,7 @@ _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and
 _.tags, _.parse  # jinja2's, of an extension
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
 
+_.format_options  # typer's, of a command's help
 _.__signature__, _.__annotations__  # typer's, of a command whose options come from dataclasses
 
 # Of an annotation in quotes, imported for type checkers alone.

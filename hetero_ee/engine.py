@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack, cast, overload
 import torch
 
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
-from hetero_ee.config import Progress
+from hetero_ee.config import Progress, cache_folder
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.conversation import Conversation
@@ -20,7 +20,6 @@ from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.opening import OpenModel, check_options, open_model, read_model
 from hetero_ee.planning.limits import Limits, is_whole
 from hetero_ee.planning.plan import Plan
@@ -40,6 +39,7 @@ from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.weights.model_weights import UNQUANTIZED
+from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.process import physical_core_count, surplus_threads
 
@@ -97,8 +97,9 @@ class Engine:
     ) -> Self:
         """Opens a model by a plan made for this machine; torch is set to one thread for the whole process.
 
-        model: a Hugging Face id (org/name; downloaded at first use into the cache of huggingface_hub), a folder with
-            such a checkpoint, a store, or None for the demo model.
+        model: a folder with a Hugging Face checkpoint or a store; the name of a store in the cache folder, or the
+            beginning of only one; a Hugging Face id (org/name; downloaded at first use into the cache of
+            huggingface_hub); or None for the demo model.
         revision: an id's branch, tag or commit. offline: only what is in that cache already.
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
@@ -137,7 +138,7 @@ class Engine:
             traces=traces,
             context_tokens=context_tokens,
         )
-        folder = resolve_model(model, revision=revision, offline=offline, progress=tell)
+        folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
         n_cores = physical_core_count()
         threads = threads or n_cores
         if tell is not None and (problem := surplus_threads(threads, n_cores)):
@@ -190,6 +191,11 @@ class Engine:
     def drafting(self) -> Drafting | None:
         """What exact mode drafts with, for measuring it; None in full mode."""
         return None if self._drafting is None else self._drafting.drafting
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings what chat() needs."""
+        return self._tokenizer.chat_template is not None
 
     @property
     def draft_origin(self) -> str:

@@ -6,6 +6,7 @@ python scripts/generate_cli_docs.py
 from pathlib import Path
 
 import typer.cli
+from flag_table import NOT_OF_ITS_KIND, notes, rows
 from typer.main import get_command
 
 from hetero_ee.config.settings import SETTINGS
@@ -28,13 +29,28 @@ The file is `config.toml` in the platform's configuration folder (`~/.config/het
 | key in the file | variable | value | meaning |
 |---|---|---|---|
 """
+FLAGS = f"""
+## Flags across commands
+
+x: the command has it; {NOT_OF_ITS_KIND}: it has no use for this group; a number: see below the table. A flag
+means the same in each; bench, whose `-p`, `-n` and `-d` are lengths and whose `-o` is a format, as llama-bench
+has them, takes no prompt.
+
+{{table}}
+{{reasons}}
+"""
 
 
 def main() -> None:
     settings = (f"| `{each.name}` | `{each.variable}` | {each.expected} | {each.help} |\n" for each in SETTINGS)
     command = get_command(app)
+    head, *table = rows()
+    lines = [head, ["---"] * len(head), *table]
+    shared = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    reasons = "".join(f"{number}. {reason}\n" for number, reason in enumerate(notes(), 1))
     commands = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="hetero-ee", indent=1)
-    PAGE.write_text(HEAD + "".join(settings) + "\n" + commands, encoding="utf-8")
+    flags = FLAGS.format(table=shared, reasons=reasons)
+    PAGE.write_text(HEAD + "".join(settings) + flags + commands, encoding="utf-8")
 
 
 if __name__ == "__main__":

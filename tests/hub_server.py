@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = (".safetensors", ".bin", ".gguf")
 DEAD_ADDRESS = "http://localhost:9"  # the discard service, which nobody runs
@@ -62,6 +62,7 @@ class Hub:
     contents: dict[str, bytes] = field(default_factory=dict)  # by digest
     tokens: dict[str, str] = field(default_factory=dict)  # of private models
     gated: set[str] = field(default_factory=set)
+    listed: list[dict[str, Any]] = field(default_factory=list)  # what a search looks through
     faults: list[Fault] = field(default_factory=list)
     log: list[Asked] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -150,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(302, {"Location": fault.location}, b"", fault)
         elif path.startswith("/large/"):
             self._send(200, {}, self.hub.contents[path.rpartition("/")[2]], fault)
+        elif path == "/api/models":
+            self._search(fault)
         elif path.startswith("/api/models/"):
             model, _, revision = path.removeprefix("/api/models/").partition("/revision/")
             self._list(model, revision or "main", fault)
@@ -166,6 +169,13 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [_listed(name, content) for name, content in self.hub.commits[commit].items()]
             body = json.dumps({"id": model, "sha": commit, "siblings": siblings}).encode()
             self._send(200, {"Content-Type": "application/json"}, body, fault)
+
+    def _search(self, fault: Fault) -> None:
+        asked = parse_qs(urlsplit(self.path).query)
+        words = asked.get("search", [""])[0].lower()
+        found = [entry for entry in self.hub.listed if words in entry["id"].lower()]
+        body = json.dumps(found[: int(asked.get("limit", ["1000"])[0])]).encode()
+        self._send(200, {"Content-Type": "application/json"}, body, fault)
 
     def _resolve(self, model: str, revision: str, name: str, fault: Fault) -> None:
         commit = self._commit(model, revision, fault)

@@ -5,35 +5,44 @@
 
 import errno
 import functools
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from hetero_ee.config.settings import Settings
 from hetero_ee.errors import DiskFullError, HeteroError, UsageError
+from hetero_ee_cli.checks.configuration import variables
+from hetero_ee_cli.checks.finding import Status
 from hetero_ee_cli.commands import config, models
 from hetero_ee_cli.commands.bench import bench
 from hetero_ee_cli.commands.calibrate import calibrate
 from hetero_ee_cli.commands.chat import chat
-from hetero_ee_cli.commands.convert import convert
+from hetero_ee_cli.commands.convert import convert, pull
 from hetero_ee_cli.commands.doctor import doctor
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.profile import profile
+from hetero_ee_cli.commands.run import run
+from hetero_ee_cli.commands.search import search
 from hetero_ee_cli.commands.simulate import simulate
+from hetero_ee_cli.options.command import HeteroCommand
 from hetero_ee_cli.terminal.output import complain
 from hetero_ee_cli.terminal.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
+from hetero_ee_cli.terminal.streams import make_writable
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
 HELP = "Runs large language models on a PC whose GPU memory is too small for them."
 
 
 def _answered(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its errors turned into exit codes here: typer's own codes for Ctrl-C and pipes differ."""
+    """The command with its endings turned into exit codes here: typer's own codes for Ctrl-C and pipes differ."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def answer(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit) as ending:
@@ -44,10 +53,8 @@ def _answered(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except BrokenPipeError:
             leave(EXIT_PIPE_CLOSED)
-        except Exception as error:
-            _report(error)
 
-    return run
+    return answer
 
 
 app = typer.Typer(
@@ -57,16 +64,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, plan, profile, simulate, calibrate, bench, convert, doctor):
-    app.command()(_answered(command))
+for command in (
+    *(run, generate, chat, search, pull),
+    *(plan, profile, simulate, calibrate, bench, convert, doctor),
+):
+    app.command(cls=HeteroCommand)(_answered(command))
 models_app = typer.Typer(name="models", rich_markup_mode=None)
 models_app.callback(invoke_without_command=True)(_answered(models.models))
-models_app.command("list")(_answered(models.list_models))
-models_app.command()(_answered(models.verify))
-models_app.command()(_answered(models.remove))
+models_app.command("list", cls=HeteroCommand)(_answered(models.list_models))
+models_app.command(cls=HeteroCommand)(_answered(models.verify))
+models_app.command(cls=HeteroCommand)(_answered(models.remove))
 app.add_typer(models_app)
 config_app = typer.Typer(name="config", help="Settings and where they come from.", rich_markup_mode=None)
-config_app.command()(_answered(config.show))
+config_app.command(cls=HeteroCommand)(_answered(config.show))
 app.add_typer(config_app)
 
 
@@ -80,16 +90,20 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    pass
+    found = variables(Settings(Path(), environment=os.environ))
+    if found.status is Status.WARN and context.invoked_subcommand != doctor.__name__:  # which says so itself
+        complain(f"HETERO_EE_ variable {found.text}. {found.advice}")
 
 
 def main() -> None:
-    """Entry point of the `hetero-ee` script."""
+    """Runs the command line and ends the process."""
     raise_on_sigterm()
+    make_writable()
     try:
         try:
             code = _run_app()
@@ -97,6 +111,8 @@ def main() -> None:
             print(end="", flush=True)  # Python would flush at the very end, and complain in its own words
     except BrokenPipeError:
         leave(EXIT_PIPE_CLOSED)
+    except KeyboardInterrupt:  # before or behind a command
+        leave(EXIT_INTERRUPTED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -106,19 +122,22 @@ def main() -> None:
 
 
 def _run_app() -> Any:
+    """One sentence for a deliberate refusal; anything else is a bug and keeps its traceback."""
     try:
         return app(sys.argv[1:] or ["--help"], prog_name="hetero-ee", standalone_mode=False)
+    except HeteroError as error:
+        _report(error)
+    except typer.Abort:  # what typer makes of Ctrl-C outside of a command
+        leave(EXIT_INTERRUPTED)
     except Exception as error:
         if not hasattr(error, "format_message"):  # what click's errors have, and typer brings a click of its own
             raise
         message = str(error.format_message())
-        _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See hetero-ee --help.", EXIT_USAGE)
+        path = getattr(getattr(error, "ctx", None), "command_path", "hetero-ee")
+        _fail(f"{message}{'' if message.endswith(('.', '?')) else '.'} See {path} --help.", EXIT_USAGE)
 
 
-def _report(error: Exception) -> NoReturn:
-    """One sentence for a deliberate refusal; anything else is a bug and keeps its traceback."""
-    if not isinstance(error, HeteroError):
-        raise error
+def _report(error: HeteroError) -> NoReturn:
     is_usage, is_full = isinstance(error, UsageError), isinstance(error, DiskFullError)
     _fail(str(error), EXIT_USAGE if is_usage else EXIT_DISK_FULL if is_full else EXIT_FAILURE)
 

@@ -81,7 +81,13 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("model", str, None, "Hugging Face id, folder with a checkpoint, or store.", default_text="demo model"),
+    Setting(
+        "model",
+        str,
+        None,
+        "Folder with a checkpoint, name from hetero-ee models, or Hugging Face id.",
+        default_text="demo model",
+    ),
     Setting("threads", int, 0, "CPU threads; 0 uses every physical core.", highest=1024),
     Setting(
         "ctx_size",

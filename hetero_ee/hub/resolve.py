@@ -40,7 +40,7 @@ def resolve_model(
     folder = local_folder(model)
     if folder is None:
         model_id = ModelId(str(model)) if revision is None else ModelId(str(model), revision)
-        with _silenced():
+        with silenced():
             return _Hub(model_id, progress, configuration_only).folder(offline)
     if revision is not None:
         raise UsageError(f"revision is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
@@ -141,7 +141,7 @@ class _Hub:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Keeps huggingface_hub's warnings from the terminal: what matters in them becomes an error or a remark of ours.
 
     Where somebody has asked it for more than warnings, it speaks.

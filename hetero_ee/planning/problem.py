@@ -88,8 +88,6 @@ class Problem:
 
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
     """The problem that these inputs pose. Raises UsageError for requests beyond the model or the machine."""
-    if limits.gpu_layers is not None and limits.gpu_layers > spec.n_layers:
-        raise UsageError(f"gpu_layers is {limits.gpu_layers}, the model has {spec.n_layers} layers.")
     _check_statistics(known, spec)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(

@@ -131,6 +131,16 @@ def test_a_chat_and_its_ends(terminal: Terminal, end: str) -> None:
     assert "Traceback" not in terminal.shown and not renderer.is_running()
 
 
+def test_a_first_message_is_shown_as_if_typed(arguments: list[str], environment: dict[str, str]) -> None:
+    opened = Terminal([*arguments, "-n", "8", "-p", "Hi there"], environment)
+    opened.wait_for("> Hi there\r\n")
+    opened.wait_for(CLOSING)
+    opened.wait_for(PROMPT)
+    opened.press(CTRL_D)
+    assert opened.exit_code() == 0
+    opened.close()
+
+
 def test_ctrl_c_stops_the_reply_alone(endless: Terminal) -> None:
     endless.enter("Hi")
     for _ in range(2):

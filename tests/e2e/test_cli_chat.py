@@ -107,7 +107,7 @@ def test_the_end_of_the_context_is_told(chat: Cli) -> None:
     ended = chat("Hi\nAnd you?\n" * 4, "-c", 60, "-n", 55)
     assert ended.code == 0 and ended.out.count("\n") >= 8
     assert "(The 2 oldest messages no longer fit in the context and are forgotten.)\n" in ended.err
-    assert "(The context of 60 tokens is full; the reply ends here.)\n" in ended.err
+    assert "(The context of 60 tokens is full; the text ends here.)\n" in ended.err
 
 
 def test_the_demo_model_tells_a_story_in_turns(cli: Cli, demo: Path) -> None:
@@ -147,8 +147,8 @@ def test_unusable_input_ends_with_code_2(chat: Cli, cache: Path, stdin: bytes, s
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["--temp", "-1"], 2, "temperature is -1"),
-        (["--max-tokens", "5"], 2, "No such option"),
+        (["--temp", "-1"], 2, "--temp is -1"),
+        (["--max-token", "5"], 2, "No such option"),
         (["--chat-template-file", "/"], 2, "the chat template from / can't be read"),
         (["--chat-template-file", "BAD"], 2, "is not UTF-8 text at byte 0"),
         (["--chat-template-file", "LOOP"], 1, "takes longer than 2 s"),
@@ -222,3 +222,11 @@ def test_replies_are_compared_with_the_plan(int4_chat: Cli, monkeypatch: pytest.
     monkeypatch.setattr("hetero_ee.profiling.automatic.profile_here", lambda *_: profile)
     ended = int4_chat(stdin=b"Hi\nAnd you?\n")
     assert ended.code == 0 and len(re.findall(r"\(expected [\d.]+\)", ended.err)) == 2
+
+
+def test_each_turn_has_a_seed_of_its_own_unless_one_is_given(chat: Cli) -> None:
+    def seeds(*arguments: object) -> list[str]:
+        return re.findall(r"seed (\d+)", chat("Hi\nAnd you?\n/regen\n", "--temp", 1, *arguments).err)
+
+    assert len(set(seeds())) == 3
+    assert seeds("-s", 7) == ["7", "7", "8"]

@@ -67,7 +67,7 @@ def test_convert_to_a_folder(cli: Cli, model_folder: Path, tmp_path: Path, cache
         (["{model}", "--quantizer", "none"], 2, "codebook, search, rtn"),
         (["{model}", "-t", "-1"], 2, "whole number"),
         (["{model}", "-o", "{model}/config.json/store"], 1, "can't be written"),
-        ([], 2, "Missing argument 'model'"),
+        ([], 2, "no model is named"),
     ],
     ids=range(5),
 )

@@ -218,7 +218,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "infinite budget": (["plan", *PAPER, "--vram-budget", "inf"], "expected GiB from 0"),
     "no such budget": (["plan", *PAPER, "--vram-budget", "nan"], "expected GiB from 0"),
     "more than the card": (["plan", *PAPER, "--vram-budget", "99"], "lower --vram-budget"),
-    "layers": (["plan", *PAPER, "--gpu-layers", "33"], "the model has 32 layers"),
     "override": (["plan", *PAPER, "-ot", "ffn"], "has no '='"),
     "override place": (["plan", *PAPER, "-ot", "ffn=moon"], "names no place"),
     "override pattern": (["plan", *PAPER, "-ot", "(=gpu"], "no regular expression"),

@@ -22,7 +22,7 @@ from tests.emulation import LAPTOP, planned
 
 SHORT = ["-n", 12, "-t", 1]
 SHAPES = ["--random-weights", "tinyllama-1.1b", "--prompt-tokens", 64, "-n", 4, "--mode", "full"]
-MIXED = ["-ot", r"layers\.[0-7]\..*=gpu", "-ot", r"layers\.(8|9)\..*=stream", "-ot", r"layers\.1\d\..*=cpu"]
+MIXED = ["-ot", r"layers\.[0-7]\..*=CUDA0", "-ot", r"layers\.(8|9)\..*=stream", "-ot", r"layers\.1\d\..*=CPU"]
 
 pytestmark = pytest.mark.usefixtures("converted_demo")
 
@@ -129,7 +129,7 @@ def test_a_text_ends_where_the_context_does(cli: Cli) -> None:
     [
         (["--vram-budget", "2"], "a plan already decides what --vram-budget would; drop --vram-budget or --plan"),
         (["--ram-budget", "2"], "drop --ram-budget or --plan"),
-        (["-c", "32"], "context_tokens is 32 and the plan is for 64"),
+        (["-c", "32"], "-c / --ctx-size is 32 and the plan is for 64"),
         (["--random-weights", "llama-2-7b"], "with other shapes"),
     ],
 )

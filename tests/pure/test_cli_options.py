@@ -1,24 +1,41 @@
 """Options of the command line: stated once in a dataclass, seen by typer as parameters of each command."""
 
 import inspect
+import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.planning.limits import MODES as LIBRARY_MODES
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.weights.store.conversion import STORES_FOLDER as LIBRARY_STORES
+from hetero_ee_cli.app import app
 from hetero_ee_cli.commands.bench import bench
 from hetero_ee_cli.commands.calibrate import calibrate
 from hetero_ee_cli.commands.chat import chat
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.simulate import simulate
+from hetero_ee_cli.options.command import named_as_typed
+from hetero_ee_cli.options.completion import KV_TYPES, MODES, STORES_FOLDER
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.options.planning import MIB, LimitOptions
+from hetero_ee_cli.options.planning import GIB, LimitOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
+
+FLAGS = {
+    "ctx_size": ["-c", "--ctx-size"],
+    "gpu_layers": ["-ngl", "--gpu-layers", "--n-gpu-layers"],
+    "seed": ["-s", "--seed"],
+    "plan_file": ["--plan"],
+    "max_new_tokens": ["-n", "--max-tokens"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +47,7 @@ class Paint:
 def test_a_command_gets_the_dataclass_and_typer_its_fields() -> None:
     seen: list[tuple[Paint, int]] = []
 
-    @with_options(without=["coats"])
+    @with_options(without={"coats": "one is enough"})
     def command(paint: Paint, height: Annotated[int, typer.Option()] = 1) -> None:
         seen.append((paint, height))
 
@@ -44,7 +61,7 @@ def test_a_command_gets_the_dataclass_and_typer_its_fields() -> None:
 @pytest.mark.parametrize("command", [generate, chat, bench, plan, simulate])
 def test_every_command_that_plans_has_the_limits(command: object) -> None:
     names = set(inspect.signature(command).parameters)  # type: ignore[arg-type]
-    assert {field.name for field in fields(LimitOptions)} - {"ram_budget"} <= names
+    assert {field.name for field in fields(LimitOptions)} <= names
 
 
 def test_sampling_options_are_fields_of_the_library_s() -> None:
@@ -54,7 +71,69 @@ def test_sampling_options_are_fields_of_the_library_s() -> None:
 def test_help_names_the_library_s_defaults() -> None:
     """Importing the library for them would make every --help wait for torch."""
     hints = LimitOptions.__annotations__
-    assert f"[default: {Limits().vram_margin_bytes // MIB}]" in hints["vram_margin"].__metadata__[0].help
+    assert f"[default: {Limits().vram_margin_bytes // GIB}]" in hints["vram_margin"].__metadata__[0].help
     assert f"[default: {Limits().kv_type}]" in hints["kv_type"].__metadata__[0].help
     tokens = inspect.signature(calibrate).parameters["tokens"].annotation
     assert f"[default: {CalibrationRequest().n_tokens}]" in tokens.__metadata__[0].help
+
+
+@pytest.mark.parametrize(
+    ("message", "typed", "shown"),
+    [
+        ("--ctx-size is -5; expected 0.", ["-c", "-5"], "-c / --ctx-size is -5; expected 0."),
+        ("--ctx-size is -5; expected 0.", ["--ctx-size=-5"], "--ctx-size is -5; expected 0."),
+        ("context_tokens is 3, the plan's 4.", ["-c3"], "-c / --ctx-size is 3, the plan's 4."),
+        ("gpu_layers is 'x'.", ["-ngl=x"], "-ngl / --gpu-layers is 'x'."),
+        ("gpu_layers is 'x'.", ["--n-gpu-layers", "x"], "--n-gpu-layers / --gpu-layers is 'x'."),
+        ("seed is -1.", [], "--seed is -1."),
+        ("the seed is -1.", ["-s", "-1"], "the seed is -1."),
+        ("it fits, so lower gpu_layers.", [], "it fits, so lower --gpu-layers."),
+        ("/models/gpu_layers/x.gpu_layers and 'gpu_layers'", [], "/models/gpu_layers/x.gpu_layers and 'gpu_layers'"),
+        ("max_new_tokens is 0.", ["-ngl", "3"], "--max-tokens is 0."),
+        ("plan is 3; expected a Plan.", [], "--plan is 3; expected a Plan."),
+    ],
+    ids=range(11),
+)
+def test_messages_name_flags_as_they_were_typed(message: str, typed: list[str], shown: str) -> None:
+    assert named_as_typed(message, FLAGS, typed) == shown
+
+
+def test_completion_knows_what_the_library_does() -> None:
+    """Importing the library for it would make Tab wait for torch."""
+    assert tuple(KV_BYTES) == KV_TYPES and LIBRARY_MODES == MODES and LIBRARY_STORES == STORES_FOLDER
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["generate", "--quantizer", "r"], ["rtn"]),
+        (["chat", "--kv-type", ""], ["fp32", "fp16", "int8"]),
+        (["run", "--mode", "e"], ["exact"]),
+        (["bench", "--mode", "a"], ["all"]),
+        (["bench", "-o", "js"], ["json", "jsonl"]),
+        (["plan", "--hardware", "rtx-40"], ["rtx-4060-laptop-8gb", "rtx-4070-12gb", "rtx-4090-24gb"]),
+        (["generate", "-m", "de"], ["demo-codebook-1"]),
+        (["run", ""], ["demo-codebook-1", "tiny-rtn-2"]),
+        (["models", "remove", "t"], ["tiny-rtn-2"]),
+        (["plan", "--random-weights", "llama-2"], ["llama-2-7b", "llama-2-13b"]),
+    ],
+    ids=range(10),
+)
+def test_values_complete(words: list[str], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("demo-codebook-1", "tiny-rtn-2", "half.partial"):
+        (tmp_path / STORES_FOLDER / name).mkdir(parents=True)
+        if not name.endswith(".partial"):
+            (tmp_path / STORES_FOLDER / name / "manifest.json").touch()
+    line = " ".join(["hetero-ee", *words])
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path))
+    asked = {"_HETERO_EE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    ended = CliRunner().invoke(app, [], prog_name="hetero-ee", env=asked)
+    assert ended.stdout.split() == found
+
+
+@pytest.mark.parametrize("command", ["run", "generate", "chat", "bench"])
+def test_help_has_its_options_in_groups(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], prog_name="hetero-ee").stdout
+    titles = re.findall(r"^(\w[\w ]*):$", shown, re.M)
+    assert titles[:2] == ["Arguments", "Options"] and {"Model", "Placement", "Plan and report"} <= set(titles)
+    assert len(titles) == len(set(titles)) and "-ngl, --gpu-layers" in shown.partition("\nPlacement:\n")[2]

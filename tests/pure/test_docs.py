@@ -7,6 +7,7 @@ from typing import Any
 from typer.main import get_command
 
 from hetero_ee_cli.app import app
+from scripts.flag_table import notes, rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +29,17 @@ def test_the_command_line_page_has_every_option_with_its_help() -> None:
         for parameter in command.params:
             words = [*(option for option in parameter.opts if option.startswith("-")), getattr(parameter, "help", "")]
             assert not [word for word in words if word and word not in sections[name]], (name, parameter.name)
+
+
+def test_no_command_misses_a_flag_of_its_groups_without_a_reason() -> None:
+    """As scripts/flag_table.py prints it; groups are what each command has at least, by what it does."""
+    head, *table = rows()
+    assert {"run", "generate", "chat", "simulate", "bench", "calibrate", "convert", "pull"} <= set(head)
+    assert len(table) > 25 and all(len(cells) == len(head) for cells in table)
+    assert not [(cells[0], head[place]) for cells in table for place, cell in enumerate(cells) if not cell and place]
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert not [cells for cells in table if f"| {' | '.join(cells)} |\n" not in page]
+    assert not [reason for reason in notes() if f". {reason}\n" not in page]
 
 
 def test_architecture_names_every_room_and_only_files_that_exist() -> None:

@@ -152,6 +152,12 @@ def faster(link: LinkTimes, factor: float) -> LinkTimes:
     return LinkTimes(*(scaled(getattr(link, name)) for name in LinkTimes.__slots__))
 
 
+def test_more_layers_on_the_gpu_than_there_are_are_all_of_them() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    found = [plan(spec_of(8), profile, Limits(gpu_layers=n)).sha256 for n in (8, 99, 2**20)]
+    assert len(set(found)) == 1
+
+
 def test_overrides_win_and_the_first_that_matches_counts() -> None:
     profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
     limits = Limits(overrides=((r"layers\.3\.ffn", "cpu"), (r"layers\..*\.ffn", "stream"), ("head", "cpu")))
@@ -163,13 +169,12 @@ def test_overrides_win_and_the_first_that_matches_counts() -> None:
     ("limits", "words"),
     [
         (Limits(vram_budget_bytes=100 * GIB), r"100\.00 GiB is more than the 7\.44 GiB"),
-        (Limits(gpu_layers=33), "gpu_layers is 33, the model has 32"),
         (Limits(gpu_layers=32, vram_budget_bytes=GIB), r"needs \d\.\d\d GiB and the budget is 1\.00 GiB"),
         (Limits(ram_budget_bytes=2**20, vram_budget_bytes=GIB), "of RAM"),
         (Limits(vram_budget_bytes=0, overrides=((".*ffn", "gpu"),)), "pinned to gpu"),
         (Limits(mode="exact"), "drafts were measured"),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_the_impossible_is_refused_with_numbers(limits: Limits, words: str) -> None:
     with pytest.raises(UsageError, match=words):

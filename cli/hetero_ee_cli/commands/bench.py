@@ -13,10 +13,11 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
+from hetero_ee_cli.options.completion import MODES, one_of
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
-from hetero_ee_cli.options.planning import OVERRIDE_HELP, LimitOptions
+from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
@@ -42,7 +43,14 @@ EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not 
 Test = tuple[int, int, int]  # tokens of prompt, text and depth
 
 
-@with_options(without=["override", "mode", "revision", "threads"])
+@with_options(
+    without={
+        "profile": "it always compares with one",
+        "mode": "it takes both modes, too",
+        "threads": "it takes several numbers",
+        "verbose": "its rows have the times and rates",
+    }
+)
 def bench(
     limits: LimitOptions,
     placement: PlacementOptions,
@@ -57,10 +65,15 @@ def bench(
     ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times to run each test.")] = 5,
     mode: Annotated[
-        str | None, typer.Option(help="full, exact (on text of the model's own), or all for both. [default: full]")
+        str | None,
+        typer.Option(
+            help="full, exact (on text of the model's own), or all for both. [default: full]",
+            autocompletion=one_of((*MODES, "all")),
+        ),
     ] = None,
-    override: Annotated[list[str] | None, typer.Option("-ot", "--override", help=OVERRIDE_HELP)] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.")] = "md",
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))
+    ] = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
     refresh: Annotated[bool, typer.Option(help="Measure this machine again even if a profile was kept.")] = False,
@@ -74,7 +87,7 @@ def bench(
     _check(style, repetitions, mode, random_weights)
     if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
-    placed = placement.checked(replace(limits, override=override, mode=None if mode == ALL else mode), engine)
+    placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)
     with ending_at_once():
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import physical_core_count
@@ -158,7 +171,7 @@ def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetit
 
 @contextmanager
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
-    """Opens the model in the folder, or random weights. Raises UsageError for a plan with too small a context."""
+    """Opens the model in the folder, or random weights. Raises UsageError for too small a context."""
     from hetero_ee.engine import Engine
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.opening import Placement, open_placed

@@ -24,7 +24,7 @@ STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
 
 
-@with_options(without=["ctx_size"])
+@with_options(without={"profile": "nothing is planned for it"})
 def calibrate(
     engine: EngineOptions,
     model: ModelArgument = None,

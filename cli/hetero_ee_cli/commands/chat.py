@@ -3,21 +3,23 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from hetero_ee.errors import HeteroError, UsageError, shown
-from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
-from hetero_ee_cli.options.sampling import SamplingOptions
+from hetero_ee_cli.options.prompt import PromptOptions
+from hetero_ee_cli.options.sampling import SamplingOptions, new_seed
 from hetero_ee_cli.reports.expectation import expected_rate
-from hetero_ee_cli.reports.run_report import closing_lines
-from hetero_ee_cli.terminal.chat_input import Command, ReadLine, piped_lines, read_entry
-from hetero_ee_cli.terminal.output import complain, print_tokens, printable, say
+from hetero_ee_cli.reports.run_report import Closing, closing_lines
+from hetero_ee_cli.terminal.chat_input import PROMPT, Command, ReadLine, piped_lines, read_entry
+from hetero_ee_cli.terminal.output import complain, echo_prompt, print_tokens, printable, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.text_file import read_text
 
@@ -38,67 +40,88 @@ COMMANDS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation begins, and how it becomes a prompt."""
+
+    PANEL: ClassVar[str] = "Conversation"
+
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "-sys", "--system", "--system-prompt", help="Instructions for the model, before the first message."
+        ),
+    ] = None
+    chat_template_file: Annotated[
+        Path | None, typer.Option(help="Jinja chat template to use instead of the model's own.")
+    ] = None
+
+    def template(self) -> str | None:
+        """The text of the file. Raises UsageError."""
+        return None if self.chat_template_file is None else read_text("chat template", self.chat_template_file)
+
+
 @with_options()
 def chat(
     engine: EngineOptions,
+    prompts: PromptOptions,
+    conversation: ChatOptions,
     sampling: SamplingOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
-    model: Annotated[str | None, typer.Argument(help="The same as --model.")] = None,
-    model_flag: ModelOption = None,
-    system: Annotated[
-        str | None, typer.Option("-sys", "--system", help="Instructions for the model, before the first message.")
-    ] = None,
-    chat_template_file: Annotated[
-        Path | None, typer.Option(help="Jinja chat template to use instead of the model's own.")
-    ] = None,
+    model: ModelArgument = None,
 ) -> None:
     """Chat with a model. Only its replies go to standard output.
 
     A line is a message; one that ends in a backslash continues on the next, and lines between two \"\"\" are one
     message. A line that begins with a slash is a command: /help lists them. Ctrl-C stops a reply; pressed twice at
     the prompt, it ends the chat, as do /exit and Ctrl-D. In a pipe, every line is a turn, and each reply ends with a
-    newline.
+    newline. --prompt and --file give the first message.
     """
+    first, template = prompts.given(), conversation.template()
     placed = placement.checked(limits, engine)
-    options, changes = engine.arguments(_one_model(model, model_flag)), sampling.changes()
-    template = None if chat_template_file is None else read_text("chat template", chat_template_file)
+    options, changes = engine.arguments(model), sampling.changes()
+    start_s = time.perf_counter()
     with stage_progress() as progress:
         opened = open_engine(options, placed, progress)
-    with opened, opened.chat(system, chat_template=template, **changes) as conversation:
+    style = TalkStyle(placement, time.perf_counter() - start_s, has_seed=sampling.has_seed)
+    with opened, opened.chat(conversation.system, chat_template=template, **changes) as talk:
         try:
-            _talk(opened, conversation, options["model"], placement.stats)
+            converse(opened, talk, options["model"], style, first)
         finally:
             placement.write_trace_of(opened)
 
 
-def _one_model(argument: str | None, flag: str | None) -> str | None:
-    if argument is not None and flag is not None and argument != flag:
-        raise UsageError(f"two models are named, {shown(argument)} and {shown(flag)}; name one.")
-    return flag if argument is None else argument
+@dataclass(frozen=True, slots=True)
+class TalkStyle:
+    """What is said of each reply, and whether another seed follows each."""
+
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    load_s: float = 0.0  # what opening the model took
+    has_seed: bool = True  # False: each turn gets a new one
 
 
-def _talk(engine: "Engine", conversation: "Conversation", model: str | None, stats: bool) -> None:
+def converse(
+    engine: "Engine", conversation: "Conversation", model: str | None, style: TalkStyle, first: str | None
+) -> None:
+    """Answers what is typed or piped until it ends. first: a message before that."""
     if not sys.stdin.isatty():
-        Talk(engine, conversation, is_interactive=False, stats=stats).run(piped_lines())
+        Talk(engine, conversation, is_interactive=False, style=style).run(piped_lines(), first)
         return
     from hetero_ee_cli.terminal.line_editor import LineEditor, history_file
 
     say(f"Chat with {printable(model or 'the demo model')}: /help lists the commands, Ctrl-D ends the chat.")
     with LineEditor(list(COMMANDS), history_file()) as editor:
-        Talk(engine, conversation, is_interactive=True, stats=stats).run(editor.read)
+        Talk(engine, conversation, is_interactive=True, style=style).run(editor.read, first)
 
 
 class Talk:
-    """Answers entries until they end. If interactive, the talk continues after an error; otherwise it ends there.
-
-    stats: whether tables follow each reply.
-    """
+    """Answers entries until they end. If interactive, the talk continues after an error; otherwise it ends there."""
 
     def __init__(
-        self, engine: "Engine", conversation: "Conversation", is_interactive: bool, stats: bool = False
+        self, engine: "Engine", conversation: "Conversation", is_interactive: bool, style: TalkStyle | None = None
     ) -> None:
-        self._engine, self._has_stats = engine, stats
+        self._engine, self._style = engine, style or TalkStyle()
         self._conversation, self._is_interactive = conversation, is_interactive
         self._commands: dict[str, Callable[[str], None]] = {
             "/clear": self._clear,
@@ -108,13 +131,21 @@ class Talk:
             "/system": self._set_system,
         }
 
-    def run(self, read_line: ReadLine) -> None:
-        """Raises KeyboardInterrupt for a second Ctrl-C at the prompt, or for the first if not interactive."""
+    def run(self, read_line: ReadLine, first: str | None = None) -> None:
+        """Raises KeyboardInterrupt for a second Ctrl-C at the prompt, or for the first if not interactive.
+
+        first: a message before those that are read.
+        """
         is_leaving = False  # Ctrl-C was pressed once at the prompt
         while True:
             is_reading = True
             try:
-                entry = read_entry(read_line)
+                if first is None:
+                    entry = read_entry(read_line)
+                else:
+                    entry, first = first, None
+                    if self._is_interactive:
+                        echo_prompt(f"{PROMPT}{entry}\n")
                 is_reading = is_leaving = False
                 if entry is None:
                     break
@@ -135,13 +166,17 @@ class Talk:
 
     def _answer(self, entry: str | Command) -> None:
         if isinstance(entry, str):
-            self._print(self._conversation.send(entry))
+            self._print(self._conversation.send(entry, **self._changes()))
         elif entry.name in self._commands:
             self._commands[entry.name](entry.argument)
         else:
             raise UsageError(
                 f"there is no command {shown(entry.name)}; /help lists them, and a leading space makes it a message."
             )
+
+    def _changes(self) -> dict[str, Any]:
+        """Of the sampling, in this turn."""
+        return {} if self._style.has_seed else {"seed": new_seed()}
 
     def _print(self, reply: "Reply") -> None:
         if reply.n_forgotten_messages:
@@ -157,27 +192,24 @@ class Talk:
             raise KeyboardInterrupt
 
     def _close_reply(self, reply: "Reply", result: "GenerationResult", expected: float | None, start_s: float) -> None:
-        """The closing line, and whether the context was full. expected: tokens per second."""
-        from hetero_ee.decoding.result import FinishReason
-
-        if result.finish_reason is FinishReason.CONTEXT:
-            say(f"(The context of {self._conversation.context_tokens} tokens is full; the reply ends here.)")
-        lines = closing_lines(
-            self._engine,
-            result,
+        """What is said of the reply. expected: tokens per second."""
+        placement = self._style.placement
+        closing = Closing(
             prompt=f"{reply.n_prefilled_tokens} new + {reply.n_cached_tokens} cached",
+            context_tokens=self._conversation.context_tokens,
             seed=reply.sampling.seed if reply.sampling.temperature else None,
             expected=expected,
-            stats_from_s=start_s if self._has_stats else None,
+            load_s=self._style.load_s if placement.verbose else None,
+            stats_from_s=start_s if placement.stats else None,
         )
         lead = "\n" if sys.stdout.isatty() else ""
-        say(lead + lines + lead)
+        say(lead + closing_lines(self._engine, result, closing) + lead)
 
     def _clear(self, _argument: str) -> None:
         self._conversation.clear()
 
     def _regenerate(self, _argument: str) -> None:
-        reply = self._conversation.regenerate()
+        reply = self._conversation.regenerate(**self._changes())
         if reply.sampling.temperature == 0:
             say("(At temperature 0 the reply is always the same; start the chat with --temp for a different one.)")
         self._print(reply)

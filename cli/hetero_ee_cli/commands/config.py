@@ -5,19 +5,19 @@ from pathlib import Path
 
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.config.settings import SETTINGS, Resolved, Settings, read_settings
-from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, table
 
 
-@with_options(without=["revision"])
-def show(engine: EngineOptions, model: ModelOption = None, as_json: Json = False) -> None:
+@with_options(without={"revision": "it is no setting"})
+def show(engine: EngineOptions, as_json: Json = False) -> None:
     """Show every setting with its source, and where files are kept.
 
     An option overrides a HETERO_EE_ variable, which overrides the configuration file, which overrides the default. The
     options of the other commands given here show which value would apply.
     """
-    flags = asdict(engine) | {"model": model}
+    flags = asdict(engine) | {"model": engine.model_flag}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
     paths = {name: str(path) for name, path in _paths(settings).items()}

@@ -1,38 +1,56 @@
-"""`hetero-ee convert`: a checkpoint in, a store out, before the first generation."""
+"""`hetero-ee convert` and `hetero-ee pull`: a checkpoint in, a store out, before the first generation."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee.errors import UsageError
+from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
+NOT_HERE = {"ctx_size": "nothing is run", "profile": "nothing is run"}
 
-@with_options(without=["ctx_size"])
+
+@with_options(without=NOT_HERE)
 def convert(
     engine: EngineOptions,
-    model: Annotated[str, typer.Argument(help="Hugging Face id, or folder with such a checkpoint.")],
+    model: ModelArgument = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="New folder for the converted model. [default: the cache]")
     ] = None,
 ) -> None:
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
+    print(_converted(engine, model, output))
+
+
+@with_options(without=NOT_HERE)
+def pull(engine: EngineOptions, model: ModelArgument = None) -> None:
+    """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
+    print(_converted(engine, model, None, keeps_stores=True))
+
+
+def _converted(engine: EngineOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:
+    """The store of the model. keeps_stores: a model that is one already is fine."""
     options = engine.arguments(model)
+    if options["model"] is None:
+        raise UsageError("no model is named; give a Hugging Face id, or a folder with a checkpoint.")
     with ending_at_once():
         import torch
 
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
-    from hetero_ee.hub.resolve import resolve_model
+    from hetero_ee.weights.store.reader import is_store
     from hetero_ee_profiles.host.process import physical_core_count
 
     torch.set_num_threads(1)
     with stage_progress() as progress:
-        folder = resolve_model(model, revision=engine.revision, offline=options["offline"], progress=progress)
-        store = make_store(
+        folder = engine.model_folder(model, progress)
+        if keeps_stores and is_store(folder):
+            return folder
+        return make_store(
             folder,
             cache=cache_folder(),
             output=output,
@@ -40,4 +58,3 @@ def convert(
             threads=options["threads"] or physical_core_count(),
             progress=progress,
         )
-    print(store)

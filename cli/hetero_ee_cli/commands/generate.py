@@ -2,24 +2,20 @@
 
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hetero_ee.errors import UsageError
-from hetero_ee_cli.options.engine import EngineOptions, ModelOption
+from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
 from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.prompt import PromptArgument, PromptOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import expected_rate
-from hetero_ee_cli.reports.run_report import closing_lines, run_document
-from hetero_ee_cli.terminal.output import print_document, print_tokens, say
+from hetero_ee_cli.reports.run_report import Closing, closing_lines, run_document
+from hetero_ee_cli.terminal.output import echo_prompt, print_document, print_tokens, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
-from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GenerationResult
@@ -34,54 +30,64 @@ COUNTS = (
 @with_options()
 def generate(
     engine: EngineOptions,
+    prompts: PromptOptions,
     sampling: SamplingOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
-    model: ModelOption = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
+    argument: PromptArgument = None,
     as_json: Json = False,
 ) -> None:
     """Generate text. Only the text goes to standard output; progress and a closing line go to standard error."""
-    text = read_prompt(prompt, file)
+    text = prompts.required(argument)
     placed = placement.checked(limits, engine)
-    options, changes = engine.arguments(model), sampling.changes()
-    with ending_at_once():
-        from hetero_ee.decoding.result import collect
-
+    options, changes = engine.arguments(), sampling.changes()
+    start_s = time.perf_counter()
     with stage_progress() as progress, open_engine(options, placed, progress) as opened:
-        start_s = time.perf_counter()
-        tokens, interrupted = print_tokens(opened.stream(text, **changes), quiet=as_json)
+        load_s = time.perf_counter() - start_s
+        try:
+            Continuing(opened, options["model"], changes, placement, load_s).write(text, as_json)
+        finally:
+            placement.write_trace_of(opened)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuing:
+    """A model that goes on with texts."""
+
+    engine: "Engine"
+    model: str | None  # as the user named it
+    changes: dict[str, Any]  # of the model's sampling
+    placement: PlacementOptions
+    load_s: float  # what opening it took
+
+    def write(self, text: str, as_json: bool = False) -> None:
+        """Prints what follows `text`, and what is to be said of it. Raises KeyboardInterrupt at the end, if it came."""
+        with ending_at_once():
+            from hetero_ee.decoding.result import collect
+
+        engine, start_s = self.engine, time.perf_counter()
+        stream = engine.stream(text, **self.changes)
+        if not as_json:
+            echo_prompt(text)
+        tokens, interrupted = print_tokens(stream, quiet=as_json)
         result = collect(tokens) if tokens else None
         if as_json:
-            document = _document(opened, options["model"], changes, result, interrupted)
+            document = _document(engine, self.model, self.changes, result, interrupted)
             print_document(document, with_version=True)
         if result is not None:
-            is_sampled = opened.default_sampling.changed(**changes).temperature > 0
-            lines = closing_lines(
-                opened,
-                result,
+            is_sampled = engine.default_sampling.changed(**self.changes).temperature > 0
+            closing = Closing(
                 prompt=str(result.n_prompt_tokens),
-                seed=changes["seed"] if is_sampled else None,
-                expected=None if interrupted else expected_rate(opened, result),
-                stats_from_s=start_s if placement.stats else None,
+                context_tokens=engine.context_tokens,
+                seed=self.changes["seed"] if is_sampled else None,
+                expected=None if interrupted else expected_rate(engine, result),
+                load_s=self.load_s if self.placement.verbose else None,
+                stats_from_s=start_s if self.placement.stats else None,
             )
-            say(("\n\n" if sys.stdout.isatty() else "") + lines)  # the text itself may not end with a newline
-        placement.write_trace_of(opened)
+            # The text itself may not end with a newline.
+            say(("\n\n" if sys.stdout.isatty() else "") + closing_lines(engine, result, closing))
         if interrupted:
             raise KeyboardInterrupt
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, the file or standard input. One final newline is dropped from the latter two."""
-    if (prompt is None) == (file is None):
-        raise UsageError("give one prompt: as an argument, with --file, or - to read standard input.")
-    text = prompt
-    if text is None or text == "-":
-        text = read_text("prompt", file).removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise UsageError("the prompt is empty; give some text to continue.")
-    return text
 
 
 def _document(

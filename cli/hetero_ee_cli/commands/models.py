@@ -12,6 +12,7 @@ import typer
 from hetero_ee.config import cache_folder
 from hetero_ee.config.toml_file import expanded
 from hetero_ee.errors import UsageError
+from hetero_ee_cli.options.completion import model_names
 from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -52,7 +53,10 @@ def list_models(as_json: Json = False) -> None:
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(help="Names as listed, or unambiguous prefixes of them.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Names as listed, or unambiguous prefixes of them.", autocompletion=model_names),
+    ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
 ) -> None:
     """Remove converted models and their calibrations from the cache folder. Checkpoints stay."""
@@ -73,7 +77,8 @@ def remove(
 
 def verify(
     stores: Annotated[
-        list[str] | None, typer.Argument(help="Names as listed, or folders. [default: all in the cache]")
+        list[str] | None,
+        typer.Argument(help="Names as listed, or folders. [default: all in the cache]", autocompletion=model_names),
     ] = None,
     as_json: Json = False,
 ) -> None:

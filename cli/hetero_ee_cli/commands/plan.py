@@ -11,7 +11,7 @@ from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.planning import Hardware, LimitOptions
 from hetero_ee_cli.reports.curve import check_picture, curve_text, save_curve
 from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -53,16 +53,13 @@ class _Subject:
         return ["generate", PROMPT, *named]
 
 
-@with_options(without=["revision", "quantizer"])
+@with_options(without={"profile": "it always plans by one"})
 def plan(
     limits: LimitOptions,
     engine: EngineOptions,
     model: ModelArgument = None,
     random_weights: RandomWeights = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="Shipped profile to plan for, or a profile's JSON file. [default: this machine, measured]"),
-    ] = None,
+    hardware: Hardware = None,
     published_exits: Annotated[
         bool, typer.Option(help="Use the exit rates published for Llama-2-7B, as if this model had them.")
     ] = False,
@@ -120,7 +117,7 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
     if subject.published_exits:
         statistics = Statistics(published_statistics(spec.n_layers))
     elif subject.own_drafts and folder is not None:
-        statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
+        statistics = _own_statistics(spec, folder, profile, limits, subject, engine.arguments()["quantizer"], progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
 
@@ -131,6 +128,7 @@ def _own_statistics(
     profile: "HardwareProfile",
     limits: "Limits",
     subject: _Subject,
+    quantizer: str | None,
     progress: Progress,
 ) -> "Statistics":
     """Of the calibration and the draft head that opening this model would find; progress is told if they can't be
@@ -144,7 +142,7 @@ def _own_statistics(
         progress(remark, 0, 0)
 
     try:
-        calibration = CalibrationPlace.of_model(spec, folder, cache_folder()).find_or_warn(warn)
+        calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer).find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         # As an engine does: only on an emulated machine may a draft head run on the GPU.
         return knowledge.statistics(spec, profile, limits.threads, on_gpu=bool(subject.hardware))

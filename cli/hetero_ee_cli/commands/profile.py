@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile, LinkTimes
 
 
-@with_options(without=["revision", "quantizer", "ctx_size", "threads"])
+@with_options(
+    without={
+        "profile": "it always measures one",
+        "quantizer": "every int4 quantizer has the same shapes",
+        "ctx_size": "several context lengths are measured",
+    }
+)
 def profile(
     engine: EngineOptions,
     model: ModelArgument = None,
@@ -45,7 +51,9 @@ def profile(
 
     with stage_progress() as progress:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        found = profile_for(spec, folder, noting, quick=quick, refresh=refresh)
+        n_threads = engine.arguments()["threads"]
+        threads = (n_threads,) if n_threads else ()
+        found = profile_for(spec, folder, noting, quick=quick, refresh=refresh, threads=threads)
     print(to_json(found) if as_json else _shown(found, name), end="" if as_json else "\n")
     say(_closing_line(spec, found, is_new=bool(stages)))
 

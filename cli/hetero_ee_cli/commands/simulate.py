@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetero_ee.errors import UsageError
+from hetero_ee_cli.options.completion import hardware_names
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
+from hetero_ee_cli.options.prompt import PromptOptions
+from hetero_ee_cli.options.sampling import LENGTH_FLAGS
 from hetero_ee_cli.reports.run_report import draft_words, lane_lines, run_document
-from hetero_ee_cli.terminal.output import print_document, printable, say
+from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -35,19 +38,27 @@ class _Simulated:
     predicted_tokens_per_pass: float | None = None  # None if nothing is known of how good the drafts are
 
 
-@with_options(without=["revision", "stats"])
+DEFAULT_PROMPT = "Once upon a time"
+
+
+@with_options(
+    without={
+        "profile": "--hardware names the one it runs by",
+        "stats": "what --stats shows is always shown",
+        "verbose": "what -v shows is always shown",
+    }
+)
 def simulate(
+    prompts: PromptOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     engine: EngineOptions,
     model: ModelArgument = None,
     hardware: Annotated[
-        str, typer.Option(help="Shipped profile to simulate, or a profile's JSON file.")
+        str,
+        typer.Option(help="Shipped profile to simulate, or a profile's JSON file.", autocompletion=hardware_names),
     ] = "rtx-4060-laptop-8gb",
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue.")] = "Once upon a time",
-    max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", min=1, max=2**20, help="Tokens to generate.")
-    ] = 64,
+    max_new_tokens: Annotated[int, typer.Option(*LENGTH_FLAGS, min=1, max=2**20, help="Tokens to generate.")] = 64,
     random_weights: RandomWeights = None,
     prompt_tokens: Annotated[
         int, typer.Option(min=1, max=2**20, help="Length of the prompt, with --random-weights.")
@@ -56,6 +67,7 @@ def simulate(
 ) -> None:
     """Run a prompt through the real model as another machine would: the same tokens, and the time they take there.
 
+    Without a prompt, the text begins with "Once upon a time".
     Nothing printed is a measurement of that machine. With --random-weights nothing is computed; there are only times.
     """
     from hetero_ee.planning.hardware import hardware_from
@@ -65,7 +77,7 @@ def simulate(
     if placed.plan is not None and placed.plan.hardware != profile.name:
         say(f"The plan was made for {printable(placed.plan.hardware)}; here it runs on {profile.name}.")
     if random_weights is None:
-        found = _of_text(prompt, max_new_tokens, profile, placed, engine, model)
+        found = _of_text(prompts.given() or DEFAULT_PROMPT, max_new_tokens, profile, placed, engine, model)
     else:
         found = _of_shapes(random_weights, model, profile, placed, (prompt_tokens, max_new_tokens))
     placement.write_trace(found.spans, f"simulated: {found.simulation.hardware}")
@@ -139,19 +151,26 @@ def _report(found: _Simulated) -> str:
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
     lines = [] if simulation.text is None else [simulation.text, ""]
     lines.append(f"SIMULATED on {simulation.hardware}{derived}: {plan.gpu_layers} layers on the GPU, {plan.mode} mode")
+    rows = [("", "tokens", "simulated ms", "tokens/s", "predicted ms", "tokens/s")]
     for name, n_tokens, seconds, predicted_s in (
         ("prompt", simulation.n_prompt_tokens, simulation.prompt_s, simulation.predicted_prompt_s),
         ("text", simulation.n_generated_tokens - 1, simulation.generation_s, simulation.predicted_generation_s),
     ):
-        rate = n_tokens / seconds if seconds else 0.0
-        expected = "" if predicted_s is None else f"   predicted {1e3 * predicted_s:.2f} ms"
-        lines.append(f"{name:8}{n_tokens:6} tok {1e3 * seconds:10.2f} ms {rate:10.1f} t/s{expected}")
+        rows.append((name, str(n_tokens), *_time_and_rate(n_tokens, seconds), *_time_and_rate(n_tokens, predicted_s)))
+    lines.append(table(rows, numbers_from=1))
     if found.drafts is not None:
         predicted = found.predicted_tokens_per_pass
         expected = "" if predicted is None else f"   predicted {predicted:.1f} tok/pass"
         words = f"{found.draft_origin}, up to {plan.draft_length} tokens: {draft_words(found.drafts)}"
         lines.append(f"{'drafts':8}{words}{expected}")
     return "\n".join([*lines, *lane_lines(simulation.lanes, simulation.prompt_s, simulation.generation_s)])
+
+
+def _time_and_rate(n_tokens: int, seconds: float | None) -> tuple[str, str]:
+    """Milliseconds, and tokens per second."""
+    if seconds is None:
+        return "-", "-"
+    return f"{1e3 * seconds:.2f}", f"{n_tokens / seconds if seconds else 0.0:.1f}"
 
 
 def _document(found: _Simulated) -> dict[str, Any]:

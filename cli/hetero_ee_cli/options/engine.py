@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import SETTING_OF, read_settings
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
+from hetero_ee_cli.options.completion import model_names, one_of, shape_names
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
@@ -17,14 +18,19 @@ if TYPE_CHECKING:
 def _setting(name: str, *short: str) -> Any:
     """The option of a setting; None if not given, so that the environment and the file decide."""
     setting = SETTING_OF[name]
-    return typer.Option(*short, setting.flag, help=setting.help)
+    completion = model_names if name == "model" else one_of(setting.choices) if setting.choices else None
+    return typer.Option(*short, setting.flag, help=setting.help, autocompletion=completion)
 
 
-ModelOption = Annotated[str | None, _setting("model", "-m")]
-ModelArgument = Annotated[str | None, typer.Argument(help=SETTING_OF["model"].help, metavar="MODEL")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="The same as --model.", metavar="MODEL", autocompletion=model_names)
+]
 RandomWeights = Annotated[
     str | None,
-    typer.Option(help="Random weights instead of MODEL: tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b."),
+    typer.Option(
+        help="Random weights instead of MODEL: tinyllama-1.1b, llama-2-7b, llama-2-13b or llama-3-8b.",
+        autocompletion=shape_names,
+    ),
 ]
 
 
@@ -32,23 +38,43 @@ RandomWeights = Annotated[
 class EngineOptions:
     """How a model is opened."""
 
+    PANEL: ClassVar[str] = "Model"
+
+    model_flag: Annotated[str | None, _setting("model", "-m")] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None
     offline: Annotated[bool | None, _setting("offline")] = None
     quantizer: Annotated[str | None, _setting("quantizer")] = None
     ctx_size: Annotated[int | None, _setting("ctx_size", "-c")] = None
     threads: Annotated[int | None, _setting("threads", "-t")] = None
+    profile: Annotated[str | None, _setting("profile")] = None
 
-    def arguments(self, model: str | None) -> dict[str, Any]:
-        """As Engine.from_pretrained takes them, settings included. Raises UsageError."""
+    def named(self, argument: str | None) -> str | None:
+        """The model that the argument or --model names; None where neither does. Raises UsageError."""
+        if argument is not None and self.model_flag is not None and argument != self.model_flag:
+            raise UsageError(f"two models are named, {shown(argument)} and {shown(self.model_flag)}; name one.")
+        return self.model_flag if argument is None else argument
+
+    def arguments(self, model: str | None = None) -> dict[str, Any]:
+        """As Engine.from_pretrained takes them, settings included. model: the argument. Raises UsageError."""
         settings = read_settings()
-        return {
-            "model": settings.value("model", model),
+        profile = {} if self.profile is None else {"profile": settings.value("profile", self.profile)}
+        return profile | {
+            "model": settings.value("model", self.named(model)),
             "revision": self.revision,
             "offline": settings.value("offline", self.offline),
             "quantizer": settings.value("quantizer", self.quantizer),
             "context_tokens": settings.value("ctx_size", self.ctx_size),
             "threads": settings.value("threads", self.threads),
         }
+
+    def model_folder(self, model: str | None, progress: Progress, *, configuration_only: bool = False) -> Path:
+        """Where the model lies, downloaded if need be. Raises HeteroError."""
+        from hetero_ee.config import cache_folder
+        from hetero_ee.weights.store.library import model_folder
+
+        given = self.arguments(model)
+        hub = {"revision": given["revision"], "offline": given["offline"], "configuration_only": configuration_only}
+        return model_folder(given["model"], cache_folder(), progress=progress, **hub)
 
     def model_spec(
         self, model: str | None, random_weights: str | None, progress: Progress, *, configuration_only: bool = False
@@ -59,18 +85,11 @@ class EngineOptions:
         """
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name
-        from hetero_ee.hub.resolve import resolve_model
         from hetero_ee.models.known_shapes import known_spec
 
         if random_weights is not None:
-            if model is not None:
+            if self.named(model) is not None:
                 raise UsageError("MODEL and --random-weights exclude each other; give one.")
             return known_spec(random_weights), f"{random_weights} (random weights)", None
-        arguments = self.arguments(model)
-        folder = resolve_model(
-            arguments["model"],
-            offline=arguments["offline"],
-            progress=progress,
-            configuration_only=configuration_only,
-        )
+        folder = self.model_folder(model, progress, configuration_only=configuration_only)
         return read_spec(folder), model_name(folder), folder

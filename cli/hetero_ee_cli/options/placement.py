@@ -6,7 +6,7 @@ A plan is made by the profile of this machine, measured where none was kept, unl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class PlacementOptions:
     """A plan to run, a draft head, and what is recorded of the run."""
 
+    PANEL: ClassVar[str] = "Plan and report"
+
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Run this plan, as printed by plan --json, instead of making one.")
     ] = None
@@ -38,6 +40,9 @@ class PlacementOptions:
         Path | None, typer.Option(help="Write a trace of what ran where and when, for chrome://tracing or Perfetto.")
     ] = None
     stats: Annotated[bool, typer.Option("--stats", help="Show where the time went and how drafting did.")] = False
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show times, counts and rates below the text.")] = (
+        False
+    )
 
     def checked(self, limits: LimitOptions, engine: EngineOptions) -> "Placed":
         """Loads the plan. Raises UsageError for what is not possible, before any model is loaded."""

@@ -1,42 +1,74 @@
 """Options that say what the planner may use, and which machine it plans for."""
 
+import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import UsageError, shown
+from hetero_ee_cli.options.completion import KV_TYPES, MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions
 
 if TYPE_CHECKING:
     from hetero_ee.planning.limits import Limits
 
-GIB, MIB = 2**30, 2**20
-OVERRIDE_HELP = "Pin parts by name: REGEX=gpu, REGEX=cpu or REGEX=stream; can be given more than once."
+GIB = 2**30
+ALL_LAYERS = 2**20  # more than any model has
+LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
+DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
+
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="Shipped profile of the machine, or a profile's JSON file. [default: this machine, measured]",
+        autocompletion=hardware_names,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
     """Limits and pins of a plan; None leaves the choice to the planner."""
 
+    PANEL: ClassVar[str] = "Placement"
+
     vram_budget: Annotated[
         float | None, typer.Option(help="GPU memory to use, in GiB. [default: free memory, less the margin]")
     ] = None
-    vram_margin: Annotated[int | None, typer.Option(help="GPU memory to leave free, in MiB. [default: 1024]")] = None
+    vram_margin: Annotated[float | None, typer.Option(help="GPU memory to leave free, in GiB. [default: 1]")] = None
     ram_budget: Annotated[float | None, typer.Option(help="RAM to use, in GiB. [default: free memory]")] = None
     gpu_layers: Annotated[
-        int | None,
-        typer.Option("-ngl", "--gpu-layers", help="Layers placed whole on the GPU, counted from the first."),
+        str | None,
+        typer.Option(
+            "-ngl",
+            "--gpu-layers",
+            "--n-gpu-layers",
+            metavar="<int>|all|auto",
+            help="Layers placed whole on the GPU, counted from the first; more than the model has are all. "
+            "[default: auto]",
+            autocompletion=one_of(("auto", "all")),
+        ),
     ] = None
-    override: Annotated[list[str] | None, typer.Option("-ot", "--override", help=OVERRIDE_HELP)] = None
-    kv_type: Annotated[str | None, typer.Option(help="Type of the KV cache: fp32, fp16 or int8. [default: fp32]")] = (
-        None
-    )
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-ot",
+            "--override",
+            "--override-tensor",
+            help="Pin parts by name: REGEX=gpu, REGEX=cpu or REGEX=stream; can be given more than once.",
+        ),
+    ] = None
+    kv_type: Annotated[
+        str | None,
+        typer.Option(help="Type of the KV cache: fp32, fp16 or int8. [default: fp32]", autocompletion=one_of(KV_TYPES)),
+    ] = None
     mode: Annotated[
         str | None,
         typer.Option(
             help="full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head "
-            "or n-grams, with the text of full mode. [default: whichever should be faster]"
+            "or n-grams, with the text of full mode. [default: whichever should be faster]",
+            autocompletion=one_of(MODES),
         ),
     ] = None
     draft_length: Annotated[
@@ -58,13 +90,14 @@ class LimitOptions:
         """As the planner takes them, with the context size and the threads. Raises UsageError."""
         from hetero_ee.planning.limits import Limits, parse_override
 
-        opening, usual = engine.arguments(None), Limits()
+        opening, usual = engine.arguments(), Limits()
+        margin_bytes = _bytes_of(self.vram_margin, "vram_margin")
         return Limits(
-            vram_budget_bytes=_bytes_of(self.vram_budget, "--vram-budget"),
-            vram_margin_bytes=usual.vram_margin_bytes if self.vram_margin is None else self.vram_margin * MIB,
-            ram_budget_bytes=_bytes_of(self.ram_budget, "--ram-budget"),
-            gpu_layers=self.gpu_layers,
-            overrides=tuple(map(parse_override, self.override or ())),
+            vram_budget_bytes=_bytes_of(self.vram_budget, "vram_budget"),
+            vram_margin_bytes=usual.vram_margin_bytes if margin_bytes is None else margin_bytes,
+            ram_budget_bytes=_bytes_of(self.ram_budget, "ram_budget"),
+            gpu_layers=_layers(self.gpu_layers),
+            overrides=tuple(parse_override(_with_our_device(text)) for text in self.override or ()),
             context_tokens=opening["context_tokens"],
             kv_type=self.kv_type or usual.kv_type,
             mode=self.mode,
@@ -73,9 +106,24 @@ class LimitOptions:
         )
 
 
-def _bytes_of(gib: float | None, flag: str) -> int | None:
+def _layers(text: str | None) -> int | None:
+    """What -ngl asks for; None leaves it to the planner."""
+    if text is None or text in LAYER_WORDS:
+        return None if text is None else LAYER_WORDS[text]
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise UsageError(f"gpu_layers is {shown(text)}; expected a number of layers, all or auto.")
+    return int(text)
+
+
+def _with_our_device(override: str) -> str:
+    """REGEX=CPU and REGEX=CUDA0 mean what they mean elsewhere."""
+    pattern, equals, device = override.rpartition("=")
+    return f"{pattern}{equals}{DEVICE_WORDS.get(device.lower(), device)}"
+
+
+def _bytes_of(gib: float | None, name: str) -> int | None:
     if gib is None:
         return None
     if not 0 <= gib <= 2**20:
-        raise UsageError(f"{flag} is {gib}; expected GiB from 0.")
+        raise UsageError(f"{name} is {gib}; expected GiB from 0.")
     return int(gib * GIB)

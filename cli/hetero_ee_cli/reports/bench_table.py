@@ -5,6 +5,8 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
+from hetero_ee_cli.terminal.output import encodable
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.benchmark import BenchRun
     from hetero_ee.planning.plan import Plan
@@ -77,10 +79,11 @@ def print_row(rows: list[Row], style: str) -> None:
     if len(rows) == 1:
         print("| model | size | params | threads | mode | test | t/s | predicted t/s |")
         print("| --- | ---: | ---: | ---: | :--- | ---: | ---: | ---: |")
+    rate = f"{row['avg_ts']:.2f} {encodable('±', '+-')} {row['stddev_ts']:.2f}"
     print(
         f"| {row['model_filename']} {row['model_type'].split()[-1]} | {row['model_size'] / 2**20:.1f} MiB "
         f"| {row['model_n_params'] / 1e6:.1f} M | {row['n_threads']} | {_mode(row)} | {row['test']} "
-        f"| {row['avg_ts']:.2f} ± {row['stddev_ts']:.2f} | {'' if predicted is None else f'{predicted:.2f}'} |",
+        f"| {rate} | {'' if predicted is None else f'{predicted:.2f}'} |",
         flush=True,
     )
 

@@ -1,7 +1,7 @@
 """What is said of a run: its closing line, the tables of --stats, its keys in JSON."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetero_ee_cli.reports.expectation import slowness
@@ -17,33 +17,59 @@ DECLINED = "Exact mode was declined"  # how the planner's reason for full mode b
 BAR_COLUMNS = 40
 
 
-def closing_lines(
-    engine: "Engine",
-    result: "GenerationResult",
-    *,
-    prompt: str,
-    seed: int | None,
-    expected: float | None,
-    stats_from_s: float | None,
-) -> str:
-    """Counts and rates of a text, a sentence if it was slow, and the tables of --stats.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What to say of a text beside its counts and rates."""
 
-    prompt: what to say of the prompt's tokens; seed: None if it did not matter; expected: tokens per second, None if
-    unknown; stats_from_s: when the text began, by time.perf_counter, None for no tables.
-    """
+    prompt: str  # of the prompt's tokens
+    context_tokens: int
+    seed: int | None  # None if it did not matter
+    expected: float | None  # tokens per second, None if unknown
+    load_s: float | None  # what opening the model took; None for no times of --verbose
+    stats_from_s: float | None  # when the text began, by time.perf_counter; None for no tables of --stats
+
+
+def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing) -> str:
+    """Counts and rates of a text, sentences if it was cut or slow, the times of --verbose, the tables of --stats."""
+    from hetero_ee.decoding.result import FinishReason
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
+    expected = closing.expected
     parts = [
-        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
+        f"prompt {closing.prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
         f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
         + ("" if expected is None else f" (expected {expected:.1f})"),
         *_mode(engine),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
-        *([] if seed is None else [f"seed {seed}"]),
+        *([] if closing.seed is None else [f"seed {closing.seed}"]),
     ]
     uses_gpu = engine.plan is not None and engine.plan.n_bytes("gpu") > 0
-    tables = [] if stats_from_s is None else _statistics(engine, result, stats_from_s)
-    return "\n".join([f"[ {' | '.join(parts)} ]", *slowness(result, expected, uses_gpu), *tables])
+    is_cut = result.finish_reason is FinishReason.CONTEXT
+    return "\n".join(
+        [
+            *([f"(The context of {closing.context_tokens} tokens is full; the text ends here.)"] if is_cut else []),
+            f"[ {' | '.join(parts)} ]",
+            *slowness(result, expected, uses_gpu),
+            *([] if closing.load_s is None else _times(result, closing.load_s)),
+            *([] if closing.stats_from_s is None else _statistics(engine, result, closing.stats_from_s)),
+        ]
+    )
+
+
+def _times(result: "GenerationResult", load_s: float) -> list[str]:
+    """What --verbose shows, as ollama names it."""
+    values = {
+        "load time": f"{load_s:.3f} s",
+        "time to first token": f"{result.prompt_s:.3f} s",
+        "prompt eval count": f"{result.n_prefilled_tokens} tokens",
+        "prompt eval duration": f"{result.prompt_s:.3f} s",
+        "prompt eval rate": f"{result.prompt_tokens_per_s:.2f} tokens/s",
+        "eval count": f"{result.n_generated_tokens} tokens",
+        "eval duration": f"{result.generation_s:.3f} s",
+        "eval rate": f"{result.generated_tokens_per_s:.2f} tokens/s",
+        "total duration": f"{load_s + result.prompt_s + result.generation_s:.3f} s",
+    }
+    return [f"{name + ':':22}{value}" for name, value in values.items()]
 
 
 def run_document(made: "Plan | None", drafts: "DraftStatistics | None") -> dict[str, Any]:

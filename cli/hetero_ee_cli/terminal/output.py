@@ -1,9 +1,10 @@
 """What a command says: results on standard output, everything else in lines on standard error."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hetero_ee import __version__
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken
 
 JSON_SCHEMA = 2
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
@@ -33,10 +35,36 @@ def print_document(document: Mapping[str, Any], *, with_version: bool = False) -
     print(json.dumps({"schema": JSON_SCHEMA} | ({"version": __version__} if with_version else {}) | dict(document)))
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns."""
+def table(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> str:
+    """Aligned columns. numbers_from: those from this one on end at the same place, as numbers do."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    sides = [str.ljust if numbers_from is None or n < numbers_from else str.rjust for n in range(len(widths))]
+    return "\n".join(
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def encodable(text: str, instead: str) -> str:
+    """The text, or what stands in for it where standard output's encoding lacks its characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return instead
+    return text
+
+
+def echo_prompt(text: str) -> None:
+    """Shows a terminal the text that is continued, dim where it can be; elsewhere nothing."""
+    if sys.stdout.isatty():
+        lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        sys.stdout.write(f"{DIM}{lines}{PLAIN}" if has_colours(sys.stdout) else lines)
+        sys.stdout.flush()
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether escape sequences of colours are welcome there: a terminal that knows them, and no NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(line: str) -> None:

@@ -1,7 +1,8 @@
 """Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
+LINE_EVERY_S = 10.0
 READING = "Reading the prompt"  # the one stage that comes again, with every long prompt
 
 
@@ -28,16 +30,25 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
 
 
 class _Lines:
-    """For logs and pipes: one line for each stage."""
+    """For logs and pipes: one line for each stage, and one every ten seconds of it."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._said: set[str] = set()
-        self._quiet = quiet
+        self._quiet, self._clock = quiet, clock
+        self._stage, self._line_due_s = "", 0.0
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
         if stage not in self._said and not self._quiet and stage != READING:
             self._said.add(stage)
             print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
+        now_s = self._clock()
+        if stage != self._stage or n_done == 0:
+            self._stage, self._line_due_s = stage, now_s + LINE_EVERY_S
+        elif n_all and now_s >= self._line_due_s:
+            self._line_due_s = now_s + LINE_EVERY_S
+            print(f"{stage}: {n_done / n_all:.0%}", file=sys.stderr)
+        if n_all and n_done >= n_all:  # the next prompt is another stage
+            self._stage = ""
 
     def close(self) -> None:
         pass

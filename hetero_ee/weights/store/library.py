@@ -1,17 +1,21 @@
 """The stores in the cache folder: opened or made, listed, removed."""
 
+import difflib
 import os
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from hetero_ee.config import Progress
 from hetero_ee.config.toml_file import expanded
-from hetero_ee.errors import DamagedStoreError, StoreError, UsageError, shown
+from hetero_ee.errors import DamagedStoreError, ModelError, StoreError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import require_tokenizer
+from hetero_ee.hub.model_id import local_folder
+from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.quantization import Quantization
@@ -154,16 +158,44 @@ def stored_models(cache: Path) -> list[StoredModel]:
 
 def stored_model(cache: Path, name: str) -> StoredModel:
     """The store of that name, or the only one whose name begins so. Raises UsageError."""
-    models = stored_models(cache)
+    found = _named(stored_models(cache), name)
+    if found is None:
+        raise UsageError(f"there is no store {shown(name)} in {cache / STORES_FOLDER}; hetero-ee models lists them.")
+    return found
+
+
+def model_folder(model: str | Path | None, cache: Path, **hub: Any) -> Path:
+    """The folder of `model`, as resolve_model finds it with `hub`, or a converted one that is listed in the cache.
+
+    A folder goes before a listed name, or the only one that begins so, and that before a Hugging Face id. Raises as
+    resolve_model does.
+    """
+    if not isinstance(model, str) or not model or "/" in model or local_folder(model) is not None:
+        return resolve_model(model, **hub)
+    finished = [each for each in stored_models(cache) if each.state is not StoreState.UNFINISHED]
+    found = _named(finished, model)
+    if found is not None:
+        return resolve_model(found.path, **hub)
+    try:
+        return resolve_model(model, **hub)
+    except (ModelError, UsageError) as error:
+        beginnings = {each.name[: len(model)]: each.name for each in finished}  # nobody types the key at the end
+        near = difflib.get_close_matches(model, beginnings, n=1)
+        if near:
+            known = beginnings[near[0]]
+            raise type(error)(f"{error} Did you mean {known}, which hetero-ee models lists?") from error
+        raise
+
+
+def _named(models: list[StoredModel], name: str) -> StoredModel | None:
+    """The one of that name, or the only one whose name begins so. Raises UsageError for several."""
     exact = [model for model in models if model.name == name]
     found = exact or [model for model in models if name and model.name.startswith(name)]
     if len(found) > 1:
         names = ", ".join(model.name for model in found[:MAX_NAMED])
         more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise UsageError(f"{shown(name)} begins the names of {len(found)} stores ({names}{more}); give more of it.")
-    if not found:
-        raise UsageError(f"there is no store {shown(name)} in {cache / STORES_FOLDER}; hetero-ee models lists them.")
-    return found[0]
+    return found[0] if found else None
 
 
 def remove_stored(model: StoredModel, cache: Path, files: FileSystem | None = None) -> None:

@@ -1,0 +1,39 @@
+"""What Tab completes values of options to. It runs at every press of the key, so nothing heavy is imported."""
+
+from collections.abc import Callable, Sequence
+
+from hetero_ee.config import cache_folder
+from hetero_ee.errors import HeteroError
+
+STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
+KV_TYPES, MODES = ("fp32", "fp16", "int8"), ("full", "exact")  # as planning does, whose import takes seconds
+
+Completion = Callable[[str], list[str]]
+
+
+def one_of(values: Sequence[str]) -> Completion:
+    """Completes to one of these."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Converted models in the cache folder."""
+    try:
+        found = sorted(file.parent.name for file in (cache_folder() / STORES_FOLDER).glob(f"*/{MANIFEST}"))
+    except (HeteroError, OSError):  # completion never complains
+        return []
+    return one_of(found)(incomplete)
+
+
+def hardware_names(incomplete: str) -> list[str]:
+    """Shipped profiles."""
+    from hetero_ee_profiles.reference import reference_names
+
+    return one_of(reference_names())(incomplete)
+
+
+def shape_names(incomplete: str) -> list[str]:
+    """Models whose shapes are known."""
+    from hetero_ee.models.known_shapes import SHAPES
+
+    return one_of(tuple(SHAPES))(incomplete)

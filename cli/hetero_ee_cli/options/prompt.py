@@ -1,0 +1,52 @@
+"""Options that give the text a model begins with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from hetero_ee.errors import UsageError
+from hetero_ee_cli.terminal.text_file import read_text
+
+STANDARD_INPUT = "-"
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The text to begin with; - reads it from standard input."),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """One prompt, from where it is."""
+
+    PANEL: ClassVar[str] = "Prompt"
+
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="Text to begin with; in a chat, the first message.")
+    ] = None
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="Read it from a file.")] = None
+
+    def given(self, argument: str | None = None) -> str | None:
+        """The prompt; None where there is none. One final newline of a file or standard input is dropped.
+
+        argument: what stands without a flag, - for standard input. Raises UsageError for two prompts or an empty one.
+        """
+        prompts = [each for each in (argument, self.prompt) if each is not None]
+        if len(prompts) + (self.file is not None) > 1:
+            raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")
+        if not prompts and self.file is None:
+            return None
+        text = prompts[0] if prompts else STANDARD_INPUT
+        if text == STANDARD_INPUT:
+            text = read_text("prompt", self.file).removesuffix("\n").removesuffix("\r")
+        if not text:
+            raise UsageError("the prompt is empty; give some text to begin with.")
+        return text
+
+    def required(self, argument: str | None = None) -> str:
+        """The same. Raises UsageError where there is none, too."""
+        text = self.given(argument)
+        if text is None:
+            raise UsageError("give one prompt: as an argument, with --prompt, with --file, or - for standard input.")
+        return text

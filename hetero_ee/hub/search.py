@@ -1,0 +1,59 @@
+"""Models on the Hugging Face Hub that this engine could run, by words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_ee.errors import UsageError
+from hetero_ee.hub.errors import hub_error
+from hetero_ee.hub.model_id import ModelId
+from hetero_ee.hub.resolve import silenced
+from hetero_ee.models.families import FAMILIES
+
+TAGS = ("text-generation", "safetensors")
+N_ASKED_PER_SHOWN = 5  # most that are listed are of other architectures, or quantized in other ways
+EVERYTHING = ModelId("models")  # what an error says was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model as the Hub lists it."""
+
+    name: str
+    architecture: str
+    n_parameters: int | None  # None where unknown
+    n_downloads: int  # of the last month
+    is_gated: bool
+
+
+def search_models(words: str, n_models: int, *, offline: bool = False) -> list[FoundModel]:
+    """At most n_models that hold these words, the most downloaded first. Raises UsageError, ModelError."""
+    from huggingface_hub import HfApi, is_offline_mode
+
+    if offline or is_offline_mode():
+        raise UsageError("a search asks the Hugging Face Hub, and this is offline; drop --offline and HF_HUB_OFFLINE.")
+    try:
+        with silenced():
+            listed = HfApi().list_models(
+                search=words,
+                filter=TAGS,
+                sort="downloads",
+                limit=n_models * N_ASKED_PER_SHOWN,
+                expand=["config", "safetensors", "downloads", "gated"],
+            )
+            return [found for found in map(_found, listed) if found is not None][:n_models]
+    except Exception as error:
+        raise hub_error(error, EVERYTHING) from error
+
+
+def _found(listed: Any) -> FoundModel | None:
+    """From huggingface_hub's ModelInfo; None for a model of no use here. Raises TypeError for what no Hub answers."""
+    config = listed.config or {}
+    if not isinstance(config, Mapping):
+        raise TypeError("config")
+    architecture = next(iter(config.get("architectures") or ()), None)
+    quantized = config.get("quantization_config") or {}
+    if architecture not in FAMILIES or quantized.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return None
+    n_parameters = listed.safetensors.total if listed.safetensors else None
+    return FoundModel(listed.id, architecture, n_parameters, listed.downloads or 0, bool(listed.gated))

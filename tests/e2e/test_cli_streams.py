@@ -1,0 +1,107 @@
+"""Standard streams that are closed, narrow or a terminal, and Ctrl-C before anything is ready: never a traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import CLOSING_LINE, PLAIN, PROMPT
+from tests.emulation import LAPTOP
+
+pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+
+COMMAND = [sys.executable, "-m", "hetero_ee_cli"]
+DIM_PROMPT = f"\x1b[2m{PROMPT}\x1b[0m"
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+
+
+def without(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """hetero-ee under a shell that closes a stream."""
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, arguments)]
+    return subprocess.run(shell, input=b"".decode(), capture_output=True, text=True, timeout=60)
+
+
+def test_closed_standard_output(tiny: Path) -> None:
+    ended = without(">&-", "generate", PROMPT, "-m", tiny, *PLAIN)
+    assert (ended.returncode, ended.stdout) == (0, "") and re.fullmatch(CLOSING_LINE, ended.stderr)
+    assert without(">&-", "config", "show").returncode == 0
+    assert without(">&- 2>&-", "generate", PROMPT, "-m", tiny, *PLAIN).returncode == 0
+
+
+def test_closed_standard_input(tiny: Path, said: str) -> None:
+    assert without("<&-", "generate", PROMPT, "-m", tiny, *PLAIN).stdout == said
+    for arguments, code in ((["generate", "-", "-m", tiny, *PLAIN], 2), (["models", "remove", "x"], 2)):
+        ended = without("<&-", *arguments)
+        assert ended.returncode == code and re.fullmatch(r"hetero-ee: [^\n]+\n", ended.stderr)
+    assert "Traceback" not in without("<&-", "chat", tiny, *PLAIN).stderr
+
+
+def test_an_encoding_without_the_signs_of_a_table(tmp_path: Path) -> None:
+    arguments = ["bench", "--random-weights", "tinyllama-1.1b", "-p", "1", "-n", "0", "-r", "1", "--quick", "-t", "1"]
+    program = f"""
+import sys
+from hetero_ee_cli.commands import bench
+from hetero_ee_cli.reports.bench_table import print_row
+from hetero_ee_cli.app import main
+row = dict(model_filename="m", model_type="m int4", model_size=1, model_n_params=1, n_threads=1, mode="full",
+           test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None)
+bench._rows = lambda *_: iter([row])
+bench._compare_speed = lambda *_: None
+bench.footer = lambda rows: "caf\\u00e9"
+from hetero_ee_profiles.reference import reference_profile
+from hetero_ee_cli.commands import profile
+profile.profile_for = lambda *_, **__: reference_profile("{LAPTOP}")
+sys.argv = ["hetero-ee", *{arguments!r}]
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, env=os.environ | ASCII, timeout=60)
+    assert ended.returncode == 0 and ended.stderr == b""
+    assert b"| pp1 | 1.00 +- 0.50 |" in ended.stdout and ended.stdout.endswith(b"caf?\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", PROMPT]])
+def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hetero_ee_cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if b"typer.models" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
+
+
+def on_terminal(tiny: Path, stdout: int | None = None, **environment: str) -> tuple[int, str]:
+    """hetero-ee generate on a terminal: its code, and what the terminal shows. stdout: instead of the terminal."""
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "generate", PROMPT, "-m", str(tiny), *PLAIN]
+    known = {**os.environ, "TERM": "xterm", **environment}
+    known.pop("NO_COLOR", None) if "NO_COLOR" not in environment else None
+    output = theirs if stdout is None else stdout
+    with subprocess.Popen(command, stdin=theirs, stdout=output, stderr=theirs, env=known) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += (piece := os.read(ours, 65536))
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+            if not piece:
+                break
+    os.close(ours)
+    return process.returncode, shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_shows_the_prompt_dim_before_the_text(tiny: Path, said: str, tmp_path: Path) -> None:
+    code, shown = on_terminal(tiny)
+    assert code == 0 and f"{DIM_PROMPT}{said}\n" in shown
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert f"{PROMPT}{said}\n" in on_terminal(tiny, **plain)[1]
+    with (tmp_path / "text").open("wb") as file:
+        code, shown = on_terminal(tiny, file.fileno())
+    assert code == 0 and PROMPT not in shown and (tmp_path / "text").read_text() == said
