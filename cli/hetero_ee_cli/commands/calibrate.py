@@ -58,7 +58,6 @@ def calibrate(
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    gain = None
     if show:
         outcome = _existing(options)
     else:
@@ -66,15 +65,15 @@ def calibrate(
         alone = options | {"profile": OFF}  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
-        gain = _gain(options)
+    if not as_json:
+        _print_table(outcome.calibration)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
+    gain = None if show else _gain(options)
     if as_json:
         print_document(_document(options["model"], outcome, gain), with_version=True)
-    else:
-        _print_table(outcome.calibration)
-        if gain is not None:
-            print(gain.line)
+    elif gain is not None:
+        print(gain.line)
     say(_closing_line(outcome, show=show))
 
 
