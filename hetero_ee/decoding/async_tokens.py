@@ -21,7 +21,7 @@ class AsyncTokens(AsyncIterator[GeneratedToken]):
 
     async def __anext__(self) -> GeneratedToken:
         try:
-            token = await self._in_thread(lambda: next(self._tokens, None))
+            token = await self._in_thread(lambda tokens: next(tokens, None))
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -31,10 +31,15 @@ class AsyncTokens(AsyncIterator[GeneratedToken]):
 
     async def aclose(self) -> None:
         """Ends the text where it is. Closing twice does nothing."""
-        await self._in_thread(self._tokens.close)
+        await self._in_thread(lambda tokens: tokens.close())
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, action: Callable[[Generator[GeneratedToken]], T]) -> T:
         """What it returns or raises. A cancellation waits for its end: a pass that has begun can't be left alone."""
+        held = [self._tokens]
+
+        def work() -> T:
+            return action(held.pop())  # the thread keeps `work` for a while, which must not keep a dropped text
+
         future = asyncio.get_running_loop().run_in_executor(None, work)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():

@@ -122,10 +122,10 @@ def test_what_a_plan_contradicts_is_not_dropped_in_silence(on_gpu: Plan, options
 
 def test_limits_have_keywords_of_their_own(demo: Path) -> None:
     limits = Limits(
-        vram_budget_bytes=2**26, vram_margin_bytes=2**29, ram_budget_bytes=3 * 2**30, gpu_layers=2, kv_type="fp16",
+        vram_budget_bytes=2**27, vram_margin_bytes=2**29, ram_budget_bytes=3 * 2**30, gpu_layers=2, kv_type="fp16",
         mode="exact", draft_length=3, overrides=(("head", "cpu"), (r"layers\.0\..*", "gpu")),
     )  # fmt: skip
-    keywords: dict[str, Any] = {"vram_budget": 1 / 16, "vram_margin": 0.5, "ram_budget": 3, "gpu_layers": 2}
+    keywords: dict[str, Any] = {"vram_budget": 1 / 8, "vram_margin": 0.5, "ram_budget": 3, "gpu_layers": 2}
     keywords |= {"kv_type": "fp16", "mode": "exact", "draft_length": 3}
     keywords |= {"override": ["head=cpu", r"layers\.0\..*=gpu"]}
     plans = []
