@@ -10,8 +10,10 @@ N_TOKENS = 40
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", str(N_TOKENS)]
 RATE = r"[\d.]+ t/s(?: \(expected [\d.]+\))?"
 MODE = r"(?: \| (?:full|exact)[^|\n]*)?"
+READING = r"(?: \((?:n-grams|draft head) [^)]+\))?"
 CLOSING_LINE = (
-    rf"\[ prompt (\d+) tok, {RATE} \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
+    rf"\[ prompt (\d+) tok, {RATE}{READING} \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? "
+    r"\]\n"
 )
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
@@ -11,6 +11,7 @@ from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
+from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
     MemoryTerm,
@@ -42,6 +43,11 @@ class Candidate:
     memory: list[MemoryTerm]
     read_s: float  # of a typical prompt
     request_s: float  # of a typical request
+
+    @property
+    def reading(self) -> PromptReading | None:
+        """What its drafts take of a prompt's time."""
+        return self.problem.statistics.reading(self.schedule.drafts)
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
@@ -85,15 +91,24 @@ def bytes_for_all(problem: Problem) -> int:
 
 
 def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
+    """Of this schedule, or of full mode where drafts take more of the prompt's time than they save of the text's."""
+    schedules = [schedule]
+    if problem.limits.mode is None and problem.statistics.reading(schedule.drafts) is not None:
+        full = full_schedule(problem, decode, context_tokens)
+        schedules.append(replace(full, other_mode_s=schedule.token_s))
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    prompts_s = {
-        prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk)
-        for prefill in _prefill_placements(problem, decode, chunk)
-    }
-    prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
-    request_s = read_s + REQUEST_TEXT_TOKENS * schedule.step.seconds_per_token
-    memory = _memory_terms(problem, decode, prefill, chunk)
-    return Candidate(problem, context_tokens, chunk, decode, prefill, schedule, memory, read_s, request_s)
+    prefills, found = _prefill_placements(problem, decode, chunk), []
+    for each in schedules:
+        reading = problem.statistics.reading(each.drafts)
+        prompts_s = {
+            prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk, reading)
+            for prefill in prefills
+        }
+        prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
+        request_s = read_s + REQUEST_TEXT_TOKENS * each.token_s
+        memory = _memory_terms(problem, decode, prefill, chunk)
+        found.append(Candidate(problem, context_tokens, chunk, decode, prefill, each, memory, read_s, request_s))
+    return min(found, key=lambda candidate: candidate.request_s)
 
 
 def _split_candidates(

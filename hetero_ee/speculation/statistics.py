@@ -37,6 +37,11 @@ class DraftStatistics:
     origins: tuple[OriginCounts, ...]  # by where drafts come from
     n_ahead: int = 0  # next-token guesses that began while the tokens before them were verified
     n_ahead_kept: int = 0  # those that were right
+    prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
+
+    def reading_shares(self, prompt_s: float) -> dict[str, float]:
+        """The part of the prompts' time, so many seconds, that each origin took to read them."""
+        return {origin: seconds / (prompt_s or 1.0) for origin, seconds in self.prompt_s.items()}
 
     @property
     def n_drafted(self) -> int:
@@ -76,11 +81,16 @@ class DraftCounts:
     n_tokens: int = 0
     n_ahead: int = 0
     n_ahead_kept: int = 0
+    _prompt_s: dict[str, float] = field(default_factory=dict)
     _drafted: Counter[str] = field(default_factory=Counter)
     _checked: Counter[str] = field(default_factory=Counter)
     _accepted: Counter[str] = field(default_factory=Counter)
     _drafted_runs: Counter[int] = field(default_factory=Counter)
     _accepted_runs: Counter[int] = field(default_factory=Counter)
+
+    def add_reading(self, origin: str, seconds: float) -> None:
+        """Reading a chunk of a prompt took the source of that name so long."""
+        self._prompt_s[origin] = self._prompt_s.get(origin, 0.0) + seconds
 
     def add_step(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
         """One text's step: the origins of its drafts, in order, of which the first n_accepted were right."""
@@ -109,6 +119,7 @@ class DraftCounts:
             ),
             self.n_ahead,
             self.n_ahead_kept,
+            dict(self._prompt_s),
         )
 
 

@@ -98,8 +98,9 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         )
     with ending_at_once():
         from hetero_ee.engine import Engine
+        from hetero_ee.weights.model_weights import UNQUANTIZED
 
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         plan=placed.plan,
         limits=placed.limits if placed.asking and placed.plan is None else None,
         draft_head=placed.options.draft_head,
@@ -107,3 +108,8 @@ def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> 
         progress=progress,
         **options,
     )
+    if engine.quantizer != UNQUANTIZED:  # whose weights are mapped for as long as it runs
+        from hetero_ee_cpu_ops.bus_error import end_with_a_sentence_on_bus_errors
+
+        end_with_a_sentence_on_bus_errors()
+    return engine

@@ -4,7 +4,7 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 
-Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden)
+Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), on the CPU
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -92,6 +92,10 @@ class Executor(HeadExecutor, Protocol):
     def grow(self, n_tokens: int) -> int:
         """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
         return self.cache.max_tokens
+
+    def make_room(self, ends: Mapping[int, int]) -> None:
+        """Before a prompt: the tokens that these sequences, beside all others, will hold after it."""
+        return
 
     def hidden(self, batch: Batch) -> Tensor:
         """Runs the batch through embedding and layers, which fills their KV cache: (m, hidden) after the last layer."""

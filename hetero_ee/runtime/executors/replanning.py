@@ -1,7 +1,7 @@
 """An executor that resumes when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class ReplanningExecutor(Executor):
         """See Executor.run. Raises DeviceLostError for a sequence whose tokens were lost."""
         self._refuse_lost(batch)
         if layers and not layers.start:
-            self._make_room(batch)
+            self.make_room({sequence: position + 1 for _, sequence, position in batch.entries()})
             self._remember(batch)
         return self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
 
@@ -73,15 +73,15 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt. Chunks that the cache holds already are not computed again."""
-        whole = Batch.joined(list(chunks))
-        self._refuse_lost(whole)
-        self._make_room(whole)
-        self._remember(whole)
+        """See Executor.prompt. Where it is repeated, chunks that the cache holds already are not computed again."""
+        rest, taken = iter(chunks), list[Batch]()
+        first = next(rest)
+        self._refuse_lost(first)
+        coming = self._taken(chain([first], rest), taken)
 
         def prompt(inner: PlannedExecutor) -> Tensor:
             self._look_at_memory()
-            return inner.prompt(_missing(inner, whole), observe)
+            return inner.prompt(_missing(inner, Batch.joined([*taken, *coming])) if taken else coming, observe)
 
         return self._step(prompt)
 
@@ -99,6 +99,23 @@ class ReplanningExecutor(Executor):
                 self.growth.refused_tokens = n_tokens
                 self._change(former, lengths, former)
         return self.cache.max_tokens
+
+    def make_room(self, ends: Mapping[int, int]) -> None:
+        """See Executor.make_room. The context grows where all sequences together are more than the GPU has pages for."""
+        if self.growth is None:
+            return
+        after = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
+        after |= {sequence: max(end, after.get(sequence, 0)) for sequence, end in ends.items()}
+        n_pages = sum(-(-end // PAGE_TOKENS) for end in after.values())
+        if n_pages > -(-self.cache.max_tokens // PAGE_TOKENS):
+            self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
+
+    def _taken(self, chunks: Iterable[Batch], taken: list[Batch]) -> Iterator[Batch]:
+        """The chunks, remembered one by one as they are asked for, and put into the list."""
+        for batch in chunks:
+            self._remember(batch)
+            taken.append(batch)
+            yield batch
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.final_norm(x), hidden)
@@ -141,17 +158,6 @@ class ReplanningExecutor(Executor):
     def _lengths(self) -> dict[int, list[int]]:
         """Of each open sequence, tokens that each layer holds."""
         return {sequence: self.cache.lengths(sequence) for sequence in self.cache.sequences}
-
-    def _make_room(self, batch: Batch) -> None:
-        """The context grows where all sequences together, as the GPU keeps them, are more tokens than it holds."""
-        if self.growth is None:
-            return
-        ends = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
-        for _, sequence, position in batch.entries():
-            ends[sequence] = max(ends.get(sequence, 0), position + 1)
-        n_pages = sum(-(-end // PAGE_TOKENS) for end in ends.values())
-        if n_pages > -(-self.cache.max_tokens // PAGE_TOKENS):
-            self.grow(min(self.most_tokens, n_pages * PAGE_TOKENS))
 
     def _remember(self, batch: Batch) -> None:
         """The ids of tokens that are new in the first layer."""
