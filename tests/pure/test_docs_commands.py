@@ -14,7 +14,7 @@ from hetero_ee_cli.app import app
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "docs" / "cli.md"  # from the commands themselves
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")} - {GENERATED})
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
+FENCE = re.compile(r"^ *```(\w*)[^\n`]*\n(.*?)^ *```$", re.M | re.S)
 PLACEHOLDERS = {"...": "", "N": "1"}
 
 
