@@ -101,7 +101,7 @@ class ReplanningExecutor(Executor):
         return self.cache.max_tokens
 
     def make_room(self, ends: Mapping[int, int]) -> None:
-        """See Executor.make_room. The context grows where all sequences together are more than the GPU has pages for."""
+        """See Executor.make_room. The context grows where all sequences together take more pages than the GPU has."""
         if self.growth is None:
             return
         after = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}

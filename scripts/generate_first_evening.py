@@ -1,0 +1,190 @@
+"""Writes docs/first_evening.md: what a new user types on a first evening, and what comes back. A test repeats it.
+
+python -m scripts.generate_first_evening
+"""
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer.main import get_command
+
+from hetero_ee.config import demo_model_folder
+from hetero_ee_cli.app import app
+from tests.hub_server import Hub, running_hub
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "first_evening.md"
+LLAMA, STORIES, TOKEN = "meta-llama/Llama-3.1-8B", "local/stories", "hf_yours"
+MEASURED = "console measured"  # a block whose lines depend on the machine and its mood
+
+HEAD = """# A first evening
+
+What a new user types, and what comes back. Written by `python -m scripts.generate_first_evening` on {date}, in
+an empty home folder. CI types the same again and compares all that is neither a figure nor of this machine alone.
+
+Only results go to standard output. What is shown in a second block came on standard error; a terminal mixes the two.
+One thing is not as it is at your desk: this machine has no network, so that `HF_ENDPOINT` names a small server on the
+machine itself. It holds {llama}'s config.json, with the published shapes, gated as the real one is, and
+of all other files no more than the names; and the demo model, as `{stories}`.
+"""
+
+INSTALL = """
+## Install
+
+```sh
+python3 -m venv .venv && . .venv/bin/activate
+pip install -e .
+```
+
+1.3 GiB and about a minute with torch's CPU build, 5.1 GiB and two minutes with its CUDA build; README says which part
+is what. Then look at the machine:
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. is_measured: what it prints has figures and sentences of this very machine."""
+
+    prose: str
+    command: str
+    code: int = 0
+    is_measured: bool = False
+
+
+ALL_STEPS = (
+    Step(INSTALL, "hetero-ee doctor | head -n 9", is_measured=True),
+    Step(
+        "\n## Generate\n\nWithout a model, the demo model that comes along: a toy that tells children's stories. "
+        "It is converted to int4, the CPU\nkernels are compiled and this machine is measured, each once.\n",
+        'hetero-ee generate "Once upon a time" -n 60',
+    ),
+    Step("\nThe second time, nothing is left to prepare.\n", 'hetero-ee generate "Once upon a time" -n 60'),
+    Step(
+        "\n## Plan for a model and a laptop that one does not have\n\nThe model is gated: its owner wants an "
+        "account that has accepted the licence.\n",
+        f"hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb -c 8192",
+        code=1,
+    ),
+    Step(
+        "\nWith the account's token. No weights are downloaded: the plan is made from config.json alone, and the "
+        "laptop is derived\nfrom data sheets.\n",
+        f"HF_TOKEN={TOKEN} hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb -c 8192",
+    ),
+    Step(
+        "\n## Run a model from the hub\n\nDownloaded, converted, and answered.\n",
+        f'hetero-ee run {STORIES} "Tom had a dog." -n 40',
+    ),
+    Step(
+        "\n## Chat\n\nA line is a turn; in a pipe as on a terminal.\n",
+        "printf 'Tom had a dog.\\nThe dog ran away.\\n' | hetero-ee chat -n 30 -s 7",
+    ),
+    Step(
+        "\n## Calibrate\n\nMeasures after which layers this model's tokens are settled, so that exact mode can draft "
+        "by leaving early.\n",
+        f"hetero-ee calibrate {STORIES} --tokens 2048",
+        is_measured=True,
+    ),
+    Step("\n## Python\n", "python examples/generate.py"),
+)
+
+# Steps with a command that this command line has not.
+STEPS = tuple(step for step in ALL_STEPS if "hetero-ee run " not in step.command or "run" in get_command(app).commands)
+
+TAIL = """
+## Leave nothing behind
+
+README's last section says which folders to delete.
+"""
+
+
+def _llama_config() -> bytes:
+    """config.json of Llama-3.1-8B, as published."""
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "rope_scaling": rope | {"original_max_position_embeddings": 8192},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+    return json.dumps(fields).encode()
+
+
+def _publish(hub: Hub) -> None:
+    listed = ["tokenizer.json", "model.safetensors.index.json"]
+    listed += [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    hub.publish(LLAMA, {"config.json": _llama_config()} | dict.fromkeys(listed, b""))
+    hub.gated.add(LLAMA)
+    hub.tokens[LLAMA] = TOKEN
+    hub.publish(STORIES, demo_model_folder())
+
+
+def _environment(home: Path, hub: Hub) -> dict[str, str]:
+    """Of a user whose settings are all defaults."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("HETERO_EE_", "HF_", "XDG_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    python_path = os.pathsep.join(folder for folder in sys.path if folder)
+    return own | {"HOME": str(home), "PATH": path, "PYTHONPATH": python_path, "HF_ENDPOINT": hub.address}
+
+
+def _typed(step: Step, environment: dict[str, str]) -> str:
+    """The step's part of the page. Raises RuntimeError where it ends in another way than it should."""
+    done = subprocess.run(["bash", "-c", step.command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != step.code:
+        raise RuntimeError(f"{step.command} ended with {done.returncode}, not {step.code}: {done.stderr}")
+    kind = MEASURED if step.is_measured else "console"
+    out, err = (_lines(text, environment) for text in (done.stdout, done.stderr))
+    if step.code:
+        out, err = out + err, ""  # a refusal is compared
+    page = f"{step.prose}\n```{kind}\n$ {step.command}\n{out}```\n"
+    return page + (f"\n```text\n{err}```\n" if err else "")
+
+
+def _lines(text: str, environment: dict[str, str]) -> str:
+    """Whole lines, with the home folder as a shell writes it."""
+    text = text.replace(environment["HOME"], "~").replace(str(ROOT), ".")
+    return text if text.endswith("\n") or not text else f"{text}\n"
+
+
+def transcript(home: Path) -> str:
+    """The page, typed in this home folder."""
+    with running_hub() as hub:
+        _publish(hub)
+        environment = _environment(home, hub)
+        steps = [_typed(step, environment) for step in STEPS]
+    head = HEAD.format(date=datetime.date.today().isoformat(), llama=LLAMA, stories=STORIES)
+    return head + "".join(steps) + TAIL
+
+
+def without_figures(page: str) -> str:
+    """What of a page is the same wherever and whenever it is made."""
+    page = re.sub(r"\n```text\n.*?^```\n", "", page, flags=re.M | re.S)  # standard error: times, remarks
+    page = re.sub(rf"^(```{MEASURED}\n\$ [^\n]*\n).*?^```$", r"\1```", page, flags=re.M | re.S)
+    return re.sub(r"[ \t]+", " ", re.sub(r"\d[\d.,]*", "N", page))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as home:
+        PAGE.write_text(transcript(Path(home)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
