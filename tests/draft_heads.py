@@ -13,6 +13,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead
 from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
@@ -114,6 +115,7 @@ class BareTarget:
     def __init__(self, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.spec = MODEL
+        self.cache = CpuKvCache(1, 1, 1, max_tokens=0)
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.head = torch.randn(VOCAB, HIDDEN, generator=generator)
 

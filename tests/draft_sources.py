@@ -33,7 +33,7 @@ def taken_ids(
 
 
 class ScriptedSource:
-    """Drafts what `propose` says, and keeps what it is told: `observed` by sequence, `closed` sequences.
+    """Drafts what `propose` says, and keeps what it is told: `observed` by sequence, `read` prompts, `closed` sequences.
 
     As a draft head does, it computes its drafts after what it has observed: they are there until the generator closes.
     """
@@ -52,6 +52,7 @@ class ScriptedSource:
         self._propose, self._hidden_size, self._confidence = propose, hidden_size, confidence
         self.is_free, self.draft_s = is_free, draft_s
         self.observed: dict[int, list[int]] = {}
+        self.read: list[list[int]] = []
         self.closed: list[int] = []
         self.n_drafts = 0
 
@@ -72,6 +73,10 @@ class ScriptedSource:
         held = self.observed.setdefault(sequence, [])
         assert first_position == len(held) and normed.shape == (len(token_ids), self._hidden_size)
         held.extend(token_ids)
+
+    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+        ScriptedSource.observe(self, sequence, first_position, token_ids, normed)  # not a seam of its own
+        self.read.append(list(token_ids))
 
     def truncate(self, sequence: int, length: int) -> None:
         del self.observed.setdefault(sequence, [])[length:]

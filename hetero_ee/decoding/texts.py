@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hetero_ee.config import Progress
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
 from hetero_ee.runtime.batch import Batch
@@ -99,21 +100,23 @@ def in_own_sequences(
 
 
 def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
-    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token."""
-    return executor.prompt(_chunks(executor, text), observe)
+    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token. Says how far it is where
+    there are several, and that it is done once everybody has read them."""
+    n_cached = executor.cache.length(text.cached_as)
+    n_missing = text.n_prompt_tokens - n_cached
+    tell = executor.progress if n_missing > executor.prompt_chunk_tokens else None
+    logits = executor.prompt(_chunks(executor, text, n_cached, tell), observe)
+    if tell is not None:
+        tell(READING, n_missing, n_missing)
+    return logits
 
 
-def _chunks(executor: Executor, text: Text) -> Iterator[Batch]:
-    """Says how far it is where there are several."""
-    sequence, prompt = text.cached_as, text.token_ids[: text.n_prompt_tokens]
-    n_cached, n_tokens = executor.cache.length(sequence), executor.prompt_chunk_tokens
-    tell = executor.progress if len(prompt) - n_cached > n_tokens else None
+def _chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None) -> Iterator[Batch]:
+    prompt, n_tokens = text.token_ids[: text.n_prompt_tokens], executor.prompt_chunk_tokens
     for first in range(n_cached, len(prompt), n_tokens):
         if tell is not None:
             tell(READING, first - n_cached, len(prompt) - n_cached)
-        yield Batch.of_sequence(sequence, first, prompt[first : first + n_tokens])
-    if tell is not None:
-        tell(READING, len(prompt) - n_cached, len(prompt) - n_cached)
+        yield Batch.of_sequence(text.cached_as, first, prompt[first : first + n_tokens])
 
 
 def step(

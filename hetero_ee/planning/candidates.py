@@ -9,7 +9,8 @@ from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain, split
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
+from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
     MemoryTerm,
@@ -41,6 +42,11 @@ class Candidate:
     request_s: float  # of a typical request
 
     @property
+    def reading(self) -> PromptReading | None:
+        """What its drafts take of a prompt's time."""
+        return self.problem.statistics.reading(self.schedule.drafts)
+
+    @property
     def fits_gpu(self) -> bool:
         return _n_bytes(self.memory, "gpu") <= self.problem.vram_budget_bytes
 
@@ -65,16 +71,23 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 
 
 def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int) -> Candidate:
-    schedule = best_schedule(problem, decode, context_tokens)
+    """With its best schedule: full mode where drafts take more of the prompt's time than they save of the text's."""
+    schedules = [best_schedule(problem, decode, context_tokens)]
+    if problem.limits.mode is None and problem.statistics.reading(schedules[0].drafts) is not None:
+        schedules.append(full_schedule(problem, decode, context_tokens))
     n_prompt = min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
-    prompts_s = {
-        prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk)
-        for prefill in _prefill_placements(problem, decode, chunk)
-    }
-    prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
-    request_s = read_s + REQUEST_TEXT_TOKENS * schedule.step.seconds_per_token
-    memory = _memory_terms(problem, decode, prefill, chunk)
-    return Candidate(problem, chunk, decode, prefill, schedule, memory, request_s)
+    prefills, found = _prefill_placements(problem, decode, chunk), []
+    for schedule in schedules:
+        reading = problem.statistics.reading(schedule.drafts)
+        prompts_s = {
+            prefill: prompt_s(problem.costs, problem.parts, Placements(prefill, decode), n_prompt, chunk, reading)
+            for prefill in prefills
+        }
+        prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
+        request_s = read_s + REQUEST_TEXT_TOKENS * schedule.step.seconds_per_token
+        memory = _memory_terms(problem, decode, prefill, chunk)
+        found.append(Candidate(problem, chunk, decode, prefill, schedule, memory, request_s))
+    return min(found, key=lambda candidate: candidate.request_s)
 
 
 def _split_candidates(

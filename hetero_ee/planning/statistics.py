@@ -1,13 +1,14 @@
 """What calibration knows of a model: how often tokens exit and are right then, how good drafts are, what neurons do."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
+from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
@@ -56,12 +57,21 @@ class ExitStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReading:
+    """What drafts take of a prompt's time, since their source reads it too."""
+
+    chunk_s: Callable[[int, int], float]  # seconds of a chunk of m tokens, with so many in the context then
+    on_gpu: bool = False  # where that is computed
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRates:
     """Of drafts that need none of the model's layers."""
 
     source: str  # where it comes from, for people
     acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
     draft_s: float  # seconds to draft a token
+    reading: PromptReading | None = None  # None: it reads no prompts
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -120,6 +130,10 @@ class Statistics:
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
     neurons: NeuronStatistics | None = None
+
+    def reading(self, drafts: str | None) -> PromptReading | None:
+        """What a plan with these drafts takes of a prompt's time."""
+        return self.drafts.reading if drafts == SEQUENCE and self.drafts is not None else None
 
 
 # Llama-2-7B-chat, 25 K tokens a layer: layer after which the exit is taken, the share of tokens whose argmax there is

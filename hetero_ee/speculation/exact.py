@@ -15,6 +15,7 @@ from torch import Tensor
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, all_finite
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.asynchronous import AsyncDrafting
@@ -148,7 +149,19 @@ class _ExactDecoding:
     def _prefilled(self, text: Text) -> Tensor:
         for source in self._drafting.sources:
             source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
-        return prefill(self._executor, text, self._observe if self._drafting.sources else None)
+        return prefill(self._executor, text, self._read if self._drafting.sources else None)
+
+    def _read(self, batch: Batch, states: Tensor) -> None:
+        """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
+        sequence, first_position = batch.sequences[0], batch.positions[0]
+        for source in self._drafting.sources:
+            start_s = self._elapsed_s()
+            source.truncate(sequence, first_position)
+            try:
+                source.read_prompt(sequence, first_position, batch.token_ids, states)
+            except (DeviceMemoryError, DeviceLostError) as error:
+                self._warn(f"{error} Source {source.name} could not read the prompt")
+            self._counts.add_reading(source.name, self._elapsed_s() - start_s)
 
     def _observe(self, batch: Batch, normed: Tensor) -> None:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""

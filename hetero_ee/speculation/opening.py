@@ -1,8 +1,8 @@
 """What a model's drafts can be made from, told to the planner; and the drafting of a plan, ready to run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,12 @@ from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.statistics import DraftRates, Statistics
+from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Opened
-from hetero_ee.runtime.work import work_s
+from hetero_ee.runtime.work import Work, work_s
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
@@ -75,8 +75,10 @@ class DraftKnowledge:
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
             return Statistics(exits)
-        _, draft_s = draft_device(facts, spec, profile, threads, on_gpu=on_gpu)
-        return Statistics(exits, DraftRates(f"the draft head in {self.draft_head.name}", facts.acceptance, draft_s))
+        on_gpu, draft_s = draft_device(facts, spec, profile, threads, on_gpu=on_gpu)
+        reading = PromptReading(cache(partial(_reading_s, facts, profile, threads, on_gpu=on_gpu)), on_gpu)
+        source = f"the draft head in {self.draft_head.name}"
+        return Statistics(exits, DraftRates(source, facts.acceptance, draft_s, reading))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +246,22 @@ def draft_device(
 
 def _draft_s(facts: DraftHeadFacts, spec: ModelSpec, profile: HardwareProfile, threads: int, *, on_gpu: bool) -> float:
     """Seconds of one draft: the head's layer and the logits, and on a GPU the way there and back."""
-    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(threads)
     works = draft_head_works(facts.spec, Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
     works.append(vocabulary_work(1, facts.n_draft_tokens, spec.hidden_size))
-    disk = profile.disk_read_bytes_per_s.value
-    seconds = sum(work_s(work, times, disk, facts.spec) for work in works)
+    seconds = _works_s(works, facts, profile, threads, on_gpu=on_gpu)
     return seconds + (2 * profile.link.transfer.value if on_gpu and profile.link is not None else 0.0)
+
+
+def _reading_s(
+    facts: DraftHeadFacts, profile: HardwareProfile, threads: int, m: int, context_tokens: int, *, on_gpu: bool
+) -> float:
+    """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
+    works = draft_head_works(facts.spec, Batch.of_sequence(0, context_tokens - m, [0] * m))
+    return _works_s(works, facts, profile, threads, on_gpu=on_gpu)
+
+
+def _works_s(
+    works: Sequence[Work], facts: DraftHeadFacts, profile: HardwareProfile, threads: int, *, on_gpu: bool
+) -> float:
+    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(threads)
+    return sum(work_s(work, times, profile.disk_read_bytes_per_s.value, facts.spec) for work in works)

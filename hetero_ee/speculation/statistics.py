@@ -37,6 +37,7 @@ class DraftStatistics:
     origins: tuple[OriginCounts, ...]  # by where drafts come from
     n_ahead: int = 0  # next-token guesses that began while the tokens before them were verified
     n_ahead_kept: int = 0  # those that were right
+    prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
 
     @property
     def n_drafted(self) -> int:
@@ -76,11 +77,16 @@ class DraftCounts:
     n_tokens: int = 0
     n_ahead: int = 0
     n_ahead_kept: int = 0
+    _prompt_s: dict[str, float] = field(default_factory=dict)
     _drafted: Counter[str] = field(default_factory=Counter)
     _checked: Counter[str] = field(default_factory=Counter)
     _accepted: Counter[str] = field(default_factory=Counter)
     _drafted_runs: Counter[int] = field(default_factory=Counter)
     _accepted_runs: Counter[int] = field(default_factory=Counter)
+
+    def add_reading(self, origin: str, seconds: float) -> None:
+        """Reading a chunk of a prompt took the source of that name so long."""
+        self._prompt_s[origin] = self._prompt_s.get(origin, 0.0) + seconds
 
     def add_step(self, origins: Sequence[str], n_accepted: int, n_tokens: int) -> None:
         """One text's step: the origins of its drafts, in order, of which the first n_accepted were right."""
@@ -109,6 +115,7 @@ class DraftCounts:
             ),
             self.n_ahead,
             self.n_ahead_kept,
+            dict(self._prompt_s),
         )
 
 

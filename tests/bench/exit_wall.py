@@ -100,7 +100,8 @@ class ClockedSource:
     def __init__(self, source: DraftSource) -> None:
         self._source, self.seconds, self.n_drafts = source, 0.0, 0
         self.name, self.is_free, self.draft_s = source.name, source.is_free, source.draft_s
-        self.observe, self.truncate, self.close = source.observe, source.truncate, source.close
+        self.observe, self.read_prompt = source.observe, source.read_prompt
+        self.truncate, self.close = source.truncate, source.close
 
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
         """See DraftSource.drafts."""

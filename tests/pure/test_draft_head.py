@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head import ABSENT, DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
 from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
@@ -102,7 +103,7 @@ def test_a_drafts_confidence_is_its_probability() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from("pqctrwo"), st.integers(1, 5)), max_size=12), st.integers(0, 1))
+@given(st.lists(st.tuples(st.sampled_from("pqctrwom"), st.integers(1, 5)), max_size=12), st.integers(0, 1))
 def test_whatever_happened_before_a_fresh_source_drafts_the_same(steps: list[tuple[str, int]], other: int) -> None:
     source, length = fresh(), 0
     for step, number in steps:
@@ -124,11 +125,43 @@ def test_whatever_happened_before_a_fresh_source_drafts_the_same(steps: list[tup
             taken_ids(source, TOKENS[: end + 1], number)
             source.truncate(0, length)
         else:
-            source.observe(0, length, TOKENS[length:end], STATES[length:end])
+            tell = source.read_prompt if step == "m" else source.observe
+            tell(0, length, TOKENS[length:end], STATES[length:end])
             length = end
         source.observe(1, length, [3] * other, STATES[:other])  # another text beside it
     asked = TOKENS[: length + 1]
     assert taken_ids(source, asked, 4) == taken_ids(observed(length), asked, 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, N_TOKENS])
+def test_what_it_read_of_a_prompt_is_not_computed_by_the_first_draft(chunk: int) -> None:
+    source, counted = fresh(), list[int]()
+    guess = source._layer.guess
+
+    def counting(embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        counted.append(len(batch))
+        return guess(embedded, states, batch)
+
+    source._layer.guess = counting  # type: ignore[method-assign]
+    for first in range(0, N_TOKENS, chunk):
+        source.read_prompt(0, first, TOKENS[first : first + chunk], STATES[first : first + chunk])
+    assert sum(counted) == N_TOKENS - 1  # the last one's next token is not there yet
+    counted.clear()
+    drafts = taken_ids(source, [*TOKENS, 4], 1)
+    assert counted == [1] and drafts == taken_ids(observed(N_TOKENS), [*TOKENS, 4], 1)
+    source.truncate(0, 8)  # a chat's next turn, that begins alike
+    counted.clear()
+    source.read_prompt(0, 8, [1, 2], STATES[8:10])
+    assert sum(counted) == 2
+
+
+def test_it_has_room_for_as_many_tokens_as_the_model_has_by_now() -> None:
+    source = fresh(max_tokens=4)
+    source.read_prompt(0, 0, TOKENS[:3], STATES[:3])
+    source.read_prompt(0, 3, TOKENS[3:], STATES[3:])
+    assert taken_ids(source, [*TOKENS, 4], 2) == []
+    source._target.cache.max_tokens = MAX_TOKENS
+    assert taken_ids(source, [*TOKENS, 4], 2) == taken_ids(observed(N_TOKENS), [*TOKENS, 4], 2) != []
 
 
 def test_a_question_leaves_nothing_behind() -> None:

@@ -188,7 +188,7 @@ class Interrupter:
 
 SEAMS = {
     "model": ("run", "on_cpu", "final_norm", "lm_head"),
-    "source": ("drafts", "observe", "truncate"),
+    "source": ("drafts", "observe", "read_prompt", "truncate"),
     "rule": ("is_worth", "audit", "settle"),
 }
 

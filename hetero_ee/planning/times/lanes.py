@@ -9,6 +9,7 @@ from itertools import cycle
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
+from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STREAMED, Costs
 
 
@@ -106,6 +107,21 @@ class Lanes:
         """The host waits for the hidden states where they are, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
         self._spend(transfer_s)
+
+    def read_states(
+        self, reading: PromptReading, flow: Flow, m: int, context_tokens: int, *, normed_on_gpu: bool
+    ) -> None:
+        """m tokens' states, normed on that device, come to the CPU, and drafts read them. The host goes on where the
+        GPU does that."""
+        transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
+        n_transfers = normed_on_gpu + (flow.on_gpu is not None and flow.on_gpu != normed_on_gpu)
+        if n_transfers:
+            self.wait(Flow(max(self._gpu_s, flow.ready_s)), n_transfers * transfer_s)
+        if reading.on_gpu:
+            self._gpu_s = max(self._gpu_s, self._cpu_s + transfer_s) + seconds  # the tokens' embeddings come from here
+        else:
+            self._cpu_s += seconds
+        self._spend()
 
     def _spend(self, transfer_s: float = 0.0, waited_s: float = 0.0) -> None:
         spent = self.spent

@@ -10,7 +10,7 @@ from hetero_ee.planning.candidates import Candidate
 from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, Split, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, Prediction, TimeTerm
-from hetero_ee.planning.statistics import Statistics
+from hetero_ee.planning.statistics import PromptReading, Statistics
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
@@ -22,7 +22,8 @@ def predict(made: Candidate, context_tokens: int) -> Prediction:
     """Rates at this context: prompts of that length, and decoding after it."""
     costs, parts, step = made.problem.costs, made.problem.parts, made.schedule.step
     decode = pass_time(costs, parts, made.decode, 1, context_tokens)
-    read_s = prompt_s(costs, parts, Placements(made.prefill, made.decode), context_tokens, made.chunk_tokens)
+    reading, placements = made.reading, Placements(made.prefill, made.decode)
+    read_s = prompt_s(costs, parts, placements, context_tokens, made.chunk_tokens, reading)
     m = min(made.chunk_tokens, context_tokens)
     chunk = pass_time(costs, parts[:-1], made.prefill[:-1], m, context_tokens)
     return Prediction(
@@ -34,19 +35,29 @@ def predict(made: Candidate, context_tokens: int) -> Prediction:
         tokens_per_pass=step.tokens,
         request_s=made.request_s,
         decode_terms=_terms(costs, parts, made.decode, decode, 1, context_tokens),
-        prefill_terms=_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
+        prefill_terms=(
+            *_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
+            *([TimeTerm("reading for drafts", reading.chunk_s(m, context_tokens))] if reading is not None else []),
+        ),
     )
 
 
 def predicted_run_s(
-    spec: ModelSpec, profile: HardwareProfile, made: Plan, n_prompt: int, n_gen: int, n_depth: int
+    spec: ModelSpec,
+    profile: HardwareProfile,
+    made: Plan,
+    n_prompt: int,
+    n_gen: int,
+    n_depth: int,
+    reading: PromptReading | None = None,
 ) -> float:
-    """Seconds of a run in full mode with this plan: n_prompt tokens, then n_gen, after n_depth others."""
+    """Seconds of a run with this plan: n_prompt tokens, which drafts read too, then n_gen in full mode, after n_depth
+    others."""
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
     placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
     lanes, first = Lanes(costs), n_depth + n_prompt
     if n_prompt:
-        read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first)
+        read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first, reading)
     for context_tokens in range(first + 1, first + n_gen + 1):
         lanes.whole_pass(parts, placements.decode, 1, context_tokens)
     return lanes.spent.seconds

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.planning.parts import Part
+from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU, STREAMED, Costs
 from hetero_ee.planning.times.lanes import Flow, Lanes
 
@@ -20,19 +21,33 @@ class Placements:
         return self.decode if m <= MAX_DECODE_TOKENS else self.prefill
 
 
-def prompt_s(costs: Costs, parts: Sequence[Part], placements: Placements, n_tokens: int, chunk_tokens: int) -> float:
-    """Seconds of a prompt of a text of its own, the head for its last token alone."""
+def prompt_s(
+    costs: Costs,
+    parts: Sequence[Part],
+    placements: Placements,
+    n_tokens: int,
+    chunk_tokens: int,
+    reading: PromptReading | None = None,
+) -> float:
+    """Seconds of a prompt of a text of its own, the head for its last token alone. reading: drafts that read it."""
     lanes = Lanes(costs)
-    read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens)
+    read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens, reading)
     return lanes.spent.seconds
 
 
-def read_prompt(lanes: Lanes, parts: Sequence[Part], placements: Placements, firsts: range, n_tokens: int) -> None:
-    """Chunks that begin at these tokens, the last one up to n_tokens; then the head."""
+def read_prompt(
+    lanes: Lanes,
+    parts: Sequence[Part],
+    placements: Placements,
+    firsts: range,
+    n_tokens: int,
+    reading: PromptReading | None = None,
+) -> None:
+    """Chunks that begin at these tokens, the last one up to n_tokens; then the head. reading: drafts that read each."""
     flow, begun = lanes.entered(), None
     for first in firsts:
         m = min(firsts.step, n_tokens - first)
-        chunk = _Chunk(lanes, m, first + m, parts[1:-1], placements.of(m)[1:-1])
+        chunk = _Chunk(lanes, m, first + m, parts[1:-1], placements.of(m), reading)
         if begun is not None and begun.streams_late:
             begun.finish(flow)
             begun = None
@@ -53,7 +68,13 @@ class _Chunk:
     m: int
     context_tokens: int
     layers: Sequence[Part]
-    placements: Sequence[str]
+    every: Sequence[str]  # placement of all parts
+    reading: PromptReading | None  # of drafts
+
+    @property
+    def placements(self) -> Sequence[str]:
+        """Of the layers."""
+        return self.every[1:-1]
 
     @property
     def n_early(self) -> int:
@@ -71,8 +92,12 @@ class _Chunk:
         return self._through(slice(self.n_early), self.lanes.entered())
 
     def finish(self, flow: Flow) -> Flow:
-        """Through the others."""
-        return self._through(slice(self.n_early, None), flow)
+        """Through the others; then drafts read it."""
+        found = self._through(slice(self.n_early, None), flow)
+        if self.reading is not None:
+            on_gpu = self.every[-1] in ON_GPU
+            self.lanes.read_states(self.reading, found, self.m, self.context_tokens, normed_on_gpu=on_gpu)
+        return found
 
     def _through(self, which: slice, flow: Flow) -> Flow:
         return self.lanes.through(self.layers[which], self.placements[which], self.m, self.context_tokens, flow)

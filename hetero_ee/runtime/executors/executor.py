@@ -18,7 +18,7 @@ from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 
-Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden)
+Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), on the CPU
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 

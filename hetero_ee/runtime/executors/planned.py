@@ -120,7 +120,7 @@ class PlannedExecutor(Executor):
         """The first of the unfinished chunks through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
-            observe(batch, self.final_norm(found.hidden))
+            observe(batch, self.on_cpu(self.final_norm(found.hidden)))
         unfinished.remove(batch)
         return found
 

@@ -1,7 +1,7 @@
 """An executor that resumes when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
 
 from torch import Tensor
 
@@ -67,16 +67,24 @@ class ReplanningExecutor(Executor):
         return self._step(lambda inner, x: inner.on_cpu(x), hidden)
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
-        """See Executor.prompt. Chunks that the cache holds already are not computed again."""
-        whole = Batch.joined(list(chunks))
-        self._refuse_lost(whole)
-        self._remember(whole)
+        """See Executor.prompt. Where it is repeated, chunks that the cache holds already are not computed again."""
+        rest, taken = iter(chunks), list[Batch]()
+        first = next(rest)
+        self._refuse_lost(first)
+        coming = self._taken(chain([first], rest), taken)
 
         def prompt(inner: PlannedExecutor) -> Tensor:
             self._look_at_memory()
-            return inner.prompt(_missing(inner, whole), observe)
+            return inner.prompt(_missing(inner, Batch.joined([*taken, *coming])) if taken else coming, observe)
 
         return self._step(prompt)
+
+    def _taken(self, chunks: Iterable[Batch], taken: list[Batch]) -> Iterator[Batch]:
+        """The chunks, remembered one by one as they are asked for, and put into the list."""
+        for batch in chunks:
+            self._remember(batch)
+            taken.append(batch)
+            yield batch
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.final_norm(x), hidden)

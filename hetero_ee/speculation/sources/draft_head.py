@@ -5,7 +5,6 @@ values of verified states stay; those of drafts, whose states are predictions th
 sequence ends. Source: EAGLE-1 (arXiv 2401.15077).
 """
 
-import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.source import Choose, Draft
 
-CHUNK_TOKENS = 256  # of a prompt, caught up with together
+CHUNK_TOKENS = 512  # computed together at most: a chunk of a prompt in most plans
 FIRST_ROOM_TOKENS = 256
 ABSENT = -1e30  # logit of a token that the head does not draft: finite, for what tempers, penalizes and adds it up
 NOT_FINITE = "the draft head computed values that are not finite; decoding continues without its drafts there."
@@ -30,6 +30,9 @@ class Target(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def cache(self) -> KvCache: ...
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor: ...
 
@@ -117,6 +120,16 @@ class DraftHeadSource:
         held.states[n_held : n_held + n_finite] = normed[:n_finite]
         held.token_ids += token_ids[:n_finite]
 
+    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+        """See DraftSource.read_prompt. The last position waits for the token after it."""
+        self.observe(sequence, first_position, token_ids, normed)
+        held = self._sequences[sequence]
+        if held.end <= self._max_tokens():
+            try:
+                self._catch_up(held)
+            finally:
+                self._layer.cache.truncate(held.slot, len(held.inputs))
+
     def truncate(self, sequence: int, length: int) -> None:
         """See DraftSource.truncate."""
         held = self._sequences.get(sequence)
@@ -143,7 +156,13 @@ class DraftHeadSource:
         held = self._sequences.get(sequence)
         if held is None or held.is_blind or not held.token_ids or len(token_ids) <= held.end:
             return None
-        return held
+        return held if held.end <= self._max_tokens() else None
+
+    def _max_tokens(self) -> int:
+        """Positions of a sequence that the head has room for: as many as the model, whose context may grow."""
+        cache = self._layer.cache
+        cache.max_tokens = max(cache.max_tokens, self._target.cache.max_tokens)
+        return cache.max_tokens
 
     def _logits_after_all(self, held: _Sequence, unverified: list[int]) -> Tensor | None:
         """(vocab,) after the verified tokens and these: the newest, then drafts. None where the head can't say."""
@@ -157,24 +176,27 @@ class DraftHeadSource:
     def _logits_after(self, held: _Sequence, token: int) -> Tensor | None:
         """The same after one more drafted token, its state the head's own prediction."""
         assert held.drafted is not None
-        if self._layer.cache.length(held.slot) == self._layer.cache.max_tokens:
+        if self._layer.cache.length(held.slot) == self._max_tokens():
             return None
         held.drafted = self._predicted(held.slot, [token], held.drafted)
         return self._logits(held)
 
-    def _catch_up(self, held: _Sequence, newest: int) -> None:
-        """Computes all verified positions, the last with the newest token.
+    @torch.inference_mode()
+    def _catch_up(self, held: _Sequence, *newest: int) -> None:
+        """Computes the verified positions, the last of them with the newest token, or not where that is not there yet.
 
-        They may have been computed with another one, since truncate() cuts before the last position's token.
+        What is computed of the last may have been with another one, since truncate() cuts before its position's token.
         """
-        inputs = [*held.token_ids[1:], newest]
-        if held.inputs != inputs[: len(held.inputs)]:
-            same = (mine == theirs for mine, theirs in zip(held.inputs, inputs, strict=False))
-            self._forget(held, sum(itertools.takewhile(bool, same)))
-        if len(held.inputs) == len(inputs) and held.tip is None:
-            self._forget(held, len(inputs) - 1)
-        for first in range(len(held.inputs), len(inputs), CHUNK_TOKENS):
-            tokens = inputs[first : first + CHUNK_TOKENS]
+        following = [*held.token_ids[len(held.inputs) :], *newest]  # the last input, then those to be computed
+        if (
+            held.inputs
+            and following
+            and (following[0] != held.inputs[-1] or (held.tip is None and len(following) == 1))
+        ):
+            self._forget(held, len(held.inputs) - 1)
+            following.insert(0, held.token_ids[len(held.inputs)])
+        for start in range(1, len(following), CHUNK_TOKENS):
+            tokens, first = following[start : start + CHUNK_TOKENS], len(held.inputs)
             held.tip = self._predicted(held.slot, tokens, held.states[first : first + len(tokens)])[-1:].clone()
             held.inputs += tokens
 

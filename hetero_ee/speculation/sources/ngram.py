@@ -55,6 +55,8 @@ class NgramSource:
             text.append(token_id)
         text.n_verified = len(text.token_ids)
 
+    read_prompt = observe  # indexing its tokens is all that a prompt asks for
+
     def truncate(self, sequence: int, length: int) -> None:
         """See DraftSource.truncate; a sequence that holds fewer stays as it is."""
         if sequence in self._texts:

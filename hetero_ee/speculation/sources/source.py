@@ -41,6 +41,10 @@ class DraftSource(Protocol):
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
         """Verified tokens from first_position on, and their final normed hidden states (m, hidden)."""
 
+    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+        """The same of the next chunk of a prompt, and all work that its tokens bring: it is the prompt's time, of which
+        the first draft then takes nothing."""
+
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets every position from `length` on."""
 
