@@ -33,7 +33,7 @@ def taken_ids(
 
 
 class ScriptedSource:
-    """Drafts what `propose` says, and keeps what it is told: `observed` by sequence, `read` prompts, `closed` sequences.
+    """Drafts what `propose` says, and keeps what it is told: `observed` by sequence, `read` prompts, those `closed`.
 
     As a draft head does, it computes its drafts after what it has observed: they are there until the generator closes.
     """

@@ -1,20 +1,33 @@
 """What the planner predicts is what the emulated machine takes: the same profile, otherwise nothing in common."""
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.runtime.work import work_s
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
+from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.reference import reference_names, reference_profile
-from tests.drawn_plans import drawn
+from tests.drawn_plans import Drawn, drawn
 from tests.emulation import dummy, planned, prompt_of
 
 N_PROMPT, N_NEW, CONTEXT_TOKENS = 1024, 16, 2048
@@ -85,6 +98,56 @@ def test_plans_drawn_at_random_take_what_is_predicted(first: int, n_plans: int) 
         case = drawn(seed)
         n_prompt = 100 if seed % 2 else 520
         found += differences(case.spec, case.plan, case.profile, n_prompt, case.name)
+    check(found)
+
+
+class NoNumbers:
+    """A draft head's layer that computes nothing."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.cache = CpuKvCache(1, 0, 0, max_tokens)
+
+    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        self.cache.admit(batch)
+        return states
+
+    def embed(self, token_ids: list[int]) -> None:
+        return None
+
+    def logits(self, states: Tensor) -> None:
+        return None
+
+
+def with_a_head(case: Drawn, n_prompt: int, on_gpu: bool) -> tuple[float, float, float]:
+    """Seconds of a prompt that a draft head reads too: emulated, predicted, and what the host spends on reading."""
+    timeline, head_spec = Timeline(), replace(case.spec, n_layers=1, sliding_windows=(None,))
+    executor = dummy(case.spec, replace(case.plan, context_tokens=n_prompt + 1), case.profile, timeline)
+    layer: Any = PlacedDraftHead(NoNumbers(n_prompt), head_spec, lambda: executor.machine, on_gpu=on_gpu)
+    how = Drafting(0, 2, FixedThreshold(0.0), None, (DraftHeadSource(layer, executor, on_gpu=on_gpu),))
+    options: Any = SamplingParams(1), Ending(frozenset(), n_prompt + 1), str, lambda: timeline.now_s, how
+    (token,) = generate_exact(executor, [[0] * n_prompt], *options, counts := DraftCounts())
+
+    def chunk_s(m: int, context_tokens: int) -> float:
+        times = case.profile.gpu if on_gpu and case.profile.gpu else case.profile.cpu_with(0)
+        works = draft_head_works(head_spec, Batch.of_sequence(0, context_tokens - m, [0] * m))
+        return sum(work_s(work, times, case.profile.disk_read_bytes_per_s.value, case.spec) for work in works)
+
+    expected_s = predicted_run_s(case.spec, case.profile, case.plan, n_prompt, 0, 0, PromptReading(chunk_s, on_gpu))
+    return token.elapsed_s, expected_s, counts.statistics(1, 0).prompt_s["draft head"]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("kinds", [("cpu",), ("gpu",), ("gpu", "cpu"), ("cpu", "stream")], ids="+".join)
+def test_a_draft_heads_part_of_a_prompt(kinds: tuple[str, ...], on_gpu: bool) -> None:
+    found = []
+    for seed in range(6):
+        case, n_prompt = drawn(seed, kinds), 1500
+        has_gpu = case.plan.n_bytes("gpu") > 0
+        prompt_s, expected_s, read_s = with_a_head(case, n_prompt, on_gpu and has_gpu)
+        assert expected_s > predicted_run_s(case.spec, case.profile, case.plan, n_prompt, 0, 0)
+        assert (read_s > 0) == (not (on_gpu and has_gpu))  # by the GPU while the host goes on
+        found.append(abs(expected_s / prompt_s - 1))
+        assert found[-1] < PROMISED, f"{case.name}: {found[-1]:.3f}"
     check(found)
 
 
