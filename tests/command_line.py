@@ -10,9 +10,7 @@ N_TOKENS = 40
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", str(N_TOKENS)]
 RATE = r"[\d.]+ t/s(?: \(expected [\d.]+\))?"
 MODE = r"(?: \| (?:full|exact)[^|\n]*)?"
-CLOSING_LINE = (
-    rf"\[ prompt (\d+) tok, {RATE} \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
-)
+CLOSING_LINE = rf"\[ prompt (\d+) tok, {RATE}(?: \((?:n-grams|draft head) [^)]+\))? \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Timed runs as llama-bench makes them: a prompt of n tokens, or n tokens one after another, after a given depth."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending
+from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 
@@ -77,16 +77,56 @@ def bench_run(
     return BenchRun(n_prompt, n_gen, n_depth, tuple(samples))
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedWay:
+    """A speculative mode: warm_up and timed take what full.generate does, and only the second counts its drafts."""
+
+    warm_up: Callable[..., Iterator[GeneratedToken]]
+    timed: Callable[..., Iterator[GeneratedToken]]
+    closing: Sequence[Callable[[int], None]]  # told of each sequence that is closed
+
+
+def bench_reading_run(
+    executor: Executor,
+    way: DraftedWay,
+    n_prompt: int,
+    n_depth: int,
+    *,
+    repetitions: int,
+    clock: Callable[[], float],
+) -> BenchRun:
+    """bench_run of a prompt that draft sources read too, up to its first token."""
+    params, ending = SamplingParams(max_new_tokens=1), Ending(frozenset(), executor.cache.max_tokens)
+    samples = []
+    for repetition in range(repetitions + 1):
+        sequence = executor.cache.open_new()
+
+        def read(generate: Callable[..., Iterator[GeneratedToken]], n_tokens: int, sequence: int = sequence) -> float:
+            prompt = Continuation(sequence, [FIRST_TOKEN_ID] * n_tokens)
+            (token,) = generate(executor, prompt, params, ending, lambda _: "", clock)
+            return token.elapsed_s
+
+        try:
+            if n_depth:
+                read(way.warm_up, n_depth)
+            _make_room(executor, sequence, n_depth, n_prompt)
+            samples.append(read(way.timed if repetition else way.warm_up, n_depth + n_prompt))
+        finally:
+            for close in (executor.cache.close, *way.closing):
+                close(sequence)
+    return BenchRun(n_prompt, 0, n_depth, tuple(samples[1:]))
+
+
 def bench_text_run(
     executor: Executor,
-    generate_drafted: Callable[..., Iterator[GeneratedToken]],
+    way: DraftedWay,
     n_gen: int,
     n_depth: int,
     *,
     repetitions: int,
     clock: Callable[[], float],
 ) -> BenchRun:
-    """n_gen tokens by a speculative mode; generate_drafted takes what full.generate does, once more than is timed.
+    """n_gen tokens by a speculative mode, generated once more than is timed.
 
     Drafts come true in text alone, so it is the model's own, greedy and with no end: after n_depth tokens of it come a
     first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
@@ -97,8 +137,9 @@ def bench_text_run(
         params = SamplingParams(max_new_tokens=n_depth)
         prompt += [token.token_id for token in generate(executor, [prompt], params, ending, lambda _: "", clock)]
     params = SamplingParams(max_new_tokens=n_gen + 1)
-    for _ in range(repetitions + 1):
-        tokens = list(generate_drafted(executor, [prompt], params, ending, lambda _: "", clock))
+    for repetition in range(repetitions + 1):
+        drafted = way.timed if repetition else way.warm_up
+        tokens = list(drafted(executor, [prompt], params, ending, lambda _: "", clock))
         samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
     return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
 

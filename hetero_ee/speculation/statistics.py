@@ -39,6 +39,10 @@ class DraftStatistics:
     n_ahead_kept: int = 0  # those that were right
     prompt_s: dict[str, float] = field(default_factory=dict)  # of the prompts' time, what each origin took to read them
 
+    def reading_shares(self, prompt_s: float) -> dict[str, float]:
+        """The part of the prompts' time, so many seconds, that each origin took to read them."""
+        return {origin: seconds / (prompt_s or 1.0) for origin, seconds in self.prompt_s.items()}
+
     @property
     def n_drafted(self) -> int:
         return sum(counts.n_drafted for counts in self.origins)

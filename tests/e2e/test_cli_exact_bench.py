@@ -9,7 +9,7 @@ import pytest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli
 
@@ -22,19 +22,39 @@ def test_bench_of_all_modes(cli: Cli, demo: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     ended = cli(*TINY_BENCH, "-d", "0,9", "--mode", "all", "--draft-length", 3, "--stats", "--trace", file, "--json")
     rows = json.loads(ended.out)
+    tests = ["pp4", "pp4 @ d9", "tg6", "tg6 @ d9"]
+    read_alike = rows[-1]["exit_layer"] > 0  # drafts by exit read no prompt
     assert [(row["mode"], row["test"]) for row in rows] == [
-        *(("full", test) for test in ("pp4", "pp4 @ d9", "tg6", "tg6 @ d9")),
-        *(("exact", test) for test in ("tg6", "tg6 @ d9")),
+        *(("full", test) for test in tests),
+        *(("exact", test) for test in tests[2 if read_alike else 0 :]),
     ]
     for row in rows:
         assert row["predicted_ts"] > 0 and row["avg_ts"] > 0 and len(row["samples_ns"]) == 1
         is_exact = row["mode"] == "exact"
         assert (row["draft_length"], row["exit_layer"] is None) == ((3, False) if is_exact else (1, True))
-        assert (row["acceptance"] is None) != is_exact
-        assert not is_exact or 1 <= row["tokens_per_pass"] <= 3
+        drafts = is_exact and row["n_gen"] > 0
+        assert (row["acceptance"] is None) != drafts
+        assert not drafts or 1 <= row["tokens_per_pass"] <= 3
+        assert (row["reading_shares"] is None) != (is_exact and not drafts)
     assert len({row["plan_hash"] for row in rows}) == 2
     assert "tg6, exact\n" in ended.err and "known after layer" in ended.err
     assert json.loads(file.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("output", ["md", "csv", "json"])
+def test_a_prompt_that_a_draft_head_reads_too(cli: Cli, demo: Path, tmp_path: Path, output: str) -> None:
+    spec, profile = read_spec(demo), reference_profile("rtx-4060-laptop-8gb")
+    reads = PromptReading(lambda m, context_tokens: 1e-6 * m)
+    known = Statistics(drafts=DraftRates("its head", (0.8,), 1e-6, reads))
+    made = plan(spec, profile, Limits(context_tokens=700, gpu_layers=0, mode="exact"), known)
+    made.save(tmp_path / "plan.json")
+    ended = cli(*TINY_BENCH, "-p", 600, "-n", 0, "-d", 0, "--plan", tmp_path / "plan.json", "-o", output)
+    shares = re.search(r"draft head[^0-9]+([0-9.e-]+)", ended.out)
+    assert ended.code == 0 and shares and 0 < float(shares[1]) < (100 if output == "md" else 1)
+    if output == "md":
+        assert re.search(
+            r"\| exact \((n-grams \d+%, )?draft head \d+%\) \| pp600 \| [\d.]+ ± 0\.00 \| [\d.]+ \|", ended.out
+        )
 
 
 def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:

@@ -118,8 +118,11 @@ def test_json_says_how_the_text_was_decoded(cli: Cli, kept: Path) -> None:
 def test_stats_count_what_the_json_counts(cli: Cli, kept: Path) -> None:
     arguments = [*ARGUMENTS, "--mode", "exact", "--draft-length", 3]
     drafts = json.loads(cli("generate", *arguments, "--json").out)["drafts"]
+    assert drafts["prompt_s"].keys() == {"n-grams", "draft head"} and drafts["prompt_s"]["draft head"] > 0
     err = cli("generate", *arguments, "--stats").err
-    assert re.search(r"^time +prompt [\d.]+ s \(\d+%\), text [\d.]+ s \(\d+%\)$", err, re.M)
+    assert re.search(
+        r"^time +prompt [\d.]+ s \(\d+%; n-grams [\d.]+ s; draft head [\d.]+ s\), text [\d.]+ s \(\d+%\)$", err, re.M
+    )
     assert re.search(r"^ +CPU +busy +\d+% of the prompt, +\d+% of the text$", err, re.M)
     for each in drafts["origins"]:
         assert f"by {each['origin']}: {each['n_drafted']} drafted, {each['n_accepted']} accepted, " in err

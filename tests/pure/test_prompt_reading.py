@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_text_run
 from hetero_ee.decoding.result import collect
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import READING, Continuation, Ending
@@ -20,6 +22,7 @@ from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee_cli.reports.run_report import reading_words
 from hetero_ee_profiles.reference import reference_profile
 from tests.draft_sources import ScriptedSource, following
 from tests.scripted_model import (
@@ -90,6 +93,33 @@ def test_a_source_that_cannot_read_costs_no_token(error: Exception) -> None:
     _, tokens, _ = reading(SlowReader(error), [PROMPT], warn=warned.append)
     assert [token.token_id for token in tokens] == COUNTING[:8]
     assert len(warned) == 1 and warned[0].startswith(f"{error} Source scripted could not read the prompt; ")
+
+
+# What is measured and said of it.
+
+
+def test_a_warm_up_is_not_counted() -> None:
+    model, how = drafted("sequences", sources=(NgramSource(), source := SlowReader()))
+    counts, exact = DraftCounts(), partial(generate_exact, drafting=how)
+    way = DraftedWay(exact, partial(exact, counts=counts), (source.close,))
+    clock = lambda: source.now_s  # noqa: E731
+    bench_text_run(model, way, 5, 0, repetitions=2, clock=clock)  # type: ignore[arg-type]
+    assert counts.n_tokens == 2 * 5
+    counts = DraftCounts()
+    way = DraftedWay(exact, partial(exact, counts=counts), (source.close,))
+    found = bench_reading_run(model, way, 6, 4, repetitions=2, clock=clock)  # type: ignore[arg-type]
+    assert found.name == "pp6 @ d4" and found.samples_s == (6 * TOKEN_S, 6 * TOKEN_S)
+    statistics = counts.statistics(N_LAYERS, 0)
+    assert statistics.reading_shares(sum(found.samples_s)) == {"n-grams": 0.0, "scripted": 1.0}
+    assert source.observed == {} and model.cache.n_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [({}, ""), ({"draft head": 0.004}, ""), ({"n-grams": 0.006, "draft head": 0.031}, " (n-grams 1%, draft head 3%)")],
+)
+def test_parts_of_a_prompt_worth_a_word(shares: dict[str, float], words: str) -> None:
+    assert reading_words(shares) == words
 
 
 # What the planner makes of it.

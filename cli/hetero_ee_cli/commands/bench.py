@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.runtime.executors.executor import Executor
     from hetero_ee.speculation.drafting import Drafting
+    from hetero_ee.speculation.sources.source import DraftSource
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -91,9 +92,7 @@ def bench(
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
             for each in modes:
-                # A prompt is read in the same way in every mode.
-                timed = [test for test in tests if test[1]] if each == EXACT and mode == ALL else tests
-                for row in _rows(subject, each, n_threads, timed, repetitions):
+                for row in _rows(subject, each, n_threads, tests, repetitions, of_both=mode == ALL):
                     rows.append(row)
                     if style in ("md", "jsonl"):
                         print_row(rows, style)
@@ -127,6 +126,11 @@ class _Running:
     statistics: "Statistics"
     drafting: "Drafting | None"  # None in full mode
 
+    @property
+    def sources(self) -> "tuple[DraftSource, ...]":
+        """What reads prompts beside the model."""
+        return () if self.drafting is None else self.drafting.sources
+
 
 def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[Test]:
     """(prompt, text, depth) of each test, prompts first as in llama-bench. Raises UsageError."""
@@ -138,17 +142,19 @@ def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: lis
     return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
 
-def _rows(subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int) -> Iterator[Row]:
-    """A row for each test."""
+def _rows(
+    subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int, *, of_both: bool
+) -> Iterator[Row]:
+    """A row for each test, but for those of exact mode, where both are asked for, that full mode takes as long for."""
     from hetero_ee.decoding.benchmark import executor_s_per_layer
 
-    if not tests:
-        return
     max_tokens = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
     with _running(subject, mode, threads, max_tokens) as running:
         seconds = executor_s_per_layer(running.executor, time.perf_counter)
         executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
         for test in tests:
+            if of_both and mode == EXACT and test[0] and not running.sources:
+                continue
             yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
 
 
@@ -216,7 +222,7 @@ def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress)
 
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
-    from hetero_ee.decoding.benchmark import bench_run, bench_text_run
+    from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_run, bench_text_run
     from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
     from hetero_ee.speculation.exact import generate_exact
     from hetero_ee.speculation.statistics import DraftCounts
@@ -224,16 +230,21 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     made, executor, clock = running.plan, running.executor, time.perf_counter
     n_prompt, n_gen, n_depth = test
     known = subject.spec, subject.profile, made
-    found: DraftStatistics | None = None  # None in full mode
-    if running.drafting is not None and n_gen:
-        counts = DraftCounts()
-        way = partial(generate_exact, drafting=running.drafting, counts=counts)
-        run = bench_text_run(executor, way, n_gen, n_depth, repetitions=repetitions, clock=clock)
+    found: DraftStatistics | None = None  # None where nothing was drafted or read
+    predicted_s: float | None
+    predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, running.statistics.reading(made.drafts))
+    if running.drafting is not None and (n_gen or running.sources):
+        counts, drafted = DraftCounts(), partial(generate_exact, drafting=running.drafting)
+        closing = [source.close for source in running.sources]
+        way = DraftedWay(drafted, partial(drafted, counts=counts), closing)
+        if n_gen:
+            run = bench_text_run(executor, way, n_gen, n_depth, repetitions=repetitions, clock=clock)
+            predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)
+        else:
+            run = bench_reading_run(executor, way, n_prompt, n_depth, repetitions=repetitions, clock=clock)
         found = counts.statistics(subject.spec.n_layers, running.drafting.exit_layer)
-        predicted_s = predicted_text_s(*known, running.statistics, n_gen, n_depth)
     else:
         run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)
-        predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth)
     if found is not None and subject.placed.options.stats:
         say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
     return columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)

@@ -5,6 +5,8 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
+from hetero_ee_cli.reports.run_report import reading_words
+
 if TYPE_CHECKING:
     from hetero_ee.decoding.benchmark import BenchRun
     from hetero_ee.planning.plan import Plan
@@ -27,7 +29,7 @@ def columns(
     predicted_s: float | None,
     found: "DraftStatistics | None",
 ) -> Row:
-    """A row. predicted_s: None if nothing is known of how good the drafts are. found: None in full mode."""
+    """A row. predicted_s: None if nothing is known of how good the drafts are. found: None if nothing was drafted."""
     import datetime
     from statistics import fmean, stdev
 
@@ -63,8 +65,9 @@ def columns(
         "mode": made.mode,
         "exit_layer": made.exit_layer,
         "draft_length": made.draft_length,
-        "acceptance": None if found is None else found.acceptance,
-        "tokens_per_pass": None if found is None else found.tokens_per_pass,
+        "acceptance": found.acceptance if found is not None and run.n_gen else None,
+        "tokens_per_pass": found.tokens_per_pass if found is not None and run.n_gen else None,
+        "reading_shares": found.reading_shares(sum(run.samples_s)) if found is not None and run.n_prompt else None,
     }
 
 
@@ -87,7 +90,7 @@ def print_row(rows: list[Row], style: str) -> None:
 
 def _mode(row: Row) -> str:
     if row["acceptance"] is None:
-        return str(row["mode"])
+        return f"{row['mode']}{reading_words(row['reading_shares'] or {})}"
     return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted"
 
 
@@ -107,7 +110,8 @@ def whole_document(rows: list[Row], style: str) -> str:
         return json.dumps(rows, indent=1) + "\n"
     text = io.StringIO()
     flat = [
-        {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows
+        {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+        for row in rows
     ]
     writer = csv.DictWriter(text, list(flat[0]), quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()

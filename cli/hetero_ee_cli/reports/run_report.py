@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
 BAR_COLUMNS = 40
+LEAST_SHARE = 0.005  # of a prompt's time: less is not worth a word
 
 
 def closing_lines(
@@ -33,8 +34,10 @@ def closing_lines(
     """
     from hetero_ee_profiles.host.process import peak_memory_bytes
 
+    found = engine.draft_statistics
+    reading = "" if found is None else reading_words(found.reading_shares(result.prompt_s))
     parts = [
-        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s",
+        f"prompt {prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
         f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
         + ("" if expected is None else f" (expected {expected:.1f})"),
         *_mode(engine),
@@ -76,6 +79,12 @@ def lane_lines(lanes: "Iterable[LaneTime]", prompt_s: float, generation_s: float
         for lane in lanes
         if lane.prompt_s or lane.generation_s
     ]
+
+
+def reading_words(shares: "dict[str, float]") -> str:
+    """Which draft sources took how much of a prompt's time; nothing where none took any to speak of."""
+    words = [f"{origin} {share:.0%}" for origin, share in shares.items() if share >= LEAST_SHARE]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def draft_words(found: "DraftStatistics") -> str:
@@ -120,12 +129,17 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
     total_s, spans, found = result.prompt_s + result.generation_s or 1.0, engine.spans, engine.draft_statistics
     start_s = min((span.start_s for span in spans if span.start_s >= start_s), default=start_s)
     lines = [
-        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}), "
+        f"{'time':14}prompt {result.prompt_s:.3f} s ({result.prompt_s / total_s:.0%}{_reading(found)}), "
         f"text {result.generation_s:.3f} s ({result.generation_s / total_s:.0%})"
     ]
     seconds = result.prompt_s, result.generation_s
     lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
     return lines if found is None else lines + draft_lines(found)
+
+
+def _reading(found: "DraftStatistics | None") -> str:
+    """Of the prompt's seconds those that draft sources read in."""
+    return "".join(f"; {origin} {seconds:.3f} s" for origin, seconds in found.prompt_s.items()) if found else ""
 
 
 def _bars(title: str, counts: dict[int, int]) -> list[str]:

@@ -1,0 +1,203 @@
+"""Exact mode behind long prompts: the draft head reads them with the model, so that the text has its full rate at once.
+
+    python tests/bench/bench_long_prompt.py [--prompts 2000,20000] [--tokens 128] [--runs 3] [--threads 1] [--json]
+
+The demo model with its draft head, on this machine's CPU by the clock. A prompt of so many tokens is read in one go,
+and a text follows. The same text at the same depth follows a short prompt too: all tokens but the last 16 are known
+already, as in a chat. Both must have the same rate: the draft head owes the text nothing. The tokens are full mode's.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from exit_demo import HEAD, OPENINGS, Stories
+from exit_wall import this_profile
+
+from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.planning.limits import Limits
+from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.opening import open_drafting
+from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee_profiles.hardware import HardwareProfile
+
+SHORT_TOKENS = 16  # of the prompt behind what is known
+STORY_TOKENS = 300
+CLOSE = 0.1  # how far the two rates may be apart
+HEADING = (
+    "| prompt | mode | prompt t/s | of it the draft head | first chunk, last chunk | text t/s | behind a short prompt "
+    "| ratio | first step |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians of all runs, in seconds and tokens a second."""
+
+    n_prompt: int
+    mode: str
+    prompt_rate: float
+    head_share: float  # of the prompt's time; 0 in full mode
+    first_chunk_s: float
+    last_chunk_s: float  # longer by the attention to what comes before it
+    rate: float  # of the text behind a prompt read in one go
+    short_rate: float  # of the same text behind a short prompt at the same depth
+    first_step_s: float  # from the text's first token to what came next
+
+    @property
+    def ratio(self) -> float:
+        return self.rate / self.short_rate
+
+    def __str__(self) -> str:
+        chunks = f"{1e3 * self.first_chunk_s:.0f} ms, {1e3 * self.last_chunk_s:.0f} ms"
+        return (
+            f"| {self.n_prompt:,} | {self.mode} | {self.prompt_rate:.0f} | {self.head_share:.1%} | {chunks} "
+            f"| {self.rate:.1f} | {self.short_rate:.1f} | {self.ratio:.2f} | {1e3 * self.first_step_s:.1f} ms |"
+        )
+
+
+@dataclass(slots=True)
+class Told:
+    """One text. at_s: when each token came; chunks_s: when each chunk of its prompt began, and the last one's end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    chunks_s: list[float] = field(default_factory=list)
+    head_s: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return (len(self.at_s) - 1) / (self.at_s[-1] - self.at_s[0])
+
+    @property
+    def first_step_s(self) -> float:
+        return self.at_s[1] - self.at_s[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompts:
+    """The demo model by this profile of the machine. n_runs: of each mode, from a fresh start."""
+
+    stories: Stories
+    profile: HardwareProfile
+    threads: int
+    n_runs: int
+
+    def rows(self, n_prompt: int) -> Iterator[Row]:
+        """Full mode, then exact; raises AssertionError where a token differs."""
+        token_ids, texts = self._prompt(n_prompt), set()
+        for mode in ("full", "exact"):
+            runs = [self._run(mode, token_ids) for _ in range(self.n_runs)]
+            texts |= {tuple(told.token_ids) for whole, shorts in runs for told in (whole, *shorts)}
+            if len(texts) > 1:
+                raise AssertionError(f"{mode} mode says something else behind {n_prompt} tokens.")
+            yield _row(n_prompt, mode, runs)
+
+    def _prompt(self, n_tokens: int) -> list[int]:
+        """Stories of the model's own, one after another."""
+        engine, found, seed = self.stories.engine, list[int](), 0
+        while len(found) < n_tokens:
+            opening = OPENINGS[seed % len(OPENINGS)]
+            told = engine.generate(opening, max_new_tokens=STORY_TOKENS, temperature=0.9, seed=seed)
+            found += [*engine._tokenizer.encode(opening), *told.token_ids[:-1]]
+            seed += 1
+        return found[:n_tokens]
+
+    def _run(self, mode: str, token_ids: list[int]) -> tuple[Told, list[Told]]:
+        """The text behind the prompt, and thrice behind the end of it."""
+        opened = self._opened(mode, len(token_ids))
+        drafting = open_drafting(self.stories.knowledge(HEAD), opened, self.profile, _fail)
+        executor, n_tokens = opened.executor, self.stories.n_tokens
+        ending = Ending(frozenset(), executor.cache.max_tokens)
+        try:
+
+            def told(known: Continuation) -> Told:
+                found, counts = Told(), DraftCounts()
+                start_s = time.perf_counter()
+                executor.progress = lambda *_: found.chunks_s.append(time.perf_counter() - start_s)
+                common = executor, known, SamplingParams(n_tokens), ending, lambda _: "", time.perf_counter
+                tokens = generate(*common) if drafting is None else generate_exact(*common, drafting.drafting, counts)
+                for token in tokens:
+                    found.token_ids.append(token.token_id)
+                    found.at_s.append(token.elapsed_s)
+                found.head_s = counts.statistics(1, 0).prompt_s.get(HEAD, 0.0)
+                return found
+
+            warm = executor.cache.open_new()
+            told(Continuation(warm, token_ids[:SHORT_TOKENS]))  # kernels are there, the rule has learned
+            executor.cache.close(warm)
+            sequence, shorts = executor.cache.open_new(), list[Told]()
+            whole = told(Continuation(sequence, token_ids))
+            for _ in range(3):
+                executor.cache.truncate(sequence, len(token_ids) - SHORT_TOKENS)
+                shorts.append(told(Continuation(sequence, token_ids)))
+            return whole, shorts
+        finally:
+            if drafting is not None:
+                drafting.close()
+            executor.close()
+
+    def _opened(self, mode: str, n_prompt: int) -> Opened:
+        engine = self.stories.engine
+        known = self.stories.knowledge(HEAD).statistics(engine.spec, self.profile, self.threads, on_gpu=False)
+        n_context = n_prompt + self.stories.n_tokens + 1
+        limits = Limits(mode=mode, context_tokens=n_context, threads=self.threads, gpu_layers=0)
+        placement = Placement(self.profile, limits, statistics=known)
+        return open_placed(engine.spec, engine.executor.weights, placement, self.threads, time.perf_counter, _fail)
+
+
+def _row(n_prompt: int, mode: str, runs: list[tuple[Told, list[Told]]]) -> Row:
+    wholes = [whole for whole, _ in runs]
+    prompt_s = statistics.median(whole.at_s[0] for whole in wholes)
+    chunks = [whole.chunks_s for whole in wholes if len(whole.chunks_s) > 2] or [[0.0, 0.0, 0.0]]
+    return Row(
+        n_prompt,
+        mode,
+        n_prompt / prompt_s,
+        statistics.median(whole.head_s for whole in wholes) / prompt_s,
+        statistics.median(times[1] - times[0] for times in chunks),
+        statistics.median(times[-2] - times[-3] for times in chunks),  # the last whole one
+        statistics.median(whole.rate for whole in wholes),
+        statistics.median(short.rate for _, shorts in runs for short in shorts),
+        statistics.median(whole.first_step_s for whole in wholes),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", default="2000,20000", help="numbers of tokens, separated by commas")
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="the rows as JSON instead of a table")
+    arguments = parser.parse_args()
+    stories = Stories.opened(1, arguments.tokens)
+    profile = this_profile(stories, [arguments.threads])
+    bench = LongPrompts(stories, profile, arguments.threads, arguments.runs)
+    rows = []
+    if not arguments.json:
+        print(HEADING)
+    for n_prompt in map(int, arguments.prompts.split(",")):
+        for row in bench.rows(n_prompt):
+            rows.append(row)
+            if not arguments.json:
+                print(row, flush=True)
+                if abs(row.ratio - 1) > CLOSE:
+                    print(f"MISSED: the two rates are more than {CLOSE:.0%} apart")
+    if arguments.json:
+        print(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+    stories.engine.close()
+
+
+def _fail(warn: str) -> None:
+    raise AssertionError(warn)
+
+
+if __name__ == "__main__":
+    main()
