@@ -10,7 +10,11 @@ N_TOKENS = 40
 PLAIN = ["-t", "1", "--quantizer", "none", "-n", str(N_TOKENS)]
 RATE = r"[\d.]+ t/s(?: \(expected [\d.]+\))?"
 MODE = r"(?: \| (?:full|exact)[^|\n]*)?"
-CLOSING_LINE = rf"\[ prompt (\d+) tok, {RATE}(?: \((?:n-grams|draft head) [^)]+\))? \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? \]\n"
+READING = r"(?: \((?:n-grams|draft head) [^)]+\))?"
+CLOSING_LINE = (
+    rf"\[ prompt (\d+) tok, {RATE}{READING} \| gen (\d+) tok, {RATE}{MODE} \| peak memory [\d.]+ GiB( \| seed \d+)? "
+    r"\]\n"
+)
 
 
 @dataclass(frozen=True)
