@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
+from hetero_ee.decoding.texts import READING
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee_profiles.reference import reference_profile
@@ -83,3 +84,18 @@ def test_a_draft_head_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
 def test_exits_need_a_calibration(stories260k: Path) -> None:
     with pytest.raises(UsageError, match="whose drafts were measured"):
         emulating(model=stories260k, limits=Limits(mode="exact"))
+
+
+def test_a_long_prompts_progress_is_told_as_it_is_read_and_the_draft_head_reads_along() -> None:
+    """By the executor that plans again, too: each chunk is told when the one before is under way."""
+    prompt, told = " ".join(OPENINGS * 70), list[tuple[str, int, int, float]]()
+    with emulating(limits=Limits(mode="exact", gpu_layers=6), context_tokens=1600) as engine:
+        n_tokens = engine.count_tokens(prompt)
+        engine.executor.progress = lambda *what: told.append((*what, engine._clock()))
+        found = engine.generate(prompt, max_new_tokens=8)
+        times = [time_s for stage, _, _, time_s in told if stage == READING]
+        assert [n_done for _, n_done, *_ in told] == [*range(0, n_tokens, 512), n_tokens] and n_tokens > 2 * 512
+        assert times[1:] == sorted(set(times[1:])) and times[-1] <= found.prompt_s  # the GPU begins a chunk early
+        statistics, spans = engine.draft_statistics, [span for span in engine.spans if span.name == "draft_head.ffn"]
+        assert statistics is not None and 0 < statistics.prompt_s["draft head"] < 0.3 * found.prompt_s
+        assert sum(span.start_s < found.prompt_s for span in spans) >= 3  # the last position waits for the first token
