@@ -137,10 +137,13 @@ def _own_statistics(
     from hetero_ee.config import cache_folder
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
+    from hetero_ee.weights.store.reader import is_store
 
     def warn(remark: str) -> None:
         progress(remark, 0, 0)
 
+    if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
+        return Statistics()
     try:
         calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer).find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
