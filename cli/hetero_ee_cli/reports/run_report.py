@@ -143,9 +143,12 @@ def _mode(engine: "Engine") -> list[str]:
         return []
     if found is None:
         exact_per_s = made.prediction.other_mode_tokens_per_s
-        if not _declined(engine) or exact_per_s is None:
+        declined = _declined(engine)
+        if not declined or exact_per_s is None:
             return ["full"]
-        return [f"full (exact declined: {change(exact_per_s, made.prediction.generated_tokens_per_s)} expected)"]
+        gain = change(exact_per_s, made.prediction.generated_tokens_per_s)
+        reading = " of the text, less than it costs of a prompt" if "read prompts too" in declined[0] else ""
+        return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
 
