@@ -13,10 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from typer.main import get_command
-
 from hetero_ee.config import demo_model_folder
-from hetero_ee_cli.app import app
 from tests.hub_server import Hub, running_hub
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +55,7 @@ class Step:
     is_measured: bool = False
 
 
-ALL_STEPS = (
+STEPS = (
     Step(INSTALL, "hetero-ee doctor | head -n 9", is_measured=True),
     Step(
         "\n## Generate\n\nWithout a model, the demo model that comes along: a toy that tells children's stories. "
@@ -69,13 +66,13 @@ ALL_STEPS = (
     Step(
         "\n## Plan for a model and a laptop that one does not have\n\nThe model is gated: its owner wants an "
         "account that has accepted the licence.\n",
-        f"hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb -c 8192",
+        f"hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb",
         code=1,
     ),
     Step(
         "\nWith the account's token. No weights are downloaded: the plan is made from config.json alone, and the "
         "laptop is derived\nfrom data sheets.\n",
-        f"HF_TOKEN={TOKEN} hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb -c 8192",
+        f"HF_TOKEN={TOKEN} hetero-ee plan {LLAMA} --hardware rtx-4060-laptop-8gb",
     ),
     Step(
         "\n## Run a model from the hub\n\nDownloaded, converted, and answered.\n",
@@ -93,9 +90,6 @@ ALL_STEPS = (
     ),
     Step("\n## Python\n", "python examples/generate.py"),
 )
-
-# Steps with a command that this command line has not.
-STEPS = tuple(step for step in ALL_STEPS if "hetero-ee run " not in step.command or "run" in get_command(app).commands)
 
 TAIL = """
 ## Leave nothing behind

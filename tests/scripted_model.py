@@ -1,6 +1,6 @@
 """A model whose answers are scripted, behind the executor's interface: it counts what it is asked to compute."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +65,9 @@ class ScriptedModel:
             if observe is not None:
                 observe(batch, self.final_norm(hidden))
         return self.to_logits(hidden[-1:])[0]
+
+    def make_room(self, ends: Mapping[int, int]) -> None:
+        """It has all the room there is."""
 
     def hidden(self, batch: Batch) -> Tensor:
         return self.run(batch, None, range(N_LAYERS))

@@ -89,7 +89,7 @@ def of_shapes(
     if n_prompt_tokens + n_new_tokens > plan.context_tokens:
         raise UsageError(
             f"a prompt of {n_prompt_tokens} tokens and {n_new_tokens} new ones are more than the context's "
-            f"{plan.context_tokens}; shorten them or raise --ctx-size."
+            f"{plan.context_tokens}; shorten them or raise context_tokens."
         )
     check_emulates(plan, profile)
     timeline = Timeline()

@@ -188,16 +188,16 @@ def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:
     reserve = sum(term.n_bytes for term in _reserve(problem, "gpu", min(PREFILL_CHUNKS)))
     return (
         f"what is pinned to the GPU needs {(needed + reserve) / 2**30:.2f} GiB and the budget is "
-        f"{problem.vram_budget_bytes / 2**30:.2f} GiB; lower --gpu-layers or the context size, drop an override, or "
-        "raise --vram-budget."
+        f"{problem.vram_budget_bytes / 2**30:.2f} GiB; lower gpu_layers or the context size, drop an override, or "
+        "raise vram_budget."
     )
 
 
 def _too_little_ram(problem: Problem, needed_bytes: int) -> str:
     return (
         f"keys and values, activations and what is streamed need {needed_bytes / 2**30:.2f} GiB of RAM and "
-        f"{problem.ram_budget_bytes / 2**30:.2f} GiB are available; choose a shorter context (--ctx-size), drop an "
-        "override, or raise --ram-budget."
+        f"{problem.ram_budget_bytes / 2**30:.2f} GiB are available; choose a shorter context (context_tokens), drop an "
+        "override, or raise ram_budget."
     )
 
 

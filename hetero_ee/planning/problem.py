@@ -91,8 +91,8 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
     _check_statistics(known, spec)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
-            "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a --draft-head that "
-            "says its acceptance, drop --mode exact, or for a plan on paper try hetero-ee plan --published-exits."
+            "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a draft_head that "
+            "says its acceptance, drop mode exact, or for a plan on paper try hetero-ee plan --published-exits."
         )
     context = limits.context_tokens or spec.max_context_tokens
     check_context(spec, context)
@@ -129,7 +129,7 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if profile.gpu is None:
         if limits.vram_budget_bytes or limits.gpu_layers:
             raise UsageError(
-                f"{profile.name} has no GPU; drop --vram-budget and --gpu-layers, or plan for another machine."
+                f"{profile.name} has no GPU; drop vram_budget and gpu_layers, or plan for another machine."
             )
         return 0
     if limits.gpu_layers == 0:
@@ -139,7 +139,7 @@ def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.vram_budget_bytes > profile.gpu.free_bytes:
         raise UsageError(
             f"a VRAM budget of {limits.vram_budget_bytes / 2**30:.2f} GiB is more than the "
-            f"{profile.gpu.free_bytes / 2**30:.2f} GiB that are free; lower --vram-budget."
+            f"{profile.gpu.free_bytes / 2**30:.2f} GiB that are free; lower vram_budget."
         )
     return limits.vram_budget_bytes
 
@@ -150,7 +150,7 @@ def _ram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if limits.ram_budget_bytes > profile.machine.ram_bytes:
         raise UsageError(
             f"a RAM budget of {limits.ram_budget_bytes / 2**30:.2f} GiB is more than the "
-            f"{profile.machine.ram_bytes / 2**30:.2f} GiB there are; lower --ram-budget."
+            f"{profile.machine.ram_bytes / 2**30:.2f} GiB there are; lower ram_budget."
         )
     return limits.ram_budget_bytes
 

@@ -76,6 +76,8 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
         yield f"Drafts are early exits, with {known.exits.source}; {_gain(best)}"
     elif schedule.drafts is not None and known.drafts is not None:
         yield f"Drafts come from {known.drafts.source}; {_gain(best)}"
+    elif best.problem.limits.mode is None and other is None:
+        yield f"Exact mode was declined: with {sources}, no token is known before the last layer."
     elif best.problem.limits.mode is None and other is not None:
         yield (
             f"Exact mode was declined: with {sources} it would reach {other:.2f} tokens/s at best, "

@@ -43,7 +43,7 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
         return full
     exact = _best_exact(problem, placements, context_tokens)
     if exact is None and asked == "exact":
-        raise UsageError("nothing exits at any exit layer of this model; drop --mode exact.")
+        raise UsageError("nothing exits at any exit layer of this model; drop mode exact.")
     if exact is None:
         return full
     if exact.token_s < WORTH_IT * full.token_s or asked == "exact":

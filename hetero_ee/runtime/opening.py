@@ -221,8 +221,8 @@ def _found_gpu(
         )
     if not _are_tiles(weights):
         raise UsageError(
-            "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another --quantizer "
-            "than none, or plan with --gpu-layers 0."
+            "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another quantizer "
+            "than none, or plan with gpu_layers 0."
         )
     return gpu
 

@@ -19,7 +19,7 @@ from hetero_ee.errors import ModelError, UsageError, shown
 RENDERER = Path(__file__).with_name("template_renderer.py")
 MAX_MESSAGE_CHARACTERS = 2**20  # of one user's message
 BYTES_PER_CHARACTER = 12  # at most, in JSON's ASCII
-WAY_OUT = "use another with --chat-template-file, or use hetero-ee generate"
+WAY_OUT = "use another with chat_template, or use hetero-ee generate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Tokenizer:
             if "default" not in template:
                 raise ModelError(
                     f"the tokenizer has {len(template)} chat templates ({shown(', '.join(template))}), none of them "
-                    "named default; choose one with --chat-template-file."
+                    "named default; choose one with chat_template."
                 )
             template = template["default"]
         if template is not None and not isinstance(template, str):

@@ -40,6 +40,8 @@ def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 def endless(own_tiny: Path) -> list[object]:
     """Arguments with which the model does not stop for a very long time."""
     (own_tiny / "generation_config.json").write_text('{"eos_token_id": 1000000}')
+    config = own_tiny / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2**24}))
     return [PROMPT, "-m", own_tiny, "--quantizer", "none", "-c", 2**24]
 
 

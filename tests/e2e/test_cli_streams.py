@@ -49,7 +49,7 @@ from hetero_ee_cli.reports.bench_table import print_row
 from hetero_ee_cli.app import main
 row = dict(model_filename="m", model_type="m int4", model_size=1, model_n_params=1, n_threads=1, mode="full",
            test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None)
-bench._rows = lambda *_: iter([row])
+bench._rows = lambda *_, **__: iter([row])
 bench._compare_speed = lambda *_: None
 bench.footer = lambda rows: "caf\\u00e9"
 from hetero_ee_profiles.reference import reference_profile

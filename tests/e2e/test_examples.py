@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from hetero_ee import Engine
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STORY = ", there was a little girl named Lily."
@@ -39,7 +37,6 @@ def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert len([reply for reply in replies if reply.strip()]) >= 2
 
 
-@pytest.mark.skipif(not hasattr(Engine, "astream"), reason="this engine has no astream yet")
 def test_asyncio(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("asyncio_stream.py", monkeypatch)
     texts = capsys.readouterr().out

@@ -116,6 +116,7 @@ def test_sequences_that_the_gpus_cache_is_too_small_for(
     assert executor.cache.max_tokens == 64 < executor.most_tokens
     others = [executor.cache.open_new() for _ in range(2)]
     for other in others:
+        executor.make_room({other: len(PROMPT)})
         executor.prompt(prompt_of(executor, other, PROMPT))
     assert len(told) == 1 and told[0].startswith("The context grew from 64 to 160 tokens: ")
     executor.cache.close(others[0])
@@ -126,7 +127,7 @@ def test_sequences_that_the_gpus_cache_is_too_small_for(
 def test_what_no_gpu_can_run_is_refused(model: Model, driver: StandInCuda, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="puts parts on a GPU that can't be used here; make one for this machine"):
         opened(model, None, [])
-    with pytest.raises(UsageError, match="multiplies int4 and int8 weights only; choose another --quantizer"):
+    with pytest.raises(UsageError, match="multiplies int4 and int8 weights only; choose another quantizer"):
         opened(model_of("llama-tied", "fp32", tmp_path), driver, [])
 
 

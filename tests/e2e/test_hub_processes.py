@@ -88,7 +88,7 @@ def test_without_the_hub_it_says_so_and_goes_on(
         (["-m", ID, "--revision", "../v2"], 2, "revision is '../v2'"),
         (["-m", "a/b..c", "--offline"], 2, "it is no Hugging Face id either"),
         (["-m", ID, "--offline"], 1, "is not in the cache"),
-        (["-m", ID, "--temp", "-1"], 2, "temperature"),
+        (["-m", ID, "--temp", "-1"], 2, "--temp is -1"),
         (["-m", ID], 28, "has 0 MiB free"),
     ],
     ids=["no model", "no revision", "impossible revision", "no id", "offline", "another option", "full disk"],

@@ -12,7 +12,8 @@ import pytest
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.known_shapes import SHAPES
 from hetero_ee.planning.plan import Plan
-from hetero_ee.profiling.machine_profile import keep_profile, versions
+from hetero_ee.profiling.kept import keep_profile
+from hetero_ee.profiling.machine_profile import versions
 from hetero_ee_profiles.hardware import MEASURED
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.machine import this_machine

@@ -168,7 +168,7 @@ def test_no_memory_while_computing_or_copying(gpu: Gpu, error: Exception, told: 
         lambda: gpu.link.copy("layers.3.ffn", 10, GPU, raising(error)),
         lambda: gpu.link.transfer("layers.3.ffn", 1, 10, CPU, raising(error)),
     ):
-        with pytest.raises(DeviceMemoryError, match=f"layers.3.ffn {told}; lower --vram-budget"):
+        with pytest.raises(DeviceMemoryError, match=f"layers.3.ffn {told}; lower vram_budget"):
             fail()
 
 
@@ -216,5 +216,5 @@ def test_no_memory_that_can_be_pinned(gpu: Gpu) -> None:
     """It is the CPU's that is missing, whatever CUDA calls it."""
     assert gpu.link.host_buffer(10).shape == (10,)
     gpu.driver.fail, gpu.driver.error = "pinned", NO_MEMORY[2][0]
-    with pytest.raises(DeviceMemoryError, match=r"needs 5.0 MiB on the CPU and 2.0 MiB are free; lower --ctx-size"):
+    with pytest.raises(DeviceMemoryError, match=r"needs 5.0 MiB on the CPU and 2.0 MiB are free; lower context_tokens"):
         gpu.link.host_buffer(5 * MIB)

@@ -81,7 +81,6 @@ def refusal(arguments: list[str], is_whole: bool) -> str:
         ("hetero-ee generate hi --no-such-option", "--no-such-option"),
         ("true && hetero-ee nothing", "nothing"),
         ("hetero-ee plan --hardware", "--hardware"),
-        ("hetero-ee convert", "model"),
         ("echo x | hetero-ee generate - -n 3  # it's a comment", ""),
     ],
 )

@@ -40,7 +40,7 @@ def parsed(made: Plan, limits: Limits) -> Limits:
     options = LimitOptions(
         vram_budget=number("--vram-budget"),
         ram_budget=number("--ram-budget"),
-        gpu_layers=None if gpu_layers is None else int(gpu_layers),
+        gpu_layers=gpu_layers,
         override=[value for option, value in words if option == "-ot"] or None,
         kv_type=known["--kv-type"],
         mode=known["--mode"],
