@@ -4,8 +4,8 @@
 
 The demo model with its draft head, processor time of one thread, which other work lengthens least. A prompt of so many
 tokens is read in one go, and a text follows. The same text at the same depth follows a short prompt too: all tokens but
-the last 16 are known already, as in a chat. Both must have the same rate: the draft head owes the text nothing. The
-tokens are full mode's.
+the last 16 are known already, as in a chat; both begin with what rule and n-grams had learned by then. Both must have
+the same rate: the draft head owes the text nothing. The tokens are full mode's.
 """
 
 import argparse
@@ -13,7 +13,9 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from exit_demo import HEAD, OPENINGS, Stories
 from exit_wall import this_profile
@@ -23,8 +25,10 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
+from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import open_drafting
+from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -115,7 +119,7 @@ class LongPrompts:
         opened = self._opened(mode, len(token_ids))
         drafting = open_drafting(self.stories.knowledge(HEAD), opened, self.profile, _fail)
         executor, n_tokens = opened.executor, self.stories.n_tokens
-        ending = Ending(frozenset(), executor.cache.max_tokens)
+        ending, learned = Ending(frozenset(), executor.cache.max_tokens), list[Any]()
         try:
 
             def told(known: Continuation) -> Told:
@@ -124,6 +128,8 @@ class LongPrompts:
                 common = executor, known, SamplingParams(n_tokens), ending, lambda _: "", CLOCK
                 tokens = generate(*common) if drafting is None else generate_exact(*common, drafting.drafting, counts)
                 for token in tokens:
+                    if not found.token_ids and drafting is not None and len(known.token_ids) > SHORT_TOKENS:
+                        _learned_alike(drafting.drafting, learned)
                     found.token_ids.append(token.token_id)
                     found.at_s.append(token.elapsed_s)
                 found.head_s = counts.statistics(1, 0).prompt_s.get(HEAD, 0.0)
@@ -149,7 +155,17 @@ class LongPrompts:
         n_context = n_prompt + self.stories.n_tokens + 1
         limits = Limits(mode=mode, context_tokens=n_context, threads=1, gpu_layers=0)
         placement = Placement(self.profile, limits, statistics=known)
-        return open_placed(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
+        opened = open_placed(engine.spec, engine.executor.weights, placement, 1, CLOCK, _fail)
+        return replace(opened, placement=placement)  # exact mode was asked for, so that every step drafts
+
+
+def _learned_alike(drafting: Drafting, learned: list[Any]) -> None:
+    """Rule and n-grams know what they knew at the first call, which keeps it in `learned`."""
+    known = [drafting.rule, *(source._precision for source in drafting.sources if isinstance(source, NgramSource))]
+    if not learned:
+        learned += [deepcopy(vars(each)) for each in known]
+    for each, then in zip(known, learned, strict=True):
+        vars(each).update(deepcopy(then))
 
 
 def _row(n_prompt: int, mode: str, runs: list[tuple[Told, list[Told]]]) -> Row:
