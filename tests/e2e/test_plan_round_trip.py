@@ -28,6 +28,7 @@ CARD = ["--hardware", "rtx-4060-laptop-8gb"]
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder of the test's own."""
     monkeypatch.setenv("HETERO_EE_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("HETERO_EE_PROFILE", "auto")
     return tmp_path / "data"
 
 
@@ -104,7 +105,7 @@ def test_the_demo_model_on_this_cpu(cli: Cli, data: Path, demo: Path, limits: li
 
 def test_bench_refuses_tests_longer_than_its_context(cli: Cli) -> None:
     ended = cli("bench", "--random-weights", "tinyllama-1.1b", "-c", 16, "-p", 512, "-n", 0)
-    assert ended.code == 2 and "-c is 16 and the tests need 512" in ended.err
+    assert ended.code == 2 and "-c / --ctx-size is 16 and the tests need 512" in ended.err
 
 
 def test_a_plan_file_is_explained_by_itself(cli: Cli, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_model_a_revision_a_text_or_a_template_of_another_type(engine: Engine,
         resolve_model("org/name", revision=value)
     with pytest.raises(UsageError, match=r"text is .*; expected a string"):
         engine.count_tokens(value)
-    with pytest.raises(UsageError, match=r"the chat template is .*; expected a string"):
+    with pytest.raises(UsageError, match=r"chat_template is .*; expected a Jinja template"):
         engine.chat(chat_template=value)
     with pytest.raises(UsageError, match="a message is a string"):
         engine.chat(value, chat_template="{{ messages }}")

@@ -177,7 +177,7 @@ def test_a_lost_gpu(gpu: Gpu, error: Exception) -> None:
     with pytest.raises(DeviceLostError) as found:
         gpu.device.run([work("layers.3.ffn")], raising(error))
     told = str(found.value)
-    assert told.startswith("the GPU failed during layers.3.ffn (") and "--vram-budget 0" in told and "\n" not in told
+    assert told.startswith("the GPU failed during layers.3.ffn (") and "vram_budget 0" in told and "\n" not in told
 
 
 @pytest.mark.parametrize(
