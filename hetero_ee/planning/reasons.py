@@ -81,7 +81,7 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     elif best.problem.limits.mode is None and other is not None:
         yield (
             f"Exact mode was declined: with {sources} it would reach {other:.2f} tokens/s at best, "
-            f"{change(other, rate)} against full mode; {_why_declined(other, rate)}."
+            f"{change(other, rate).replace('the same', '0%')} against full mode; {_why_declined(other, rate)}."
         )
 
 
