@@ -68,7 +68,7 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     if not fitting:
         raise UsageError(_does_not_fit(problem, options))
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
-    found = [_completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
+    found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
     splits = split_times(problem, options)
     found += [each for chunk in chunks for each in _split_candidates(problem, options, splits, chunk, context_tokens)]
     return min(found, key=lambda candidate: candidate.request_s)
@@ -90,7 +90,7 @@ def bytes_for_all(problem: Problem) -> int:
     return layers + sum(term.n_bytes for term in reserve)
 
 
-def _completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
+def completed(problem: Problem, decode: Placement, chunk: int, context_tokens: int, schedule: Schedule) -> Candidate:
     """Of this schedule, or of full mode where drafts take more of the prompt's time than they save of the text's."""
     schedules = [schedule]
     if problem.limits.mode is None and problem.statistics.reading(schedule.drafts) is not None:
@@ -129,7 +129,7 @@ def _split_candidates(
         decode = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
         if _ram_bytes(split, decode, chunk) <= problem.ram_budget_bytes and _fits_gpu(split, decode, chunk):
             schedule = best_schedule(split, decode, context_tokens)
-            yield _completed(split, decode, chunk, context_tokens, schedule)
+            yield completed(split, decode, chunk, context_tokens, schedule)
 
 
 def _placements(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Placement]:

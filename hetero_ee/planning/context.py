@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.candidates import Candidate, best_candidate
+from hetero_ee.planning.candidates import Candidate, best_candidate, completed
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import best_schedule
@@ -87,7 +87,10 @@ class _Contexts:
     def keeps_speed(self, context_tokens: int, least: Choice) -> bool:
         """Whether this context costs nothing beside the least."""
         found = self.at(context_tokens)
-        return found is not None and self._rate(found) >= FREE * self._rate(least)
+        if found is None:
+            return False
+        mine, others = self._at_depth(found), self._at_depth(least)
+        return FREE * mine.schedule.token_s <= others.schedule.token_s and FREE * mine.request_s <= others.request_s
 
     def reason(self, chosen: Choice) -> str:
         """Why this context and not all of it."""
@@ -108,11 +111,16 @@ class _Contexts:
             return None
 
     def _rate(self, found: Choice) -> float:
-        """Tokens per second of a text, at a depth that all contexts share."""
-        schedule = found.candidate.schedule
-        if found.candidate.context_tokens != self._at_tokens:
-            schedule = best_schedule(found.candidate.problem, found.candidate.decode, self._at_tokens)
-        return 1 / schedule.step.seconds_per_token
+        """Tokens per second of a text."""
+        return 1 / self._at_depth(found).schedule.token_s
+
+    def _at_depth(self, found: Choice) -> Candidate:
+        """With the times of a text and of a typical request at a depth that all contexts share."""
+        made, at_tokens = found.candidate, self._at_tokens
+        if made.context_tokens == at_tokens:
+            return made
+        schedule = best_schedule(made.problem, made.decode, at_tokens)
+        return completed(made.problem, made.decode, made.chunk_tokens, at_tokens, schedule)
 
 
 def _grown_by(growth: float, n_tokens: int, at_least: float) -> int:

@@ -7,12 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
-from hetero_ee.config import Progress
+from hetero_ee.config import Progress, cache_folder
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.hub.resolve import resolve_model
 from hetero_ee.planning.hardware import hardware_from
 from hetero_ee.planning.limits import MAX_THREADS, is_whole
+from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles import hardware
 from hetero_ee_profiles.reference import reference_profile
 
@@ -49,7 +49,7 @@ class HardwareProfile(hardware.HardwareProfile):
             raise UsageError(f"threads is {shown(threads)}; expected a whole number from 0 (all) to {MAX_THREADS}.")
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
-        folder = resolve_model(model, offline=offline, progress=progress, configuration_only=True)
+        folder = model_folder(model, cache_folder(), offline=offline, progress=progress, configuration_only=True)
         import torch
 
         from hetero_ee.profiling.automatic import profile_here

@@ -85,7 +85,8 @@ def open_on_cpu(
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if executor.cache.n_layers == spec.n_layers:
         executor.prepare(None if kernels.is_filled() else progress)
-        kernels.set_filled()
+        if not kernels.is_filled():
+            kernels.set_filled()
     return executor
 
 
@@ -129,7 +130,8 @@ def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callab
     profile, statistics, limits = placement.profile, placement.statistics, placement.limits
     if profile is None:
         return _Again(None, None)
-    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads)
+    # In the mode that drafting was opened for.
+    same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode)
 
     def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
         budget, gpu_layers = (vram_budget_bytes, None) if vram_budget_bytes else (None, 0)
@@ -137,11 +139,11 @@ def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callab
         return make_plan(spec, profile, replace(smaller, context_tokens=context_tokens), statistics)
 
     def plan_for(running: Plan, context_tokens: int) -> Plan:
-        """In the running plan's mode, which drafting was opened for, and where memory was short without its pins."""
+        """Where memory was short without its pins."""
         on_gpu = running.n_bytes(GPU) > 0
         if not on_gpu or running.vram_budget_bytes != plan.vram_budget_bytes:
             return replan(running.vram_budget_bytes if on_gpu else 0, context_tokens)
-        return make_plan(spec, profile, replace(same, mode=plan.mode, context_tokens=context_tokens), statistics)
+        return make_plan(spec, profile, replace(same, context_tokens=context_tokens), statistics)
 
     def token_s(made: Plan, n_depth: int) -> float | None:
         return predicted_text_s(spec, profile, made, statistics, 1, n_depth)

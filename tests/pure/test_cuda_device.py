@@ -168,7 +168,7 @@ def test_no_memory_while_computing_or_copying(gpu: Gpu, error: Exception, told: 
         lambda: gpu.link.copy("layers.3.ffn", 10, GPU, raising(error)),
         lambda: gpu.link.transfer("layers.3.ffn", 1, 10, CPU, raising(error)),
     ):
-        with pytest.raises(DeviceMemoryError, match=f"layers.3.ffn {told}; lower vram_budget"):
+        with pytest.raises(DeviceMemoryError, match=f"layers.3.ffn {told}; lower the VRAM budget"):
             fail()
 
 
@@ -177,7 +177,7 @@ def test_a_lost_gpu(gpu: Gpu, error: Exception) -> None:
     with pytest.raises(DeviceLostError) as found:
         gpu.device.run([work("layers.3.ffn")], raising(error))
     told = str(found.value)
-    assert told.startswith("the GPU failed during layers.3.ffn (") and "vram_budget 0" in told and "\n" not in told
+    assert told.startswith("the GPU failed during layers.3.ffn (") and "VRAM budget of 0" in told and "\n" not in told
 
 
 @pytest.mark.parametrize(
@@ -216,5 +216,5 @@ def test_no_memory_that_can_be_pinned(gpu: Gpu) -> None:
     """It is the CPU's that is missing, whatever CUDA calls it."""
     assert gpu.link.host_buffer(10).shape == (10,)
     gpu.driver.fail, gpu.driver.error = "pinned", NO_MEMORY[2][0]
-    with pytest.raises(DeviceMemoryError, match=r"needs 5.0 MiB on the CPU and 2.0 MiB are free; lower context_tokens"):
+    with pytest.raises(DeviceMemoryError, match=r"needs 5.0 MiB on the CPU and 2.0 MiB are free; lower the context"):
         gpu.link.host_buffer(5 * MIB)

@@ -83,15 +83,16 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
-    from hetero_ee.hub.resolve import resolve_model
     from hetero_ee.weights.model_weights import UNQUANTIZED
+    from hetero_ee.weights.store.library import model_folder
 
     quantizer, named = options["quantizer"], {name: options[name] for name in ("revision", "offline")}
     if quantizer == UNQUANTIZED:
         raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
     with stage_progress() as progress:
-        folder = resolve_model(options["model"], **named, progress=progress, configuration_only=True)
-    found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache_folder(), quantizer))
+        cache = cache_folder()
+        folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
+    found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer))
     if found is None:
         name = options["model"] or "the demo model"
         raise UsageError(f"there is no calibration of {name} yet; make one with hetero-ee calibrate, without --show.")

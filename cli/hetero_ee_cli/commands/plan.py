@@ -8,7 +8,7 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.config.settings import read_settings
-from hetero_ee.errors import HeteroError
+from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.planning import Hardware, LimitOptions
@@ -83,8 +83,10 @@ def plan(
     requested = limits.limits(engine)
     if curve_file is not None:
         check_picture(curve_file)
-    subject = _Subject(model, random_weights, hardware, published_exits, own_drafts)
+    subject = _Subject(engine.named(model), random_weights, hardware, published_exits, own_drafts)
     if plan_file is not None:
+        if given := limits.given():
+            raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
         _explain_file(plan_file, subject, engine, as_json=as_json)
         return
     with stage_progress() as progress:

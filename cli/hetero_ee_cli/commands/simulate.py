@@ -20,6 +20,7 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.simulation import Simulation
+    from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.speculation.statistics import DraftStatistics
@@ -79,7 +80,8 @@ def simulate(
     if random_weights is None:
         found = _of_text(prompts.given() or DEFAULT_PROMPT, max_new_tokens, profile, placed, engine, model)
     else:
-        found = _of_shapes(random_weights, model, profile, placed, (prompt_tokens, max_new_tokens))
+        spec, _, _ = engine.model_spec(model, random_weights, lambda *_: None)
+        found = _of_shapes(spec, profile, placed, (prompt_tokens, max_new_tokens))
     placement.write_trace(found.spans, f"simulated: {found.simulation.hardware}")
     if as_json:
         print_document(_document(found), with_version=True)
@@ -87,16 +89,12 @@ def simulate(
         print(_report(found))
 
 
-def _of_shapes(
-    name: str, model: str | None, profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]
-) -> _Simulated:
+def _of_shapes(spec: "ModelSpec", profile: "HardwareProfile", placed: Placed, counts: tuple[int, int]) -> _Simulated:
     """counts: tokens of the prompt and of the text."""
     from hetero_ee.decoding.simulation import of_shapes
     from hetero_ee.planning.context import grown
     from hetero_ee.planning.planner import check_fits
     from hetero_ee.planning.planner import plan as make_plan
-
-    spec, _, _ = EngineOptions().model_spec(model, name, lambda *_: None)
 
     def planned(context_tokens: int) -> "Plan":
         limits = replace(placed.limits, context_tokens=context_tokens)

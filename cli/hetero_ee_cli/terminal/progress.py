@@ -72,15 +72,14 @@ class _Bars:
             self._progress, self._tasks = _started(), {}
         progress, tasks = self._progress, self._tasks
         if n_all == 0:
-            if stage in self._remarks:
-                return
-            self._remarks.add(stage)
-            progress.console.print(f"{stage}.", markup=False, highlight=False)
-            return
-        if stage not in tasks:
-            tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
-        size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
-        progress.update(tasks[stage], completed=n_done, size=size)
+            if stage not in self._remarks:
+                self._remarks.add(stage)
+                progress.console.print(f"{stage.removesuffix('.')}.", markup=False, highlight=False)
+        else:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
+            size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
+            progress.update(tasks[stage], completed=n_done, size=size)
         if progress.finished:  # what follows may be text, which a bar would overwrite
             self.close()
 
@@ -96,6 +95,6 @@ def _started() -> "RichProgress":
 
     texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
     columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
     progress.start()
     return progress

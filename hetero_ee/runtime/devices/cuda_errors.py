@@ -54,5 +54,5 @@ def _free(purpose: str, free_bytes: Callable[[], int]) -> int:
 def _lost(purpose: str, error: RuntimeError) -> DeviceLostError:
     words = str(error).strip().splitlines() or [type(error).__name__]
     return DeviceLostError(
-        f"the GPU failed during {purpose} ({shown(words[0])}); start again, with vram_budget 0 to do without the GPU."
+        f"the GPU failed during {purpose} ({shown(words[0])}); start again, with a VRAM budget of 0 to do without it."
     )

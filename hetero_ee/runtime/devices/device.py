@@ -14,8 +14,8 @@ T = TypeVar("T")
 CPU, GPU = "cpu", "gpu"
 MIB = 2**20
 WAYS_OUT = {
-    "gpu": "lower vram_budget or context_tokens, or close other programs that use the GPU.",
-    "cpu": "lower context_tokens, or close other programs.",
+    "gpu": "lower the VRAM budget or the context size, or close other programs that use the GPU.",
+    "cpu": "lower the context size, or close other programs.",
 }
 
 

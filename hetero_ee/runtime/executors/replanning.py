@@ -102,7 +102,7 @@ class ReplanningExecutor(Executor):
 
     def make_room(self, ends: Mapping[int, int]) -> None:
         """See Executor.make_room. The context grows where all sequences together take more pages than the GPU has."""
-        if self.growth is None:
+        if self.growth is None or not _uses_gpu(self.plan):
             return
         after = {sequence: self.cache.length_at(sequence, 0) for sequence in self.cache.sequences}
         after |= {sequence: max(end, after.get(sequence, 0)) for sequence, end in ends.items()}
@@ -254,7 +254,7 @@ class ReplanningExecutor(Executor):
             self._warn(
                 f"Another program has taken {taken / GIB:.1f} GiB of VRAM since this model was opened, and "
                 f"{reachable / GIB:.1f} GiB are left to it; where it gets slow, close that program or lower "
-                "--vram-budget."
+                "the VRAM budget."
             )
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.source import Choose, Draft
 
@@ -30,9 +29,6 @@ class Target(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
-
-    @property
-    def cache(self) -> KvCache: ...
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor: ...
 
@@ -124,7 +120,7 @@ class DraftHeadSource:
         """See DraftSource.read_prompt. The last position waits for the token after it."""
         self.observe(sequence, first_position, token_ids, normed)
         held = self._sequences[sequence]
-        if held.end <= self._max_tokens():
+        if held.end <= self._layer.cache.max_tokens:
             try:
                 self._catch_up(held)
             finally:
@@ -156,13 +152,7 @@ class DraftHeadSource:
         held = self._sequences.get(sequence)
         if held is None or held.is_blind or not held.token_ids or len(token_ids) <= held.end:
             return None
-        return held if held.end <= self._max_tokens() else None
-
-    def _max_tokens(self) -> int:
-        """Positions of a sequence that the head has room for: as many as the model, whose context may grow."""
-        cache = self._layer.cache
-        cache.max_tokens = max(cache.max_tokens, self._target.cache.max_tokens)
-        return cache.max_tokens
+        return held if held.end <= self._layer.cache.max_tokens else None
 
     def _logits_after_all(self, held: _Sequence, unverified: list[int]) -> Tensor | None:
         """(vocab,) after the verified tokens and these: the newest, then drafts. None where the head can't say."""
@@ -176,7 +166,7 @@ class DraftHeadSource:
     def _logits_after(self, held: _Sequence, token: int) -> Tensor | None:
         """The same after one more drafted token, its state the head's own prediction."""
         assert held.drafted is not None
-        if self._layer.cache.length(held.slot) == self._max_tokens():
+        if self._layer.cache.length(held.slot) == self._layer.cache.max_tokens:
             return None
         held.drafted = self._predicted(held.slot, [token], held.drafted)
         return self._logits(held)
