@@ -14,6 +14,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from tests.command_line import Cli
+from tests.emulation import LAPTOP
 
 PAPER = ["--hardware", "rtx-4060-laptop-8gb", "--random-weights", "llama-2-7b"]
 
@@ -87,6 +88,12 @@ def test_json_is_a_plan_that_can_be_used_again(cli: Cli, data: Path, tmp_path: P
     assert "other shapes" in cli("plan", "--random-weights", "llama-3-8b", "--plan", file).err
     file.write_text(text[:-100])
     assert cli("plan", *PAPER[2:], "--plan", file).code == 2
+
+
+@pytest.mark.parametrize("named", [["{model}"], ["-m", "{model}"]])
+def test_the_printed_command_names_the_model(cli: Cli, tiny: Path, named: list[str]) -> None:
+    ended = cli("plan", *[word.format(model=tiny) for word in named], "--hardware", LAPTOP)
+    assert ended.code == 0 and f" -m {tiny} -c " in ended.out.splitlines()[-1]
 
 
 def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:

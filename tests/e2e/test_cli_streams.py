@@ -25,6 +25,18 @@ def without(redirection: str, *arguments: object) -> subprocess.CompletedProcess
     return subprocess.run(shell, input=b"".decode(), capture_output=True, text=True, timeout=60)
 
 
+def test_a_remark_on_a_terminal_leaves_standard_output_alone(tiny: Path, said: str) -> None:
+    """Standard error is a terminal and standard output a pipe; a context beyond training is remarked on."""
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "generate", PROMPT, "-m", str(tiny), *map(str, PLAIN), "-c", "9999"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=False)
+    os.close(theirs)
+    seen = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert (ended.returncode, ended.stdout) == (0, said)
+    assert "may make no sense." in seen and ".." not in seen
+
+
 def test_closed_standard_output(tiny: Path) -> None:
     ended = without(">&-", "generate", PROMPT, "-m", tiny, *PLAIN)
     assert (ended.returncode, ended.stdout) == (0, "") and re.fullmatch(CLOSING_LINE, ended.stderr)

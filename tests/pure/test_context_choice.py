@@ -13,7 +13,7 @@ from hetero_ee.planning.context import USUAL_TOKENS, grown
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
-from hetero_ee.planning.statistics import Statistics, published_statistics
+from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
 from hetero_ee_profiles.reference import reference_names, reference_profile
 
 LAPTOP = "rtx-4060-laptop-8gb"
@@ -65,6 +65,19 @@ def test_the_chosen_context_costs_no_speed_and_a_doubled_one_would(model: str, h
         assert rate(spec, hardware, 2 * made.context_tokens) < KEPT * usual
     except UsageError:
         assert "does not fit" in made.reasons[0]
+
+
+@pytest.mark.parametrize("acceptance", [(0.5, 0.4), (0.6, 0.5)])
+def test_a_draft_head_that_reads_prompts_costs_no_context_its_speed(acceptance: tuple[float, ...]) -> None:
+    """What keeps the text's rate alone may take several times as long for a typical request."""
+    rates = DraftRates("a head", acceptance, 0.004, PromptReading(lambda m, n_context: 0.003 * m))
+    known = Statistics(drafts=rates)
+    made, usual = (
+        plan(LLAMA_8B, reference_profile(LAPTOP), Limits(context_tokens=size), known, predict_at_tokens=DEPTH_TOKENS)
+        for size in (0, USUAL_TOKENS)
+    )
+    assert made.prediction.generated_tokens_per_s >= KEPT * usual.prediction.generated_tokens_per_s
+    assert KEPT * made.prediction.request_s <= usual.prediction.request_s
 
 
 @pytest.mark.parametrize("hardware", [LAPTOP, "rtx-3060-12gb"])
