@@ -155,15 +155,6 @@ def test_what_it_read_of_a_prompt_is_not_computed_by_the_first_draft(chunk: int)
     assert sum(counted) == 2
 
 
-def test_it_has_room_for_as_many_tokens_as_the_model_has_by_now() -> None:
-    source = fresh(max_tokens=4)
-    source.read_prompt(0, 0, TOKENS[:3], STATES[:3])
-    source.read_prompt(0, 3, TOKENS[3:], STATES[3:])
-    assert taken_ids(source, [*TOKENS, 4], 2) == []
-    source._target.cache.max_tokens = MAX_TOKENS
-    assert taken_ids(source, [*TOKENS, 4], 2) == taken_ids(observed(N_TOKENS), [*TOKENS, 4], 2) != []
-
-
 def test_a_question_leaves_nothing_behind() -> None:
     """Not in the cache of its own head either, whose bits the next question would show."""
     logits: list[list[Tensor]] = [[], []]
