@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -27,9 +28,17 @@ def require_matplotlib() -> ModuleType:
     return module
 
 
+def save_picture(figure: Any, file: Path) -> None:
+    """A figure of matplotlib's as the kind that the name ends in. Raises UsageError, also where it can't be written."""
+    try:
+        figure.savefig(file, format=picture_format(file), dpi=120)
+    except OSError as error:
+        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error
+
+
 def plot_exits(calibration: Calibration, file: Path) -> None:
     """Draws the curves over the exit layers. Raises UsageError without matplotlib, or if the file can't be written."""
-    kind, figure = picture_format(file), require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
+    figure = require_matplotlib().Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     exit_layers = [each.exit_layer for each in calibration.exit_layers]
     metrics = [each.metrics for each in calibration.exit_layers]
@@ -43,7 +52,4 @@ def plot_exits(calibration: Calibration, file: Path) -> None:
     axes.set_title(f"early exits of {calibration.n_layers} layers, calibrated on {calibration.text.description}")
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(file, format=kind, dpi=120)
-    except OSError as error:
-        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error
+    save_picture(figure, file)

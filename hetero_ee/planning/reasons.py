@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate
-from hetero_ee.planning.explanation import change, sized
+from hetero_ee.planning.explanation import sized
 from hetero_ee.planning.plan import EXIT, Prediction
-from hetero_ee.planning.schedule import WORTH_IT, neighbours
+from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
 from hetero_ee.planning.times.memory import part_gpu_bytes
 
 
@@ -81,12 +81,12 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     elif best.problem.limits.mode is None and other is not None:
         yield (
             f"Exact mode was declined: with {sources} it would reach {other:.2f} tokens/s at best, "
-            f"{change(other, rate).replace('the same', '0%')} against full mode; {_why_declined(other, rate)}."
+            f"{other / rate - 1:+.0%} against full mode; {_why_declined(other, rate)}."
         )
 
 
 def _why_declined(exact_per_s: float, full_per_s: float) -> str:
-    if WORTH_IT * exact_per_s <= full_per_s:
+    if not is_worth_it(exact_per_s, full_per_s):
         return f"it is taken from {1 / WORTH_IT - 1:+.0%} on"
     return (
         f"its drafts read prompts too, which for {REQUEST_PROMPT_TOKENS} tokens takes more time than they save of "

@@ -35,6 +35,11 @@ class Schedule:
         return self.step.seconds_per_token
 
 
+def is_worth_it(exact_per_s: float, full_per_s: float) -> bool:
+    """Whether exact mode's rate of a text is enough above full mode's."""
+    return WORTH_IT * exact_per_s > full_per_s
+
+
 def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule:
     """The schedule of least expected time per token; full mode unless exact mode is worth it, or as the user says."""
     full = full_schedule(problem, placements, context_tokens)
@@ -46,7 +51,7 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
         raise UsageError("nothing exits at any exit layer of this model; drop mode exact.")
     if exact is None:
         return full
-    if exact.token_s < WORTH_IT * full.token_s or asked == "exact":
+    if asked == "exact" or is_worth_it(1 / exact.token_s, 1 / full.token_s):
         return replace(exact, other_mode_s=full.token_s)
     return replace(full, other_mode_s=exact.token_s)
 

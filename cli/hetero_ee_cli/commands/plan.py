@@ -12,7 +12,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.planning import Hardware, LimitOptions
-from hetero_ee_cli.reports.curve import check_picture, curve_text, save_curve
+from hetero_ee_cli.reports.curve import curve_text, save_curve
 from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -82,7 +82,9 @@ def plan(
     """
     requested = limits.limits(engine)
     if curve_file is not None:
-        check_picture(curve_file)
+        with ending_at_once():
+            from hetero_ee.calibration.plot import picture_format
+        picture_format(curve_file)  # refused now, not after a measurement
     subject = _Subject(engine.named(model), random_weights, hardware, published_exits, own_drafts)
     if plan_file is not None:
         if given := limits.given():

@@ -3,21 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_ee.errors import UsageError, shown
-
 if TYPE_CHECKING:
     from hetero_ee.planning.what_if import Curve, CurvePoint, Request
 
 GIB = 2**30
 BAR_COLUMNS = 50
-PICTURES = (".png", ".svg")
 USED, ALL = "you are here", "all layers on the GPU"
-
-
-def check_picture(file: Path) -> None:
-    """Raises UsageError for a kind of file that no picture is written to."""
-    if file.suffix.lower() not in PICTURES:
-        raise UsageError(f"--curve-file {shown(str(file))} is no picture; expected a name that ends in .png or .svg.")
 
 
 def curve_text(curve: "Curve", request: "Request") -> str:
@@ -34,11 +25,9 @@ def curve_text(curve: "Curve", request: "Request") -> str:
 
 def save_curve(curve: "Curve", request: "Request", file: Path) -> None:
     """The curve as PNG or SVG. Raises UsageError where matplotlib is missing or the file can't be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError('pictures need matplotlib; install it with pip install "hetero-ee[plot]".') from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    from hetero_ee.calibration.plot import require_matplotlib, save_picture
+
+    figure = require_matplotlib().Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([p.vram_budget_bytes / GIB for p in curve.points], [p.tokens_per_s for p in curve.points], marker=".")
     for words, n_bytes, side, offset in ((USED, curve.used_bytes, "right", -3), (ALL, curve.all_bytes, "left", 3)):
@@ -54,10 +43,7 @@ def save_curve(curve: "Curve", request: "Request", file: Path) -> None:
     )
     axes.set_title("\n".join([*_title(request), *_out_of_reach(curve)]), fontsize="medium")
     axes.grid(alpha=0.3)
-    try:
-        figure.savefig(file, format=file.suffix[1:].lower(), dpi=120)
-    except OSError as error:
-        raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another folder.") from error
+    save_picture(figure, file)
 
 
 def _title(request: "Request") -> list[str]:

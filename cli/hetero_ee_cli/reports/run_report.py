@@ -137,17 +137,18 @@ def draft_lines(found: "DraftStatistics") -> list[str]:
 def _mode(engine: "Engine") -> list[str]:
     """The mode and why, with how drafting did in the latest text; nothing if nothing was planned."""
     from hetero_ee.planning.explanation import change
+    from hetero_ee.planning.schedule import is_worth_it
 
     made, found = engine.plan, engine.draft_statistics
     if made is None:
         return []
     if found is None:
         exact_per_s = made.prediction.other_mode_tokens_per_s
-        declined = _declined(engine)
-        if not declined or exact_per_s is None:
+        if not _declined(engine) or exact_per_s is None:
             return ["full"]
-        gain = change(exact_per_s, made.prediction.generated_tokens_per_s)
-        reading = " of the text, less than it costs of a prompt" if "read prompts too" in declined[0] else ""
+        full_per_s = made.prediction.generated_tokens_per_s
+        gain = change(exact_per_s, full_per_s)
+        reading = " of the text, less than it costs of a prompt" if is_worth_it(exact_per_s, full_per_s) else ""
         return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
