@@ -132,16 +132,22 @@ def bench_text_run(
     first token, which is not timed, and n_gen others. The context must hold n_depth + n_gen + 2 tokens.
     """
     ending = Ending(frozenset(), executor.cache.max_tokens)
-    prompt, samples = [FIRST_TOKEN_ID], []
-    if n_depth:
-        params = SamplingParams(max_new_tokens=n_depth)
-        prompt += [token.token_id for token in generate(executor, [prompt], params, ending, lambda _: "", clock)]
+    prompt, samples = bench_text(executor, n_depth, clock), []
     params = SamplingParams(max_new_tokens=n_gen + 1)
     for repetition in range(repetitions + 1):
         drafted = way.timed if repetition else way.warm_up
         tokens = list(drafted(executor, [prompt], params, ending, lambda _: "", clock))
         samples.append(tokens[-1].elapsed_s - tokens[0].elapsed_s)
     return BenchRun(0, n_gen, n_depth, tuple(samples[1:]))
+
+
+def bench_text(executor: Executor, n_tokens: int, clock: Callable[[], float]) -> list[int]:
+    """The text that bench_text_run generates: a first token, and what the model says after it, greedily."""
+    text = [FIRST_TOKEN_ID]
+    if n_tokens:
+        params, ending = SamplingParams(max_new_tokens=n_tokens), Ending(frozenset(), executor.cache.max_tokens)
+        text += [token.token_id for token in generate(executor, [text], params, ending, lambda _: "", clock)]
+    return text
 
 
 def executor_s_per_layer(executor: Executor, clock: Callable[[], float]) -> float | None:

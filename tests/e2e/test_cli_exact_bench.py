@@ -2,17 +2,34 @@
 
 import json
 import re
+from collections.abc import Generator, Sequence
+from itertools import islice, repeat
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics, published_statistics
+from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
+from hetero_ee.speculation.sources.ngram import NgramSource
+from hetero_ee.speculation.sources.source import Choose, Draft
+from hetero_ee.speculation.sources.synthetic import SyntheticSource, write_synthetic_head
 from hetero_ee_profiles.reference import reference_profile
 from tests.command_line import Cli
 
+SMALL_MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 3000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
 TINY_BENCH = ["bench", "-p", "4", "-n", "6", "-r", "1", "-t", "1", "--quick"]
 
 pytestmark = pytest.mark.usefixtures("converted_demo")
@@ -66,8 +83,11 @@ def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
     ("arguments", "words"),
     [
         (["bench", "--mode", "magic"], "expected one of full, exact, all"),
-        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "random weights produce no text"),
-        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "random weights produce no text"),
+        (["bench", "--mode", "exact", "--random-weights", "llama-2-7b"], "--synthetic-acceptance"),
+        (["bench", "--mode", "all", "--random-weights", "llama-2-7b"], "--synthetic-acceptance"),
+        (["bench", "--synthetic-acceptance", "0.8"], "add --mode exact or all"),
+        (["bench", "--mode", "exact", "--synthetic-acceptance", "1.2"], "expected rates from 0 to 1"),
+        (["bench", "--mode", "exact", "--synthetic-acceptance", "0.8,"], "expected rates from 0 to 1"),
         (["bench", "--mode", "all", "--plan", "PLAN"], "a plan has one mode"),
         (["bench", "--mode", "full", "--plan", "PLAN"], "drop --mode or --plan"),
         (["bench", "--draft-length", "99"], "expected 1 to 16"),
@@ -79,7 +99,7 @@ def test_the_table_has_the_mode(cli: Cli, demo: Path) -> None:
         (["simulate", "--draft-length", "0"], "expected 1 to 16"),
         (["simulate", "--draft-head", "/dev"], "has no config.json"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_bad_wishes_end_in_one_line(cli: Cli, tmp_path: Path, arguments: list[str], words: str) -> None:
     from hetero_ee.models.known_shapes import known_spec
@@ -113,3 +133,40 @@ def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Pat
     full = json.loads(cli("simulate", "-n", 24, "-t", 1, "--mode", "full", "--json").out)
     assert full["text"] == document["text"] and full["drafts"] is None
     assert document["generation_s"] < full["generation_s"]
+
+
+def test_synthetic_acceptance_is_what_is_asked_for_and_labelled(cli: Cli, demo: Path) -> None:
+    arguments = [*TINY_BENCH, "-p", "0", "-n", "12", "--mode", "exact", "--draft-length", "4"]
+    row = json.loads(cli(*arguments, "--synthetic-acceptance", "1", "--json").out)[0]
+    assert row["synthetic_acceptance"] == [1.0] and row["exit_layer"] == 0
+    assert (row["acceptance"], row["tokens_per_pass"]) == (1.0, 4.0)
+    assert "100% accepted of drafts drawn at 1 |" in cli(*arguments, "--synthetic-acceptance", "1").out
+    by_exits = cli(*arguments, "--synthetic-acceptance", "0")
+    assert by_exits.code == 2 and "the plan drafts by exits" in by_exits.err
+
+
+class EndlessSource(NgramSource):
+    """Always has another draft."""
+
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        yield from repeat(Draft(0, 0.5))
+
+
+def _none(logits: Any, history: Sequence[int]) -> int | None:
+    return None
+
+
+def test_synthetic_drafts_of_a_random_head(tmp_path: Path) -> None:
+    """A head of EAGLE-1's shape, which everything that reads one takes; its drafts are drawn by position."""
+    model = read_spec(SMALL_MODEL)
+    rates = DraftRates("drawn", (0.9, 0.5), 0.0)
+    write_synthetic_head(tmp_path, model, rates, None)
+    assert draft_head_facts(tmp_path, model).acceptance == (0.9, 0.5)
+    head = read_draft_head(tmp_path, model)
+    text = list(range(2000))
+    drawn = SyntheticSource(EndlessSource(), text, rates, 3000)
+    found = np.array(
+        [[draft.token_id for draft in islice(drawn.drafts(0, text[:n], _none), 3)] for n in range(1, 1900)]
+    )
+    shares = (found == np.arange(1, 1900)[:, None] + np.arange(3)).mean(0)
+    assert head.draft_token_ids is None and np.abs(shares - [0.9, 0.5, 0.5]).max() < 0.05

@@ -3,10 +3,11 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,7 @@ from hetero_ee_cli.terminal.signals import ending_at_once
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.plan import Plan
-    from hetero_ee.planning.statistics import Statistics
+    from hetero_ee.planning.statistics import DraftRates, Statistics
     from hetero_ee.runtime.devices.timeline import Span
     from hetero_ee.runtime.executors.executor import Executor
     from hetero_ee.speculation.drafting import Drafting
@@ -72,6 +73,14 @@ def bench(
             autocompletion=one_of((*MODES, "all")),
         ),
     ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
+            "computes them, one with random weights where the model has none.",
+            metavar="RATES",
+        ),
+    ] = None,
     output: Annotated[
         str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))
     ] = "md",
@@ -85,7 +94,8 @@ def bench(
     """
     prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
     style = "json" if as_json else output
-    _check(style, repetitions, mode, random_weights)
+    rates = None if synthetic_acceptance is None else _rates(synthetic_acceptance)
+    _check(style, repetitions, mode, random_weights, rates)
     if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)
@@ -101,10 +111,13 @@ def bench(
     if engine.ctx_size and engine.ctx_size < needed:
         raise UsageError(f"-c is {engine.ctx_size} and the tests need {needed}; raise it, or lower -p, -n or -d.")
     rows: list[Row] = []
-    with stage_progress() as progress:
+    with stage_progress() as progress, ExitStack() as kept:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
         profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
-        subject = _Subject(spec, name, folder, opening["quantizer"], engine.ctx_size, profile, placed, progress)
+        if rates is not None:
+            head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, placed)
+            placed = replace(placed, options=replace(placed.options, draft_head=head))
+        subject = _Subject(spec, name, folder, opening["quantizer"], engine.ctx_size, profile, placed, progress, rates)
         for n_threads in counts:
             _compare_speed(profile, n_threads, progress)
             for each in modes:
@@ -131,6 +144,7 @@ class _Subject:
     profile: "HardwareProfile"
     placed: Placed
     progress: Progress
+    synthetic: "DraftRates | None" = None  # how often drafts are right; None: as often as they are
     spans: "list[Span]" = field(default_factory=list)  # of everything so far, if recorded
 
 
@@ -179,8 +193,8 @@ def _rows(
 def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Iterator[_Running]:
     """Opens the model in the folder, or random weights. Raises UsageError for too small a context."""
     from hetero_ee.engine import Engine
-    from hetero_ee.planning.statistics import Statistics
     from hetero_ee.runtime.opening import Placement, open_placed
+    from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
     from hetero_ee.weights.random_weights import random_weights
 
     spec, placed, given = subject.spec, subject.placed, subject.placed.plan
@@ -193,7 +207,10 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     context_tokens = subject.context_tokens or max_tokens
     limits = replace(placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
     if subject.folder is None:
-        placement = Placement(subject.profile, limits, given, traces=traces)
+        knowledge = DraftKnowledge(draft_head=placed.options.draft_head)
+        on_gpu = subject.profile.gpu is not None
+        statistics = knowledge.statistics(spec, subject.profile, threads, on_gpu=on_gpu)
+        placement = Placement(subject.profile, limits, given, statistics, traces=traces)
         opened = open_placed(
             spec,
             random_weights(spec),
@@ -202,11 +219,13 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
             time.perf_counter,
             lambda text: subject.progress(text, 0, 0),
         )
-        try:
-            yield _Running(opened.executor, opened.plan, Statistics(), None)
+        with closing(opened.executor), ExitStack() as drawn:
+            found = open_drafting(knowledge, opened, subject.profile, lambda text: subject.progress(text, 0, 0))
+            if found is not None:
+                drawn.callback(found.close)
+            drafting = None if found is None else found.drafting
+            yield _Running(opened.executor, opened.plan, statistics, drafting)
             subject.spans.extend(opened.spans())
-        finally:
-            opened.executor.close()
         return
     with Engine.from_pretrained(
         subject.folder,
@@ -240,9 +259,10 @@ def _compare_speed(profile: "HardwareProfile", threads: int, progress: Progress)
 
 
 def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> Row:
-    from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_run, bench_text_run
+    from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_run, bench_text, bench_text_run
     from hetero_ee.planning.times.prediction import predicted_run_s, predicted_text_s
     from hetero_ee.speculation.exact import generate_exact
+    from hetero_ee.speculation.sources.synthetic import synthetic
     from hetero_ee.speculation.statistics import DraftCounts
 
     made, executor, clock = running.plan, running.executor, time.perf_counter
@@ -252,7 +272,11 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     predicted_s: float | None
     predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, running.statistics.reading(made.drafts))
     if running.drafting is not None and (n_gen or running.sources):
-        counts, drafted = DraftCounts(), partial(generate_exact, drafting=running.drafting)
+        drafting = running.drafting
+        if subject.synthetic is not None:
+            text = bench_text(executor, n_depth + n_gen + 1 if n_gen else 0, clock)
+            drafting = synthetic(drafting, text, subject.synthetic, subject.spec.vocab_size)
+        counts, drafted = DraftCounts(), partial(generate_exact, drafting=drafting)
         closing = [source.close for source in running.sources]
         way = DraftedWay(drafted, partial(drafted, counts=counts), closing)
         if n_gen:
@@ -265,7 +289,23 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
         run = bench_run(executor, *test, chunk_tokens=made.prefill_chunk_tokens, repetitions=repetitions, clock=clock)
     if found is not None and subject.placed.options.stats:
         say("\n".join([f"{run.name}, {made.mode}", *draft_lines(found)]))
-    return columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)
+    row = columns(run, made, executor.weights, subject.name, subject.profile, predicted_s, found)
+    synthetic_rates = subject.synthetic if made.mode == EXACT else None
+    return row | {"synthetic_acceptance": None if synthetic_rates is None else list(synthetic_rates.acceptance)}
+
+
+def _synthetic_head(
+    made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, placed: Placed
+) -> Path:
+    """The folder `made`, with the model's draft head in it, or one of random weights. Raises ModelError."""
+    from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
+    from hetero_ee.speculation.sources.synthetic import write_synthetic_head
+
+    own = placed.options.draft_head
+    if own is None and model_folder is not None and (model_folder / DRAFT_HEAD_FOLDER).is_dir():
+        own = model_folder / DRAFT_HEAD_FOLDER
+    write_synthetic_head(made, spec, rates, own)
+    return made
 
 
 def _numbers(text: str, flag: str) -> list[int]:
@@ -276,16 +316,33 @@ def _numbers(text: str, flag: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _check(style: str, repetitions: int, mode: str | None, random_weights: str | None) -> None:
+def _rates(text: str) -> "DraftRates":
+    """Of draft positions, separated by commas. Raises UsageError."""
+    from hetero_ee.planning.statistics import DraftRates
+
+    try:
+        return DraftRates("synthetic acceptance", tuple(map(float, text.split(","))), 0.0)
+    except ValueError as error:
+        raise UsageError(
+            f"--synthetic-acceptance is {shown(text)}; expected rates from 0 to 1, separated by commas."
+        ) from error
+
+
+def _check(
+    style: str, repetitions: int, mode: str | None, random_weights: str | None, synthetic: "DraftRates | None"
+) -> None:
     if style not in FORMATS:
         raise UsageError(f"--output is {shown(style)}; expected one of {', '.join(FORMATS)}.")
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions is {repetitions}; expected 1 to {MAX_REPETITIONS}.")
     if mode not in (None, FULL, EXACT, ALL):
         raise UsageError(f"--mode is {shown(mode)}; expected one of {FULL}, {EXACT}, {ALL}.")
-    if mode in (EXACT, ALL) and random_weights is not None:
+    if mode in (EXACT, ALL) and random_weights is not None and synthetic is None:
         raise UsageError(
-            f"random weights produce no text to verify drafts against; drop --mode {mode}, or name a model."
+            f"drafts are never right where weights are random; drop --mode {mode}, name a model, or say how often "
+            "they shall be right by --synthetic-acceptance."
         )
+    if mode not in (EXACT, ALL) and synthetic is not None:
+        raise UsageError("--synthetic-acceptance is of drafts, which full mode does not make; add --mode exact or all.")
     if style != "md":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]

@@ -93,7 +93,9 @@ def print_row(rows: list[Row], style: str) -> None:
 def _mode(row: Row) -> str:
     if row["acceptance"] is None:
         return f"{row['mode']}{reading_words(row['reading_shares'] or {})}"
-    return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted"
+    synthetic = row["synthetic_acceptance"]
+    drawn = "" if synthetic is None else f" of drafts drawn at {','.join(f'{rate:g}' for rate in synthetic)}"
+    return f"{row['mode']}: {row['tokens_per_pass']:.1f} tok/pass, {row['acceptance']:.0%} accepted{drawn}"
 
 
 def footer(rows: list[Row]) -> str:

@@ -1,0 +1,113 @@
+"""SyntheticSource: drafts that are right as often as asked, at the time that a draft head takes. For benchmarks.
+
+Which drafts come true depends on a head's training and on the text; what they cost does not. So a head, of any weights,
+computes every draft, and what it says is replaced: by the text's next token as often as the rates have it, else by
+another. Everything else, verification included, is computed and timed as always.
+"""
+
+import json
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from hetero_ee.errors import UsageError
+from hetero_ee.hub.config_file import read_config_file
+from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.statistics import DraftRates
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.sources.draft_head_file import ACCEPTANCE
+from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
+
+SEED = 0
+RANDOM_VALUES = 2**20 - 3  # of a random head, repeated: odd, so that no two rows begin alike
+
+
+def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own: Path | None) -> None:
+    """A draft head of these rates for this model: a copy of `own`, or an EAGLE-1 head with random weights.
+
+    Random ones take about two bytes a weight on disk, 0.5 GB for a 7B model. Raises ModelError for a head that can't be
+    read.
+    """
+    if own is None:
+        config = _config(model)
+        save_file(_random_tensors(model), folder / SINGLE_FILE)
+    else:
+        config = dict(read_config_file(own))
+        shutil.copyfile(own / SINGLE_FILE, folder / SINGLE_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config | {ACCEPTANCE: list(rates.acceptance)}))
+
+
+def synthetic(drafting: Drafting, text: Sequence[int], rates: DraftRates, vocab_size: int) -> Drafting:
+    """The same with its draft head's drafts replaced, and no others. text: the tokens that the model is going to say,
+    from the sequence's first. Raises UsageError where no draft head drafts."""
+    heads = [source for source in drafting.sources if not source.is_free]
+    if not heads:
+        raise UsageError("synthetic acceptance is of a draft head's drafts, and the plan drafts by exits; drop one.")
+    sources = tuple(SyntheticSource(head, text, rates, vocab_size) for head in heads)
+    return replace(drafting, sources=sources)
+
+
+class SyntheticSource:
+    """A DraftSource: the computed drafts of `inner`, right or wrong as drawn. Their confidence is the rate itself."""
+
+    is_free = False
+
+    def __init__(self, inner: DraftSource, text: Sequence[int], rates: DraftRates, vocab_size: int) -> None:
+        self._inner, self._text, self._rates, self._vocab_size = inner, text, rates, vocab_size
+        self.name, self.draft_s = f"synthetic {inner.name}", inner.draft_s
+        self.observe, self.read_prompt = inner.observe, inner.read_prompt
+        self.truncate, self.close = inner.truncate, inner.close
+
+    def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
+        """See DraftSource.drafts. Ends with the text that is known."""
+        with closing(self._inner.drafts(sequence, token_ids, choose)) as computed:
+            for place, position in enumerate(range(len(token_ids), len(self._text))):
+                if next(computed, None) is None:
+                    return
+                chance, true_id = self._rates.acceptance_at(place), self._text[position]
+                is_right = np.random.default_rng((SEED, position, place)).random() < chance
+                yield Draft(true_id if is_right else (true_id + 1) % self._vocab_size, chance)
+
+
+def _config(model: ModelSpec) -> dict[str, object]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_context_tokens,
+    }
+
+
+def _random_tensors(model: ModelSpec) -> dict[str, torch.Tensor]:
+    size, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
+    values = torch.randn(RANDOM_VALUES, generator=torch.Generator().manual_seed(SEED)) / size**0.5
+    shapes = {
+        "fc": (size, 2 * size),
+        "layers.0.self_attn.q_proj": (queries, size),
+        "layers.0.self_attn.k_proj": (keys, size),
+        "layers.0.self_attn.v_proj": (keys, size),
+        "layers.0.self_attn.o_proj": (size, queries),
+        "layers.0.mlp.gate_proj": (ffn, size),
+        "layers.0.mlp.up_proj": (ffn, size),
+        "layers.0.mlp.down_proj": (size, ffn),
+    }
+    halves = values.half()
+    tensors = {
+        f"{name}.weight": halves.repeat(-(-rows * columns // RANDOM_VALUES))[: rows * columns].view(rows, columns)
+        for name, (rows, columns) in shapes.items()
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return tensors | {"layers.0.post_attention_layernorm.weight": torch.ones(size, dtype=torch.float16)}
