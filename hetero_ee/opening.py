@@ -72,7 +72,7 @@ def read_model(folder: Path, quantizer: str | None, threads: int, progress: Prog
     """A store's weights as they are; a checkpoint's by `quantizer`, from the cache or made."""
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec = read_spec(folder)
-    tokenizer = Tokenizer.load(folder, spec.vocab_size)
+    tokenizer = Tokenizer.load(folder, spec.vocab_size, warner(progress))
     defaults = GenerationDefaults.read(folder)
     sampling = defaults.sampling()
     calibrations = None

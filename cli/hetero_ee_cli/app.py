@@ -32,7 +32,7 @@ from hetero_ee_cli.commands.simulate import simulate
 from hetero_ee_cli.options.command import HeteroCommand
 from hetero_ee_cli.terminal.output import complain
 from hetero_ee_cli.terminal.signals import EXIT_INTERRUPTED, leave, raise_on_sigterm
-from hetero_ee_cli.terminal.streams import make_writable
+from hetero_ee_cli.terminal.streams import filter_terminals, make_writable
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_DISK_FULL, EXIT_PIPE_CLOSED = 1, 2, 28, 141
 HELP = "Runs large language models on a PC whose GPU memory is too small for them."
@@ -104,6 +104,7 @@ def main() -> None:
     """Runs the command line and ends the process."""
     raise_on_sigterm()
     make_writable()
+    filter_terminals()
     try:
         try:
             code = _run_app()

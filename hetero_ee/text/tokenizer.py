@@ -9,7 +9,7 @@ from typing import Any
 from hetero_ee.errors import ModelError, UsageError, shown
 from hetero_ee.hub.model_files import require_tokenizer
 from hetero_ee.text.sentencepiece_file import check_sentencepiece
-from hetero_ee.text.tokenizer_file import check_converted, check_tokenizer_files
+from hetero_ee.text.tokenizer_file import Warn, check_converted, check_tokenizer_files
 
 # These two classes read tokenizer.json as it is. Bypassing AutoTokenizer saves 1.5 s of imports at every start
 # (2-core Zen 5, 2026-11-21); every other class needs the auto mapping.
@@ -23,10 +23,10 @@ class Tokenizer:
         self._backend, self._vocab_size = backend, vocab_size
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int) -> "Tokenizer":
+    def load(cls, folder: Path, vocab_size: int, warn: Warn = lambda text: None) -> "Tokenizer":
         """Reads the tokenizer files in `folder`; runs no code from there. Raises ModelError."""
         require_tokenizer(folder)
-        check_tokenizer_files(folder)
+        check_tokenizer_files(folder, warn)
         check_sentencepiece(folder)
         with _model_errors(f"the tokenizer in {folder} can't be read"):
             backend = _load_backend(folder)

@@ -6,7 +6,7 @@ The library does whatever tokenizer.json says: forty replacements of one letter 
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of, refuse_special
 from hetero_ee.text.split_pattern import why_slow
 
+Warn = Callable[[str], None]
 MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest published ones have 33 MB
 MAX_TOKENIZER_VALUES = 5 * 10**6  # in its JSON; the largest published ones have 2 million
 MAX_TOKEN_ID = 2**20  # gaps before an id cost memory; the largest published vocabularies have 2^18
+# Tokens beside the vocabulary; models of speech have 65,536. transformers takes 3 s for 10^5 (2 cores, 2026-11-22).
+MAX_ADDED_TOKENS, MANY_ADDED_TOKENS = 2**17, 20_000
 MAX_STEPS = 100  # of one stage; published ones have up to ten
 MAX_GROWTH = 1000.0  # output bytes per input byte, of all stages together; Llama's bound is 12
 # Checked by their own readers.
@@ -33,6 +36,8 @@ FOREIGN_FIELDS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", 
 # Of the files that a tokenizer's settings may name, one that only older releases wrote and nobody opens.
 UNUSED_FILE_FIELD = "special_tokens_map_file"
 TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")  # beside bos_token and the like
+DECODER, ADDED_FILES = "added_tokens_decoder", ("added_tokens.json", "special_tokens_map.json")
+TOKEN_PLACES = (*TOKEN_LISTS, "added_tokens")
 TOKEN_FIELDS = {"content", "lstrip", "rstrip", "normalized", "single_word", "special"}
 STAGES = {
     "normalizer": "normalizers",
@@ -73,8 +78,12 @@ def check_converted(backend: Any, folder: Path) -> None:
         raise ModelError(f"the tokenizer in {folder} can't be used ({error}).") from error
 
 
-def check_tokenizer_files(folder: Path) -> None:
-    """Raises ModelError unless every tokenizer file in `folder` is a regular one of bounded size, work and growth."""
+def check_tokenizer_files(folder: Path, warn: Warn) -> None:
+    """Raises ModelError unless every tokenizer file in `folder` is a regular one of bounded size, work and growth.
+
+    Warns of so many added tokens that the library takes a while.
+    """
+    n_added = 0
     try:
         files = list(_read_files(folder))
     except OSError as error:
@@ -83,10 +92,12 @@ def check_tokenizer_files(folder: Path) -> None:
         data = read_file(file, MAX_TOKENIZER_BYTES, "a tokenizer")
         try:
             if file.suffix == ".json":
-                _check_json(file.name, parse_json(data, MAX_TOKENIZER_VALUES))
+                n_added = max(n_added, _check_json(file.name, parse_json(data, MAX_TOKENIZER_VALUES)))
         except ValueError as error:
             reason = not_json(data, error) if type(error) is not RefusedError else f"can't be used ({error})"
             raise ModelError(f"the tokenizer in {folder} can't be read: {file.name} {reason}.") from error
+    if n_added > MANY_ADDED_TOKENS:
+        warn(f"The tokenizer has {n_added:,} added tokens, which take time to read")
 
 
 class RefusedError(ValueError):
@@ -105,14 +116,15 @@ def _read_files(folder: Path) -> Iterator[Path]:
                 refuse_special(entry)  # some tokenizer class may read a file of that name
 
 
-def _check_json(name: str, values: Any) -> None:
+def _check_json(name: str, values: Any) -> int:
+    """The number of added tokens."""
     if not isinstance(values, dict):
-        return  # its reader refuses it
+        return 0  # its reader refuses it
     if name == "tokenizer_config.json":
         for field, value in values.items():
             if value and (field in FOREIGN_FIELDS or (field.endswith("_file") and field != UNUSED_FILE_FIELD)):
                 raise RefusedError(f"field {shown(field)} is not supported")
-        _check_ids(values.get("added_tokens_decoder"))
+        _check_ids(values.get(DECODER))
     if name == "special_tokens_map.json":  # whose fields become the tokenizer's arguments, its files' names too
         for field in values:
             if not field.endswith("_token") and field not in TOKEN_LISTS:
@@ -121,18 +133,47 @@ def _check_json(name: str, values: Any) -> None:
         _check_model(values.get("model"))
         _check_stages(values)
         values = {"added_tokens": values.get("added_tokens")}  # not the vocabulary
+    lists = [values] if name in ADDED_FILES else [values.get(field) for field in (*TOKEN_PLACES, DECODER)]
+    n_added = max(len(_children(each)) for each in lists)
+    if n_added > MAX_ADDED_TOKENS:
+        raise RefusedError(f"it has {n_added} added tokens, expected at most {MAX_ADDED_TOKENS}")
+    _check_tokens(name, values)
+    return n_added
+
+
+def _check_tokens(name: str, values: Mapping[str, Any]) -> None:
+    more_fields = {"tokenizer_config.json": {"__type"}, "tokenizer.json": {"id"}}.get(name, set())
     for field, value in values.items():  # special tokens, alone or in lists and objects
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        _check_token(value, {"__type"} if name == "tokenizer_config.json" else set())
-        for token in inner:
-            _check_token(token, {"id"} if field == "added_tokens" else set())
+        is_decoder = field == DECODER  # there the library takes no type away
+        _check_token(value, more_fields, certain=field.endswith("_token"))
+        for token in _children(value):
+            _check_token(token, set() if is_decoder else more_fields, certain=is_decoder or field in TOKEN_PLACES)
+            _check_inner_tokens(token, more_fields)
 
 
-def _check_token(token: Any, more_fields: set[str]) -> None:
-    """The library prints the names of unknown fields, unescaped, to standard output."""
-    for field in token if isinstance(token, dict) and isinstance(token.get("content"), str) else ():
-        if field not in TOKEN_FIELDS | more_fields:
-            raise RefusedError(f"a token has a field {shown(field)}, which is not supported")
+def _check_token(token: Any, more_fields: set[str], *, certain: bool) -> None:
+    """The library prints the names of a token's unknown fields, unescaped, to standard output.
+
+    certain: by its place it is a token; elsewhere by its content or its type.
+    """
+    if isinstance(token, dict) and (certain or isinstance(token.get("content"), str) or "__type" in token):
+        for field in token:
+            if field not in TOKEN_FIELDS | more_fields or (field == "__type" and token[field] != "AddedToken"):
+                raise RefusedError(f"a token has a field {shown(field)}, which is not supported")
+
+
+def _check_inner_tokens(value: Any, more_fields: set[str]) -> None:
+    """Those with a type may lie at any depth."""
+    waiting = list(_children(value))
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict) and "__type" in found:
+            _check_token(found, more_fields, certain=True)
+        waiting += _children(found)
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _check_model(model: Any) -> None:

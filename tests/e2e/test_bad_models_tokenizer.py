@@ -75,6 +75,11 @@ def special(**fields: Any) -> Spoil:
     return content("special_tokens_map.json", json.dumps(fields).encode())
 
 
+def added(n: int) -> dict[str, Any]:
+    """As in added_tokens_decoder."""
+    return {str(3000 + i): {"content": f"<extra_{i}>"} for i in range(n)}
+
+
 DOUBLED = replace({"String": "a"}, "aa")
 PREPENDED = {"type": "Prepend", "prepend": "x" * 50}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -205,6 +210,19 @@ BAD: dict[str, tuple[Spoil, str]] = {
         special(additional_special_tokens=[{"content": "</s>", "__type": "AddedToken"}]),
         "a token has a field '__type'",
     ),
+    "a token without content and with such a field": (
+        special(eos_token={"\x1b]52;": 1}),
+        "a token has a field '\\x1b]52;'",
+    ),
+    "such a token in the vocabulary": (settings(added_tokens_decoder={"3": {"\x1b]52;": 1}}), "a token has a field"),
+    "such a token where only its type tells": (
+        settings(a={"b": [{"__type": "AddedToken", "\x1b]52;": 1}]}),
+        "a token has a field '\\x1b]52;'",
+    ),
+    "200,000 added tokens": (
+        settings(added_tokens_decoder=added(200_000)),
+        "has 200000 added tokens, expected at most",
+    ),
     "an added token with a field that would be printed": (
         stage("added_tokens", [{"id": 5, "content": "x", "colour": "red"}]),
         "a token has a field 'colour'",
@@ -243,6 +261,9 @@ HARMLESS: dict[str, Spoil] = {
         additional_special_tokens=["<s>", "</s>"],
     ),
     "a token with its type": settings(eos_token={"__type": "AddedToken", "content": "</s>", "normalized": False}),
+    "listed tokens with their type": settings(
+        additional_special_tokens=[{"__type": "AddedToken", "content": "</s>", "normalized": False}]
+    ),
     "a class nobody knows": settings(tokenizer_class="Evil"),
     "windows line ends": lambda folder: (folder / TOKENIZER).write_text(
         json.dumps(json.loads((folder / TOKENIZER).read_text()), indent=1).replace("\n", "\r\n")
@@ -275,3 +296,10 @@ def test_what_the_library_gives_up_on_is_a_typed_error(own_tiny: Path, monkeypat
         pytest.raises(ModelError, match="the tokenizer fails on this prompt"),
     ):
         engine.generate("a" * 40 + "b")
+
+
+def test_many_added_tokens_are_said_to_take_time(own_tiny: Path) -> None:
+    said: list[str] = []
+    settings(added_tokens_decoder=added(20_001))(own_tiny)
+    Engine.from_pretrained(own_tiny, quantizer="none", threads=1, progress=lambda stage, *_: said.append(stage)).close()
+    assert said.count("The tokenizer has 20,001 added tokens, which take time to read") == 1

@@ -1,19 +1,27 @@
 """Standard streams that are closed, narrow or a terminal, and Ctrl-C before anything is ready: never a traceback."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.bad_models import CONFIG, TOKENIZER, Spoil, content, edit_header, edit_json
+from tests.chat_support import LINES
 from tests.command_line import CLOSING_LINE, PLAIN, PROMPT
 from tests.emulation import LAPTOP
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 
+NOTHING: Mapping[str, str] = {}
 COMMAND = [sys.executable, "-m", "hetero_ee_cli"]
 DIM_PROMPT = f"\x1b[2m{PROMPT}\x1b[0m"
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
@@ -88,15 +96,21 @@ def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None
     assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
 
 
-def on_terminal(tiny: Path, stdout: int | None = None, **environment: str) -> tuple[int, str]:
-    """hetero-ee generate on a terminal: its code, and what the terminal shows. stdout: instead of the terminal."""
+def on_terminal(
+    *arguments: object, stdin: bytes | None = None, stdout: int | None = None, environment: Mapping[str, str] = NOTHING
+) -> tuple[int, str]:
+    """hetero-ee on a terminal: its code, and what the terminal shows. stdin, stdout: instead of the terminal."""
     ours, theirs = pty.openpty()
-    command = [*COMMAND, "generate", PROMPT, "-m", str(tiny), *PLAIN]
-    known = {**os.environ, "TERM": "xterm", **environment}
+    command = [*COMMAND, *map(str, arguments)]
+    known = {**os.environ, "TERM": "xterm"} | dict(environment)
     known.pop("NO_COLOR", None) if "NO_COLOR" not in environment else None
     output = theirs if stdout is None else stdout
-    with subprocess.Popen(command, stdin=theirs, stdout=output, stderr=theirs, env=known) as process:
+    keys = theirs if stdin is None else subprocess.PIPE
+    with subprocess.Popen(command, stdin=keys, stdout=output, stderr=theirs, env=known) as process:
         os.close(theirs)
+        if process.stdin:
+            process.stdin.write(stdin or b"")
+            process.stdin.close()
         shown = b""
         while True:
             try:
@@ -110,10 +124,84 @@ def on_terminal(tiny: Path, stdout: int | None = None, **environment: str) -> tu
 
 
 def test_a_terminal_shows_the_prompt_dim_before_the_text(tiny: Path, said: str, tmp_path: Path) -> None:
-    code, shown = on_terminal(tiny)
+    arguments = ["generate", PROMPT, "-m", tiny, *PLAIN]
+    code, shown = on_terminal(*arguments)
     assert code == 0 and f"{DIM_PROMPT}{said}\n" in shown
     for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        assert f"{PROMPT}{said}\n" in on_terminal(tiny, **plain)[1]
+        assert f"{PROMPT}{said}\n" in on_terminal(*arguments, environment=plain)[1]
     with (tmp_path / "text").open("wb") as file:
-        code, shown = on_terminal(tiny, file.fileno())
+        code, shown = on_terminal(*arguments, stdout=file.fileno())
     assert code == 0 and PROMPT not in shown and (tmp_path / "text").read_text() == said
+
+
+# Texts and names that would command a terminal.
+
+CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
+CONTROLS = f"{CLIPBOARD}\x1b[31m\x9b2J\x7f\b"
+SEEN = "\ufffd]52;c;cm0gLXJm\ufffd\ufffd[31m\ufffd2J\ufffd\ufffd"
+NAMED = f"evil{CLIPBOARD}\x9b2J\u202egnp"
+OURS = re.compile(r"\x1b\[(?:[\d;]*[AKm]|\?25[hl])|\r|\x1b\[\?2004[hl]")  # colours, bars and readline
+
+
+@pytest.fixture(scope="session")
+def commanding(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose text is full of control characters, and whose folder's name has some."""
+    folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("models") / NAMED))
+    replaced = {"type": "Replace", "pattern": {"String": "e"}, "content": f"e{CONTROLS}"}
+    edit_json(TOKENIZER, lambda values: spoil_decoder(values, replaced))(folder)
+    (folder / "chat_template.jinja").write_text(LINES)
+    return folder
+
+
+def spoil_decoder(values: dict[str, Any], replaced: dict[str, Any]) -> None:
+    values["decoder"] = {"type": "Sequence", "decoders": [values["decoder"], {"type": "Fuse"}, replaced]}
+
+
+def unsafe(shown: str) -> list[str]:
+    """What a terminal would obey and is not ours."""
+    return [c for c in OURS.sub("", shown) if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+
+
+@pytest.mark.parametrize("command", ["generate", "run", "chat"])
+def test_generated_text_does_not_command_a_terminal(commanding: Path, command: str) -> None:
+    words = ["generate", PROMPT, "-m", commanding] if command == "generate" else [command, commanding]
+    stdin = None if command == "generate" else f"{PROMPT}\n".encode()
+    code, shown = on_terminal(*words, *PLAIN, stdin=stdin)
+    assert code == 0 and SEEN in shown and not unsafe(shown) and "\x1b[31m" not in shown
+    piped = subprocess.run([*COMMAND, *map(str, [*words, *PLAIN])], input=stdin, capture_output=True, timeout=60)
+    assert piped.returncode == 0 and CONTROLS.encode() in piped.stdout and unsafe(piped.stderr.decode()) == []
+
+
+def wrong_template(folder: Path) -> None:
+    message = CONTROLS.encode("unicode_escape").decode()
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('" + message + "') }}")
+
+
+FAILURES: dict[str, tuple[Spoil, list[str]]] = {
+    "a path": (lambda folder: (folder / CONFIG).unlink(), ["generate", PROMPT, "-m"]),
+    "a tensor": (edit_header(lambda header: header.update({NAMED: header.pop("model.norm.weight")})), ["run"]),
+    "an architecture": (edit_json(CONFIG, lambda values: values.update(architectures=[NAMED])), ["plan"]),
+    "a template": (wrong_template, ["chat"]),
+    "a field": (content("special_tokens_map.json", json.dumps({NAMED: 1}).encode()), ["generate", PROMPT, "-m"]),
+    "a bench": (lambda folder: (folder / CONFIG).write_text("{"), ["bench", "-m"]),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(commanding, tmp_path / NAMED))
+    spoil, words = FAILURES[name]
+    spoil(folder)
+    code, shown = on_terminal(*words, folder, stdin=f"{PROMPT}\n".encode())
+    assert code in (1, 2) and "hetero-ee: " in shown and not unsafe(shown)
+    assert "\u202e" not in shown and CLIPBOARD not in shown
+
+
+@pytest.mark.parametrize("command", [["models"], ["doctor"], ["config", "show"], ["convert", "{}"], ["plan", "{}"]])
+def test_names_in_reports_do_not_command_a_terminal(
+    commanding: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bars, colours and tables with a cache and a model of such names."""
+    monkeypatch.setenv("HETERO_EE_CACHE_DIR", str(tmp_path / NAMED))
+    code, shown = on_terminal(*(word.format(commanding) for word in command), stdin=b"")
+    assert code in (0, 1, 2) and shown and "Traceback" not in shown and not unsafe(shown) and "\u202e" not in shown

@@ -8,6 +8,7 @@ import typer
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import with_options
+from hetero_ee_cli.terminal.output import print_path
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -23,13 +24,13 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
-    print(_converted(engine, model, output))
+    print_path(_converted(engine, model, output))
 
 
 @with_options(without=NOT_HERE)
 def pull(engine: EngineOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
-    print(_converted(engine, model, None, keeps_stores=True))
+    print_path(_converted(engine, model, None, keeps_stores=True))
 
 
 def _converted(engine: EngineOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:

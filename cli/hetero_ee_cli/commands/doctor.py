@@ -14,6 +14,7 @@ from hetero_ee.config.settings import Settings, read_settings
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.flags import Json
 from hetero_ee_cli.terminal.output import print_document
+from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
     from hetero_ee_cli.checks.finding import Check, Row
@@ -35,7 +36,8 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print_document({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
-        print("\n".join(lines(rows, in_colour=is_terminal() and not os.environ.get("NO_COLOR"))))
+        shown = lines(rows, in_colour=is_terminal() and not os.environ.get("NO_COLOR"))
+        print("\n".join(shown), file=styled(sys.stdout))
     if any(row.status is Status.FAIL for row in rows):
         sys.exit(1)
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero_ee_cli.terminal.output import printable
+from hetero_ee_cli.terminal.output import printable_lines
+from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
     from hetero_ee.planning.what_if import Request
@@ -54,7 +55,7 @@ def command_line(words: Sequence[str]) -> str:
 
 def show(text: str) -> None:
     """Prints a report, with colours where standard output is a terminal that NO_COLOR does not speak against."""
-    text = "\n".join(map(printable, text.split("\n")))
+    text = printable_lines(text)
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         print(text)
         return
@@ -68,4 +69,4 @@ def show(text: str) -> None:
     for row in re.finditer(r"^(?:attention|ffn|embedding|head) +([GbCsd]+)$", text, re.MULTILINE):
         for run in re.compile(r"(.)\1*").finditer(text, *row.span(1)):
             shown.stylize(LETTER_STYLES[run[1]], *run.span())
-    Console(highlight=False, soft_wrap=True).print(shown)
+    Console(file=styled(sys.stdout), highlight=False, soft_wrap=True).print(shown)

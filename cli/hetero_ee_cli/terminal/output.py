@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hetero_ee import __version__
+from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
     from hetero_ee.decoding.result import GeneratedToken
@@ -45,6 +47,11 @@ def table(rows: Sequence[Sequence[str]], numbers_from: int | None = None) -> str
     )
 
 
+def print_path(path: Path) -> None:
+    """A result that scripts use: as it is, but for a terminal."""
+    print(printable(str(path)) if sys.stdout.isatty() else path)
+
+
 def encodable(text: str, instead: str) -> str:
     """The text, or what stands in for it where standard output's encoding lacks its characters."""
     try:
@@ -58,7 +65,7 @@ def echo_prompt(text: str) -> None:
     """Shows a terminal the text that is continued, dim where it can be; elsewhere nothing."""
     if sys.stdout.isatty():
         lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        sys.stdout.write(f"{DIM}{lines}{PLAIN}" if has_colours(sys.stdout) else lines)
+        styled(sys.stdout).write(f"{DIM}{lines}{PLAIN}" if has_colours(sys.stdout) else lines)
         sys.stdout.flush()
 
 
@@ -67,16 +74,21 @@ def has_colours(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def say(line: str) -> None:
-    """A line on standard error."""
-    print(line, file=sys.stderr, flush=True)
+def say(lines: str) -> None:
+    """Lines on standard error."""
+    print(printable_lines(lines), file=sys.stderr, flush=True)
 
 
 def complain(message: str) -> None:
     """An error, on standard error."""
-    say(f"hetero-ee: {printable(message)}")
+    say(f"hetero-ee: {printable(message)}")  # one line, whatever is in it
 
 
 def printable(message: str) -> str:
     """One line with control characters escaped: names of files and tensors come from outside."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+
+
+def printable_lines(text: str) -> str:
+    """The same line by line."""
+    return "\n".join(map(printable, text.split("\n")))

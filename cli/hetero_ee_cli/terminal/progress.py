@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
+from hetero_ee_cli.terminal.output import printable
+from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -24,7 +26,7 @@ def stage_progress(of_each_time: bool = False) -> Iterator[Progress]:
     """
     shown = _Bars("" if of_each_time else ", once") if sys.stderr.isatty() else _Lines(quiet=of_each_time)
     try:
-        yield shown.update
+        yield lambda stage, n_done, n_all: shown.update(printable(stage), n_done, n_all)  # there may be names in it
     finally:
         shown.close()
 
@@ -94,7 +96,8 @@ def _started() -> "RichProgress":
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     texts = ("{task.percentage:>3.0f}%", "{task.fields[size]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    stage = TextColumn("{task.description}", markup=False)
+    columns = (stage, BarColumn(), *map(TextColumn, texts), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(file=styled(sys.stderr)), transient=True, redirect_stdout=False)
     progress.start()
     return progress
