@@ -9,6 +9,7 @@ from typing import Any
 import platformdirs
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee_profiles.opened_file import open_regular
 
 APPLICATION = "hetero_ee"
 CONFIG_VARIABLE = "HETERO_EE_CONFIG"
@@ -54,8 +55,5 @@ def expanded(text: str, source: str) -> Path:
 
 def _beginning(path: Path) -> bytes:
     """The content of the file, at most a byte more than is allowed."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null is a way to have no file; a pipe might block
-        raise IsADirectoryError("it is no file")
-    with path.open("rb") as source:
-        return source.read(MAX_FILE_BYTES + 1)
+    with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
+        return source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say

@@ -17,6 +17,7 @@ from hetero_ee.hub.errors import is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.model_id import CACHED_PREFIX
 from hetero_ee.hub.repository import RemoteFile, Repository
+from hetero_ee_profiles.opened_file import open_regular
 
 DOWNLOADING = "Downloading"  # how the stage begins whose progress is in bytes
 # Of a file that is interrupted huggingface_hub keeps nothing. Fewer files at once than its own 8 fill a line as well,
@@ -133,7 +134,7 @@ class Download:
             return ""
         is_sha256 = len(file.digest) == 64
         digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             while piece := opened.read(HASHED_BYTES):
                 self.go_on(file.name, 0)
                 digest.update(piece)

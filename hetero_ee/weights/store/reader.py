@@ -28,6 +28,7 @@ from hetero_ee.weights.store.manifest import (
 )
 from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.opened_file import open_regular
 
 
 def is_store(folder: Path) -> bool:
@@ -133,7 +134,7 @@ def _mapped(file: Path) -> Tensor:
     refuses stores larger than that, which are what this engine is for.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DamagedStoreError(f"{file} is empty; delete that folder and convert again.") from error
