@@ -2,8 +2,8 @@
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -14,7 +14,7 @@ KINDS = {
 }
 
 
-def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (stat.S_IFREG,)) -> BinaryIO:
+def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (stat.S_IFREG,)) -> BufferedReader:
     """The file, open for reading bytes; links are followed. Never waits, as opening a pipe that nobody writes to does.
 
     Raises OSError, also for what is of none of the kinds.
@@ -24,10 +24,11 @@ def open_regular(file: Path, *, buffering: int = -1, kinds: tuple[int, ...] = (s
         mode = os.fstat(descriptor).st_mode
         if stat.S_IFMT(mode) not in kinds:
             raise OSError(f"it is {kind_of(mode)}, not a regular file")
-        return os.fdopen(descriptor, "rb", buffering=buffering)
+        opened = os.fdopen(descriptor, "rb", buffering=buffering)
     except BaseException:
         os.close(descriptor)
         raise
+    return opened  # type: ignore[return-value]  # unbuffered it is a raw file, whose reads may stop early
 
 
 def kind_of(mode: int) -> str:
