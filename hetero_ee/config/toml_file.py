@@ -2,7 +2,7 @@
 
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[
         path = expanded(named, CONFIG_VARIABLE)
         described = f"{CONFIG_VARIABLE} names {path}, which"
     else:
-        path = platformdirs.user_config_path(APPLICATION) / "config.toml"
+        path = (own_folder(platformdirs.user_config_path) or Path("~", APPLICATION)) / "config.toml"
         described = f"the configuration {path}"
     try:
         data = _beginning(path)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        if isinstance(error, FileNotFoundError) and not named:
+        if not named and (isinstance(error, FileNotFoundError) or not is_in_sight(path)):
             return path, {}
         raise UsageError(f"{described} can't be read ({getattr(error, 'strerror', None) or error}).") from error
     if len(data) > MAX_FILE_BYTES:
@@ -45,12 +45,30 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[
         raise UsageError(f"{described} is not TOML: {error}.") from error
 
 
+def own_folder(find: Callable[[str], Path]) -> Path | None:
+    """This application's folder, by one of platformdirs' functions; None for a user without a home folder."""
+    try:
+        folder = find(APPLICATION)
+    except RuntimeError:
+        return None
+    return folder if folder.is_absolute() else None  # older releases leave ~ in it
+
+
 def expanded(text: str, source: str) -> Path:
     """The path with ~ replaced. Raises UsageError."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UsageError(f"{source} is {shown(text)}, and there is no such home folder.") from error
+
+
+def is_in_sight(path: Path) -> bool:
+    """Whether the system says that there is such a file; it does not in a home folder closed to this user."""
+    try:
+        path.lstat()
+    except OSError:
+        return False
+    return True
 
 
 def _beginning(path: Path) -> bytes:

@@ -65,6 +65,8 @@ class _Hub:
                 f"{name} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this is "
                 "offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
             )
+        if constants.HF_HUB_CACHE.startswith("~"):  # as huggingface_hub leaves it: a folder of that name, here
+            raise UsageError(f"this user has no home folder to keep {name} in; set HF_HOME to a folder.")
         try:
             repository = retried(lambda: Repository.of(self._model), time.sleep, 1 if cached else N_ATTEMPTS)
         except Exception as error:
