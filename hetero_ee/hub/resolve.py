@@ -124,6 +124,7 @@ class _Hub:
             download.announce([*small_files, *weight_files])
             download.fetch(small_files)
             download.fetch(weight_files)
+        download.tell_unchecked()
         # Where a whole model has this name already, a configuration alone does not take it from offline runs.
         keeps_name = self._configuration_only and self._cached_folder() is not None
         if not keeps_name and self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:
