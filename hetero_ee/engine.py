@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack, cast, overload
 
@@ -63,6 +63,7 @@ class Engine:
         self.default_sampling = model.files.sampling
         self.spec = model.files.spec
         self.quantizer = model.files.weights.quantizer
+        self._watch = model.files.weights.watch
         self.threads = model.threads
         self.calibrations = model.files.calibrations
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
@@ -329,7 +330,10 @@ class Engine:
     def _tokens(
         self, prompts: Prompts, params: SamplingParams, stop: threading.Event = NEVER
     ) -> Generator[GeneratedToken]:
-        """In the plan's mode. stop: ends the text while its prompt is read."""
+        """In the plan's mode. stop: ends the text while its prompt is read.
+
+        Raises HeteroError, before the text and behind it, where the weights' file was written to.
+        """
         executor = self.executor
         common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
         if self._drafting is None:
@@ -337,7 +341,14 @@ class Engine:
         else:
             self._draft_counts = DraftCounts()
             tokens = generate_exact(*common, self._drafting.drafting, self._draft_counts)
-        return self._turns.taking(cast(Generator[GeneratedToken], tokens), stop)
+        return self._turns.taking(self._watched(tokens), stop)
+
+    def _watched(self, tokens: Iterator[GeneratedToken]) -> Generator[GeneratedToken]:
+        if self._watch is not None:
+            self._watch.look()
+        yield from tokens
+        if self._watch is not None:
+            self._watch.look()
 
     @property
     def _clock(self) -> Callable[[], float]:

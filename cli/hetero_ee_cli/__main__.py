@@ -1,13 +1,28 @@
 """Where the process begins: `hetero-ee`, and `python -m hetero_ee_cli`."""
 
-from hetero_ee_cli.terminal.signals import ending_at_once
+import sys
+
+from hetero_ee_cli.terminal.memory import is_refusal_of_memory
+from hetero_ee_cli.terminal.signals import ending_at_once, leave
+
+EXIT_FAILURE = 1
+NO_MEMORY = (
+    "hetero-ee: there is too little memory to run; end other programs, or raise this process's limit (ulimit -v, a "
+    "container's)."
+)
 
 
 def main() -> None:
     """Entry point of the `hetero-ee` script."""
-    with ending_at_once():  # Ctrl-C while the command line itself is imported
-        from hetero_ee_cli.app import main as run
-    run()
+    try:
+        with ending_at_once():  # Ctrl-C while the command line itself is imported
+            from hetero_ee_cli.app import main as run
+        run()
+    except Exception as error:
+        if not is_refusal_of_memory(error):
+            raise
+        print(NO_MEMORY, file=sys.stderr)
+        leave(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

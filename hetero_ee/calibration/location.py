@@ -23,6 +23,7 @@ from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_fol
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
 from hetero_ee.weights.store.reader import is_store
+from hetero_ee_profiles.opened_file import open_regular
 
 SHIPPED_FOLDER = "calibration"  # in a checkpoint's folder
 
@@ -96,7 +97,7 @@ def checkpoint_key(folder: Path, quantization: Quantization) -> str:
     sums = {}
     for file in weight_files(folder):
         try:
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 sums[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error

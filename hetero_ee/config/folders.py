@@ -1,25 +1,32 @@
 """Folders: the cache, the measured profiles, and the model that ships with the package."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
 
-from hetero_ee.config.settings import Settings, read_settings
-from hetero_ee.config.toml_file import APPLICATION
+from hetero_ee.config.settings import SETTING_OF, Settings, read_settings
+from hetero_ee.config.toml_file import own_folder
+from hetero_ee.errors import UsageError
 
 
 def cache_folder(settings: Settings | None = None) -> Path:
     """Where models and kernels are kept: the setting cache_dir, else the platform's cache folder. Raises UsageError."""
-    chosen: Path | None = (settings or read_settings()).value("cache_dir")
-    return chosen or platformdirs.user_cache_path(APPLICATION)
+    return _folder("cache_dir", platformdirs.user_cache_path, settings)
 
 
 def data_folder(settings: Settings | None = None) -> Path:
     """Where measured profiles are kept: the setting data_dir, else the platform's data folder. Raises UsageError."""
-    chosen: Path | None = (settings or read_settings()).value("data_dir")
-    return chosen or platformdirs.user_data_path(APPLICATION)
+    return _folder("data_dir", platformdirs.user_data_path, settings)
 
 
 def demo_model_folder() -> Path:
     """The small story-telling model that ships with the package."""
     return Path(__file__).parents[1] / "assets" / "demo"
+
+
+def _folder(name: str, find: Callable[[str], Path], settings: Settings | None) -> Path:
+    chosen: Path | None = (settings or read_settings()).value(name)
+    if folder := chosen or own_folder(find):
+        return folder
+    raise UsageError(f"this user has no home folder; set HOME, or {SETTING_OF[name].variable} to a folder.")

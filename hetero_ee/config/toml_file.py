@@ -2,13 +2,14 @@
 
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee_profiles.opened_file import open_regular
 
 APPLICATION = "hetero_ee"
 CONFIG_VARIABLE = "HETERO_EE_CONFIG"
@@ -24,12 +25,12 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[
         path = expanded(named, CONFIG_VARIABLE)
         described = f"{CONFIG_VARIABLE} names {path}, which"
     else:
-        path = platformdirs.user_config_path(APPLICATION) / "config.toml"
+        path = (own_folder(platformdirs.user_config_path) or Path("~", APPLICATION)) / "config.toml"
         described = f"the configuration {path}"
     try:
         data = _beginning(path)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        if isinstance(error, FileNotFoundError) and not named:
+        if not named and (isinstance(error, FileNotFoundError) or not is_in_sight(path)):
             return path, {}
         raise UsageError(f"{described} can't be read ({getattr(error, 'strerror', None) or error}).") from error
     if len(data) > MAX_FILE_BYTES:
@@ -44,6 +45,15 @@ def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[
         raise UsageError(f"{described} is not TOML: {error}.") from error
 
 
+def own_folder(find: Callable[[str], Path]) -> Path | None:
+    """This application's folder, by one of platformdirs' functions; None for a user without a home folder."""
+    try:
+        folder = find(APPLICATION)
+    except RuntimeError:
+        return None
+    return folder if folder.is_absolute() else None  # older releases leave ~ in it
+
+
 def expanded(text: str, source: str) -> Path:
     """The path with ~ replaced. Raises UsageError."""
     try:
@@ -52,10 +62,16 @@ def expanded(text: str, source: str) -> Path:
         raise UsageError(f"{source} is {shown(text)}, and there is no such home folder.") from error
 
 
+def is_in_sight(path: Path) -> bool:
+    """Whether the system says that there is such a file; it does not in a home folder closed to this user."""
+    try:
+        path.lstat()
+    except OSError:
+        return False
+    return True
+
+
 def _beginning(path: Path) -> bytes:
     """The content of the file, at most a byte more than is allowed."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):  # /dev/null is a way to have no file; a pipe might block
-        raise IsADirectoryError("it is no file")
-    with path.open("rb") as source:
-        return source.read(MAX_FILE_BYTES + 1)
+    with open_regular(path, kinds=(stat.S_IFREG, stat.S_IFCHR)) as source:  # /dev/null is a way to have no file
+        return source.read(MAX_FILE_BYTES + 1) or b""  # None of a terminal that has nothing to say

@@ -17,6 +17,7 @@ from hetero_ee.hub.errors import is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.model_id import CACHED_PREFIX
 from hetero_ee.hub.repository import RemoteFile, Repository
+from hetero_ee_profiles.opened_file import open_regular
 
 DOWNLOADING = "Downloading"  # how the stage begins whose progress is in bytes
 # Of a file that is interrupted huggingface_hub keeps nothing. Fewer files at once than its own 8 fill a line as well,
@@ -40,6 +41,7 @@ class Download:
         self._stopped = threading.Event()
         self._done_bytes: dict[str, int] = {}
         self._announced_bytes = 0
+        self._unchecked: list[str] = []
 
     def announce(self, files: Sequence[RemoteFile]) -> None:
         """From here on progress is reported, until all of `files` are there."""
@@ -77,6 +79,13 @@ class Download:
         if path is None:
             raise CheckpointError(f"{self._repository.model}: {file.name} has left the cache already; try again.")
         return path
+
+    def tell_unchecked(self) -> None:
+        """Says, in one line, which files came without a digest to compare."""
+        if self._unchecked and self._progress:
+            n_files, last = len(self._unchecked), self._unchecked[-1]  # weights come last
+            files = last if n_files == 1 else f"{n_files} files, {last} among them,"
+            self._progress(f"{self._repository.model}: {files} came without a checksum; only sizes were checked", 0, 0)
 
     def name_revision(self, revision: str) -> None:
         """Lets the cache know that the branch or tag `revision` is this commit, for use offline, once all is there."""
@@ -130,10 +139,11 @@ class Download:
 
     def _digest(self, path: Path, file: RemoteFile) -> str:
         if not file.digest:
+            self._unchecked.append(file.name)
             return ""
         is_sha256 = len(file.digest) == 64
         digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             while piece := opened.read(HASHED_BYTES):
                 self.go_on(file.name, 0)
                 digest.update(piece)

@@ -1,4 +1,4 @@
-"""A file of a model's folder: a regular one, from no other folder, and checked before it is opened."""
+"""A file of a model's folder: a regular one, from no other folder, and checked before it is opened and after."""
 
 import os
 import stat
@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetero_ee.errors import HeteroError, ModelError, shown
-
-KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+from hetero_ee_profiles.opened_file import kind_of, open_regular
 
 
 def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) -> Path | None:
@@ -32,14 +25,14 @@ def find_file(folder: Path, name: str, error: type[HeteroError] = ModelError) ->
     if stat.S_ISLNK(mode):
         mode = _mode_of_target(file, folder, error)
     if not stat.S_ISREG(mode):
-        raise error(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, expected a regular file.")
+        raise error(f"{file} is {kind_of(mode)}, expected a regular file.")
     return file
 
 
 def read_file(file: Path, max_bytes: int, what: str, error: type[HeteroError] = ModelError) -> bytes:
     """Content of a file that find_file has found; `what` names its kind. Raises `error` beyond max_bytes."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             n_bytes = os.fstat(opened.fileno()).st_size
             content = opened.read(max_bytes + 1) if n_bytes <= max_bytes else b""
     except OSError as reason:
@@ -56,7 +49,7 @@ def refuse_special(file: Path, error: type[HeteroError] = ModelError) -> None:
     except OSError:
         return
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise error(f"{file} is {KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, expected a regular file.")
+        raise error(f"{file} is {kind_of(mode)}, expected a regular file.")
 
 
 def reason_of(error: Exception) -> str:

@@ -65,6 +65,8 @@ class _Hub:
                 f"{name} ({revision}) is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and this is "
                 "offline; run it once without --offline and HF_HUB_OFFLINE, or give a folder."
             )
+        if constants.HF_HUB_CACHE.startswith("~"):  # as huggingface_hub leaves it: a folder of that name, here
+            raise UsageError(f"this user has no home folder to keep {name} in; set HF_HOME to a folder.")
         try:
             repository = retried(lambda: Repository.of(self._model), time.sleep, 1 if cached else N_ATTEMPTS)
         except Exception as error:
@@ -122,6 +124,7 @@ class _Hub:
             download.announce([*small_files, *weight_files])
             download.fetch(small_files)
             download.fetch(weight_files)
+        download.tell_unchecked()
         # Where a whole model has this name already, a configuration alone does not take it from offline runs.
         keeps_name = self._configuration_only and self._cached_folder() is not None
         if not keeps_name and self._cached_file(CONFIG_FILE) != folder / CONFIG_FILE:

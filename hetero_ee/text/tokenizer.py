@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.errors import ModelError, UsageError, shown
-from hetero_ee.hub.model_files import require_tokenizer
+from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, require_tokenizer
+from hetero_ee.hub.regular_file import read_file
 from hetero_ee.text.sentencepiece_file import check_sentencepiece
 from hetero_ee.text.tokenizer_file import Warn, check_converted, check_tokenizer_files
 
@@ -90,7 +91,7 @@ def _load_backend(folder: Path) -> Any:
     import transformers
 
     config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    config = json.loads(read_file(config_file, MAX_SMALL_FILE_BYTES, "such a file")) if config_file.is_file() else {}
     is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and _has_tokenizer_json(folder)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     verbosity = transformers.logging.get_verbosity()

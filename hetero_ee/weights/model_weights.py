@@ -5,10 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hetero_ee.errors import DamagedStoreError
+from hetero_ee.errors import CheckpointError, DamagedStoreError
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.weight import DenseWeight, Weight
 
 UNQUANTIZED = "none"
@@ -21,6 +22,7 @@ class ModelWeights:
     matrices: dict[str, Weight]  # all that multiplies or is looked up by token
     vectors: dict[str, Tensor]  # norms, biases, position tables, fp32
     quantizer: str = UNQUANTIZED  # what made the matrices
+    watch: FileWatch | None = None  # over the files they are mapped from
 
     @property
     def n_bytes(self) -> int:
@@ -39,8 +41,8 @@ def is_quantized(role: TensorRole) -> bool:
 
 
 def load_dense(checkpoint: Checkpoint) -> ModelWeights:
-    """The checkpoint's weights unquantized, fp32."""
-    weights = ModelWeights({}, {})
+    """The checkpoint's weights unquantized, fp32; those saved so are mapped."""
+    weights = ModelWeights({}, {}, watch=FileWatch(checkpoint.files, _refuse_changed))
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
@@ -48,6 +50,10 @@ def load_dense(checkpoint: Checkpoint) -> ModelWeights:
         else:
             weights.vectors[tensor.name] = values
     return weights
+
+
+def _refuse_changed(file: Path) -> None:
+    raise CheckpointError(f"{file} was written to since it was opened; open the model again.")
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from hetero_ee.errors import CheckpointError, shown
 from hetero_ee.hub.json_text import parse_json, stand_in
 from hetero_ee.hub.regular_file import reason_of
+from hetero_ee_profiles.opened_file import open_regular
 
 LENGTH_BYTES = 8
 START_BYTES = 64  # enough to recognise what a file is instead
@@ -49,7 +50,7 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Tensor by name. The file must be a regular one. Raises CheckpointError, naming the file and what is wrong."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             start = opened.read(START_BYTES)
             n_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
             n_data_bytes = os.fstat(opened.fileno()).st_size - LENGTH_BYTES - n_bytes

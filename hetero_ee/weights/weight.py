@@ -9,7 +9,6 @@ from torch import Tensor
 from hetero_ee.weights import tiles as layout
 
 LINEAR_CODEBOOK = tuple(range(-8, 8))
-MIN_EXPONENT, MAX_EXPONENT = -126, 112  # 2^exponent is a normal fp32 number, and finite times any scale
 
 
 class Weight(Protocol):

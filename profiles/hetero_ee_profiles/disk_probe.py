@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from hetero_ee_profiles.opened_file import open_regular
+
 PIECE_BYTES = 2**23
 MAX_BYTES = 2**29
 MAX_S = 1.0
@@ -12,7 +14,7 @@ MAX_S = 1.0
 def probe_disk_bytes_per_s(file: Path, clock: Callable[[], float]) -> list[float]:
     """Rates of the pieces read, in order; a file that stays in memory gives memory's rates. Raises OSError."""
     rates: list[float] = []
-    with file.open("rb", buffering=0) as source:
+    with open_regular(file, buffering=0) as source:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begun_s = clock()

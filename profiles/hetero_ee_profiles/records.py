@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_ee_profiles.opened_file import open_regular
+
 MAX_FILE_BYTES = 16 * 2**20
 MAX_SHOWN = 60
 
@@ -37,11 +39,11 @@ def from_json(kind: type[T], text: str) -> T:
 
 def read_record(kind: type[T], file: Path) -> T:
     """The record that `file` holds. Raises OSError, ValueError."""
-    if not file.is_file():
-        raise ValueError("it is no regular file")
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"it has {file.stat().st_size} bytes, more than {MAX_FILE_BYTES}")
-    return from_json(kind, file.read_text(encoding="utf-8"))
+    with open_regular(file) as opened:
+        data = opened.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    return from_json(kind, data.decode("utf-8"))
 
 
 def write_record(record: Any, file: Path) -> None:

@@ -149,6 +149,8 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "codebook not ascending": (entry("int4", lambda e: e["codebook"].reverse()), "impossible codebook"),
     "codebook of strings": (entry("int4", lambda e: e.update(codebook=["a"] * 16)), "codebook"),
     "codebook for int8": (entry("int8", lambda e: e.update(codebook=list(range(16)))), "impossible codebook"),
+    "exponent of 3": (entry("int4", lambda e: e.update(exponent=3)), "impossible exponent"),
+    "exponent of 30": (entry("int8", lambda e: e.update(exponent=30)), "impossible exponent"),
     "exponent of 1000": (entry("int4", lambda e: e.update(exponent=1000)), "impossible exponent"),
     "exponent NaN": (entry("int4", lambda e: e.update(exponent=float("nan"))), "NaN is no number"),
     "checksum in capitals": (entry("int4", lambda e: e.update(sha256="A" * 64)), "impossible sha256"),

@@ -3,11 +3,13 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
 from hetero_ee.hub.model_id import model_name
+from tests import hub_server
 from tests.command_line import N_TOKENS, PROMPT
 from tests.hub_model import ID, INDEX, SINGLE, Calls, files_of, in_shards, resolve
 from tests.hub_server import Fault, Hub
@@ -111,6 +113,21 @@ def test_a_commit_in_the_cache_without_a_tokenizer_is_completed(hub: Hub, tiny: 
     (folder / "tokenizer.json").unlink()
     assert resolve(revision=commit) == folder
     assert files_of(folder) == files_of(tiny)
+
+
+def test_files_without_a_checksum_are_named(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = hub_server._listed
+
+    def without(name: str, content: bytes) -> dict[str, Any]:
+        return {key: value for key, value in listed(name, content).items() if key in ("rfilename", "size")}
+
+    monkeypatch.setattr(hub_server, "_listed", without)
+    hub.publish(ID, files_of(tiny))
+    progress = Calls()
+    resolve(progress=progress)
+    (said,) = {stage for stage, _, n_all in progress.calls if n_all == 0}
+    n_files = len(files_of(tiny))
+    assert said == f"{ID}: {n_files} files, {SINGLE} among them, came without a checksum; only sizes were checked"
 
 
 def test_progress_counts_the_bytes(hub: Hub, tiny: Path) -> None:

@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no such name": (lambda _: HardwareProfile.shipped("nope"), "'nope' is not a shipped profile; choose one of rtx"),
     "a name's type": (lambda _: HardwareProfile.shipped(None), "None is not a shipped profile"),
     "no such file": (lambda folder: HardwareProfile.load(folder / "x.json"), "can't be used"),
-    "a folder": (HardwareProfile.load, "it is no regular file"),
+    "a folder": (HardwareProfile.load, "it is a folder, not a regular file"),
     "a damaged file": (lambda folder: HardwareProfile.load(damaged(folder)), "profile version 1"),
     "a NUL": (lambda _: HardwareProfile.load("a\0b"), "can't be used"),
     "nobody's home": (lambda _: HardwareProfile.load("~nobody-of-that-name/x"), "can't be used"),

@@ -166,14 +166,14 @@ def test_what_is_no_store_is_said_so(tmp_path: Path) -> None:
 def test_what_can_not_be_read_is_found(store: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Path, *arguments: Any, **options: Any) -> Any:
-            if path.name == name:
+            if Path(path).name == name:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             return real(path, *arguments, **options)
 
         return call
 
-    for method in ("open", "iterdir"):
-        monkeypatch.setattr(Path, method, refusing(getattr(Path, method)))
+    for home, function in ((os, "open"), (Path, "iterdir")):
+        monkeypatch.setattr(home, function, refusing(getattr(home, function)))
     (found,) = verify(store)
     assert found.file == name and "Permission denied" in found.what
 

@@ -209,15 +209,16 @@ def test_a_damaged_store_that_another_process_has_mended_stays(model_folder: Pat
 
 def refuse_to_open(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
     """No file of that name can be opened, or mapped for the name "mmap"."""
-    real = Path.open
+    real = os.open
 
     def refused(*arguments: Any, **options: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    def opened(file: Path, *arguments: Any, **options: Any) -> Any:
-        return (refused if file.name == name and "stores" in file.parts else real)(file, *arguments, **options)
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
+        file = Path(path)
+        return (refused if file.name == name and "stores" in file.parts else real)(path, *arguments, **options)
 
-    patch.setattr(*((mmap, "mmap", refused) if name == "mmap" else (Path, "open", opened)))
+    patch.setattr(*((mmap, "mmap", refused) if name == "mmap" else (os, "open", opened)))
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.EACCES, errno.EIO], ids=errno.errorcode.get)

@@ -13,6 +13,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.model_files import SMALL_FILES
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.store.conversion import SPACE_RESERVE
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line
 from hetero_ee.weights.store.manifest import (
@@ -26,7 +27,6 @@ from hetero_ee.weights.store.manifest import (
     read_manifest,
 )
 from hetero_ee.weights.store.writer import partial_folder
-from hetero_ee.weights.weight import MAX_EXPONENT, MIN_EXPONENT
 from tests.format_store import CODEBOOK, MATRIX, write_store
 
 ROOT = Path(__file__).parents[2]

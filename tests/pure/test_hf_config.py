@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,7 @@ def test_a_file_the_system_does_not_give_is_refused(tmp_path: Path, monkeypatch:
     def denied(*_: Any, **__: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     assert "Permission denied" in refusal(tmp_path)
 
 

@@ -147,7 +147,7 @@ ENTRY = {
     "shape": [*NOT_INTEGERS, *NO_SHAPE],
     "offset": [*NOT_INTEGER, *FAR, 4096, 2**20],
     "scales_offset": [*NOT_INTEGER, *FAR, 2**20],
-    "exponent": [*NOT_INTEGER, -127, 113, 2**31, 10**30],
+    "exponent": [*NOT_INTEGER, -127, 3, 30, 113, 2**31, 10**30],
     "sha256": [*NO_CHECKSUM, ""],
     "scales_sha256": NO_CHECKSUM,
 }

@@ -181,8 +181,8 @@ def a_link_to_itself(file: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (a_folder, "it is no file"),
-        (a_pipe_nobody_writes_to, "it is no file"),
+        (a_folder, "it is a folder, not a regular file"),
+        (a_pipe_nobody_writes_to, "it is a pipe, not a regular file"),
         (nothing, "No such file or directory"),
         (a_link_to_itself, "Too many levels of symbolic links"),
     ],
@@ -199,7 +199,7 @@ def test_a_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch
         raise PermissionError(13, "Permission denied")
 
     file.write_text("")
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(UsageError, match=r"can't be read \(Permission denied\)"):
         read_settings({"HETERO_EE_CONFIG": str(file)})
 

@@ -4,7 +4,7 @@ import difflib
 from pathlib import Path
 
 from hetero_ee.config.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings
-from hetero_ee.config.toml_file import CONFIG_VARIABLE
+from hetero_ee.config.toml_file import CONFIG_VARIABLE, is_in_sight
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.checks.finding import Finding, fail, ok, warn
 
@@ -20,7 +20,7 @@ def configuration(settings: Settings, problem: UsageError | None) -> Finding:
     except UsageError as error:
         return fail(str(error), "Correct it; no other command runs until then.")
     n_set = sum(found.setting.name in settings.in_file for found in resolved)
-    there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if settings.file.exists() else "no such file"
+    there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if is_in_sight(settings.file) else "no such file"
     return ok(f"{settings.file}: {there}")
 
 

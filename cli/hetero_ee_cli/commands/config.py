@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hetero_ee.config import cache_folder, data_folder
 from hetero_ee.config.settings import SETTINGS, Resolved, Settings, read_settings
+from hetero_ee.config.toml_file import is_in_sight
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, table
@@ -34,7 +35,7 @@ def show(engine: EngineOptions, as_json: Json = False) -> None:
     rows = [("setting", "value", "source")]
     rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
     rows += [("", "", ""), ("path", "", "")]
-    missing = {} if settings.file.exists() else {"config_file": "no such file"}
+    missing = {} if is_in_sight(settings.file) else {"config_file": "no such file"}
     rows += [(name, printable(path), missing.get(name, "")) for name, path in paths.items()]
     print(table(rows))
 

@@ -1,5 +1,6 @@
 """A line from a terminal: editing, history and completion by readline, if Python has it."""
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from typing import Self
 
 import platformdirs
 
+from hetero_ee.config.toml_file import own_folder
 from hetero_ee.errors import UsageError
 
 N_HISTORY_LINES = 1000
@@ -16,8 +18,9 @@ MAX_HISTORY_BYTES = 2**20
 
 
 def history_file() -> Path:
-    """Where the history is kept: in the platform's folder for state."""
-    return platformdirs.user_state_path("hetero_ee") / "chat_history"
+    """Where the history is kept: in the platform's folder for state; nowhere for a user without a home folder."""
+    folder = own_folder(platformdirs.user_state_path)
+    return Path(os.devnull) if folder is None else folder / "chat_history"
 
 
 class LineEditor:

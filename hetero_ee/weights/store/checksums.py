@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hetero_ee.weights.store.manifest import Entry, Region
+from hetero_ee_profiles.opened_file import open_regular
 
 PIECE_BYTES = 2**20
 MAX_THREADS = 8  # beyond it, disks and memory are what is waited for
@@ -56,7 +57,7 @@ def first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
 
 
 def _first_damaged(file: Path, regions: Iterable[Region]) -> Region | None:
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file, buffering=0) as opened:
         for region in regions:
             if sha256_of(opened, region.offset, region.n_bytes) != region.sha256:
                 return region

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_ee.weights.store.manifest import MAX_MANIFEST_BYTES, Entry, aligned
+from hetero_ee_profiles.opened_file import open_regular
 from hetero_ee_profiles.records import from_json
 
 JOURNAL_FILE = "journal"
@@ -25,7 +26,7 @@ def journal_line(body: Mapping[str, Any] | Entry) -> bytes:
 
 def read_journal(file: Path, identity: Mapping[str, Any]) -> list[Entry] | None:
     """The tensors that the journal still tells of; None where it belongs to another conversion. Raises OSError."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         data = opened.read(MAX_MANIFEST_BYTES)
     first, *others = data.splitlines(keepends=True) or [b""]
     if first != journal_line(identity):

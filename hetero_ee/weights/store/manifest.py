@@ -14,7 +14,7 @@ from hetero_ee.hub.json_text import parse_json
 from hetero_ee.hub.model_files import SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.weight import MAX_EXPONENT, MIN_EXPONENT
+from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee_profiles.records import from_json
 
 MANIFEST_FILE = "manifest.json"

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from hetero_ee.errors import DamagedStoreError, StoreError
 from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.model_weights import ModelWeights, check_complete
 from hetero_ee.weights.store.checksums import first_damaged
 from hetero_ee.weights.store.manifest import (
@@ -24,10 +26,12 @@ from hetero_ee.weights.store.manifest import (
     CopiedFile,
     Entry,
     Manifest,
+    check_size,
     read_manifest,
 )
 from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.opened_file import open_regular
 
 
 def is_store(folder: Path) -> bool:
@@ -50,14 +54,21 @@ def checked_manifest(folder: Path) -> Manifest:
 def open_store(folder: Path, spec: ModelSpec, manifest: Manifest | None = None) -> ModelWeights:
     """Maps the store's weights into memory, read-only; pages are read when first used. Raises StoreError.
 
-    Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not.
+    Scales, fp32 tensors and the small files are compared with their checksums; tiles, most of the bytes, are not. The
+    first two are compared again by the weights' watch where the file was written to.
     What differs is a DamagedStoreError. manifest: what checked_manifest has returned, where it was called before.
     """
     manifest = manifest or checked_manifest(folder)
+
+    def check(_: Path) -> None:
+        check_size(folder, manifest)
+        _check_regions(folder, manifest)
+
+    watch = FileWatch([folder / WEIGHTS_FILE], check)
     _check_regions(folder, manifest)
     weights = mapped_weights(folder, manifest, spec)
     _check_finite(folder, weights)
-    return weights
+    return replace(weights, watch=watch)
 
 
 def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWeights:
@@ -133,7 +144,7 @@ def _mapped(file: Path) -> Tensor:
     refuses stores larger than that, which are what this engine is for.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError as error:
         raise DamagedStoreError(f"{file} is empty; delete that folder and convert again.") from error

@@ -24,6 +24,7 @@ from hetero_ee.weights.safetensors_file import MAX_HEADER_BYTES
 from hetero_ee.weights.store.checksums import sha256_of
 from hetero_ee.weights.store.manifest import FORMAT_VERSION
 from hetero_ee.weights.store.reader import copied_files
+from hetero_ee_profiles.opened_file import open_regular
 
 WHOLE_BYTES = 2**20  # of a file that is its own sample
 N_SAMPLES, SAMPLE_BYTES = 256, 64  # spread over a larger one: in 5 GB, two or more in a matrix of 4096 x 4096 bf16
@@ -106,7 +107,7 @@ def _sample(file: BinaryIO, n_bytes: int) -> str:
 def _readable(file: Path) -> Iterator[BinaryIO]:
     """The file, open and unbuffered. Raises CheckpointError."""
     try:
-        with file.open("rb", buffering=0) as opened:
+        with open_regular(file, buffering=0) as opened:
             yield opened  # a raw file, whose reads may be short only at its end
     except OSError as error:
         raise CheckpointError(f"{file} can't be read ({error}).") from error

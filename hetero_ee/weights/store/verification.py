@@ -23,6 +23,7 @@ from hetero_ee.weights.store.manifest import (
     parsed_manifest,
 )
 from hetero_ee.weights.store.reader import copy_problem, mapped_weights
+from hetero_ee_profiles.opened_file import open_regular
 
 VERIFYING = "Verifying"
 FP16_EXPONENT = np.uint16(0x7C00)  # all of these bits set: Inf or NaN
@@ -94,7 +95,7 @@ def _weights(folder: Path, manifest: Manifest, progress: Progress | None) -> Ite
     if size != manifest.weights_bytes:
         what = f"has {size} bytes, its manifest says {manifest.weights_bytes}"
         yield Finding(WEIGHTS_FILE, None, min(size, manifest.weights_bytes), what)
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file, buffering=0) as opened:
         end = 0
         for entry in manifest.entries:
             for region in entry.regions:

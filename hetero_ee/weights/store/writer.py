@@ -17,6 +17,7 @@ from torch import Tensor
 from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, StoreError
 from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import read_file
+from hetero_ee.weights.quantizers import MAX_EXPONENT, SCALE_EXPONENT
 from hetero_ee.weights.store.checksums import is_written
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
@@ -98,9 +99,14 @@ class StoreWriter:
             self._files.allocate(self._weights, n_bytes)
 
     def add_tiles(self, name: str, weight: TileWeight) -> None:
-        """A quantized matrix. Raises CheckpointError for scales that are no numbers."""
+        """A quantized matrix. Raises CheckpointError for scales that are no numbers, and weights as no model has."""
         if not torch.isfinite(weight.scales).all():
             raise CheckpointError(f"tensor {name} has scales that are not finite; its weights are damaged.")
+        if weight.exponent > MAX_EXPONENT:
+            raise CheckpointError(
+                f"tensor {name} has weights of 2^{weight.exponent + SCALE_EXPONENT} and more, beyond those of any "
+                "model; it is damaged, get the checkpoint again."
+            )
         offset, checksum = self._append(weight.tiles)
         scales_offset, scales_checksum = self._append(weight.scales)
         layout = "int8" if weight.codebook is None else "int4"
