@@ -40,10 +40,9 @@ def kept_profile(
     problem = ""
     for quick in (False, True) if quick_will_do else (False,):
         file = profile_file(folder, machine, spec, quick=quick)
-        if not file.exists():
-            continue
         try:
-            return _read(file, machine), ""
+            if file.exists():
+                return _read(file, machine), ""
         except (OSError, ValueError) as error:
             problem = f"the profile {file} {error}"
     return None, problem
