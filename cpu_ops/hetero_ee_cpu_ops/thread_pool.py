@@ -129,8 +129,12 @@ class ThreadPool:
         if not self._threads:
             for number in range(1, self.n_threads):
                 thread = threading.Thread(target=self._live, name=f"hetero-ee-{number}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system gives no more; those that there are do all chunks
+                    break
                 self._threads.append(thread)
-                thread.start()
+            self.n_threads = 1 + len(self._threads)
             return
         with self._asleep_lock:
             sleeping, self._asleep = self._asleep, 0

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hetero_ee.calibration.activations import activation_names
-from hetero_ee.calibration.tensor_files import Arrays, parsed_safetensors, read_whole, safetensors_bytes, write_whole
+from hetero_ee.calibration.tensor_files import Arrays, parsed_safetensors, read_whole, safetensors_bytes
 from hetero_ee.errors import StoreError, shown
 from hetero_ee.hub.json_text import parse_json
 from hetero_ee.hub.regular_file import find_file, read_file
@@ -30,8 +30,8 @@ from hetero_ee.speculation.exits.calibration import (
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.features import N_FEATURES
 from hetero_ee.speculation.exits.predictor import ExitPredictor
-from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE, UNFINISHED_SUFFIX
-from hetero_ee.weights.store.filesystem import FileSystem, make_folders, store_errors
+from hetero_ee.weights.store.calibration_files import JSON_FILE, REPLACED_SUFFIX, TENSORS_FILE
+from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, make_folders, store_errors, write_whole
 from hetero_ee_profiles.records import from_json, to_json
 
 FORMAT_NAME = "hetero_ee calibration"

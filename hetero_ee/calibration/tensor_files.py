@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hetero_ee.errors import StoreError, shown
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.weights.safetensors_file import LENGTH_BYTES, header_tensors
-from hetero_ee.weights.store.filesystem import FileSystem, make_folders, store_errors
+from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, replace_file, store_errors
 
 PARTIAL_TYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -26,15 +26,6 @@ CHECKSUM_BYTES = 32
 MAX_PARTIAL_BYTES = 64 * 2**30
 
 Arrays = dict[str, NDArray[Any]]
-
-
-def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> None:
-    """A new file with this content, flushed to the disk. Raises OSError."""
-    opened = files.create_file(file)
-    try:
-        files.write(opened, content)
-    finally:
-        files.close_durably(opened)
 
 
 def read_whole(file: Path, max_bytes: int, what: str) -> bytes:
@@ -78,7 +69,6 @@ class PartialCalibration:
 
     def __init__(self, file: Path, identity: str, files: FileSystem) -> None:
         self._file, self._files = file, files
-        self._unfinished = file.with_name(f"{file.name}.new")
         self._identity = np.frombuffer(bytes.fromhex(identity), np.uint8)
 
     @property
@@ -105,22 +95,9 @@ class PartialCalibration:
         """Replaces what was saved before."""
         content = safetensors_bytes(arrays | {IDENTITY: self._identity})
         with store_errors(self._file):
-            make_folders(self._file.parent, self._files)
-            self._remove(self._unfinished)
-            try:
-                write_whole(self._unfinished, hashlib.sha256(content).digest() + content, self._files)
-                if os.name == "nt":  # renaming replaces nothing there
-                    self._remove(self._file)
-                self._files.rename(self._unfinished, self._file)
-            except BaseException:
-                self._remove(self._unfinished)
-                raise
+            replace_file(self._file, hashlib.sha256(content).digest() + content, self._files)
 
     def remove(self) -> None:
         """For when the calibration is complete."""
         with store_errors(self._file):
-            self._remove(self._file)
-
-    def _remove(self, file: Path) -> None:
-        if os.path.lexists(file):
-            self._files.remove_file(file)
+            remove_if_there(self._file, self._files)

@@ -29,7 +29,8 @@ def automatic_profile(
 
 def profile_here(spec: ModelSpec, folder: Path | None, wanted: Wanted, progress: Progress | None) -> HardwareProfile:
     """machine_profile with this process's folders. folder: the model's, whose largest file the disk is timed with."""
-    files = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
+    found = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
+    files = [file for file in found if file.is_file()]  # not a link to what is gone
     return machine_profile(
         spec,
         wanted,

@@ -13,8 +13,9 @@ from pathlib import Path
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.disturbance import disturbance, is_disturbed
 from hetero_ee.profiling.preset import product_shapes
+from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, replace_file
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile, Machine
-from hetero_ee_profiles.records import read_record, write_record
+from hetero_ee_profiles.records import read_record, to_json
 
 FOLDER = "profiles"
 DISTURBED_SUFFIX = ".disturbed"
@@ -39,10 +40,9 @@ def kept_profile(
     problem = ""
     for quick in (False, True) if quick_will_do else (False,):
         file = profile_file(folder, machine, spec, quick=quick)
-        if not file.exists():
-            continue
         try:
-            return _read(file, machine), ""
+            if file.exists():
+                return _read(file, machine), ""
         except (OSError, ValueError) as error:
             problem = f"the profile {file} {error}"
     return None, problem
@@ -61,9 +61,9 @@ def kept_file(folder: Path, profile: HardwareProfile, spec: ModelSpec) -> Path |
 def keep_profile(folder: Path, profile: HardwareProfile, spec: ModelSpec, *, quick: bool) -> Path:
     """Writes the profile where kept_profile finds it; returns where. Raises OSError."""
     file = profile_file(folder, profile.machine, spec, quick=quick)
-    write_record(profile, file)
+    _write(profile, file)
     with suppress(OSError):
-        _beside(file).unlink()
+        remove_if_there(_beside(file), FileSystem())
     return file
 
 
@@ -73,7 +73,7 @@ def keep_unless_disturbed(
     """The profile to use now, and whether it was kept; of two disturbed ones the less disturbed. Raises OSError."""
     beside = _beside(profile_file(folder, profile.machine, spec, quick=quick))
     if is_disturbed(profile) and not beside.exists():
-        write_record(profile, beside)
+        _write(profile, beside)
         return profile, False
     if is_disturbed(profile):
         with suppress(OSError, ValueError):
@@ -82,6 +82,10 @@ def keep_unless_disturbed(
                 profile = min(profile, former, key=disturbance)
     keep_profile(folder, profile, spec, quick=quick)
     return profile, True
+
+
+def _write(profile: HardwareProfile, file: Path) -> None:
+    replace_file(file, to_json(profile).encode(), FileSystem())
 
 
 def _beside(file: Path) -> Path:

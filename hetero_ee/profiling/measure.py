@@ -1,6 +1,7 @@
 """Measures this machine for one model: a HardwareProfile of which everything was timed here, now."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,5 +92,7 @@ def measure_profile(
 
 
 def _disk_rate(file: Path | None, origin: Origin, clock: Clock) -> Measurement:
-    rates = probe_disk_bytes_per_s(file, clock) if file is not None else []
+    rates: list[float] = []
+    with suppress(OSError):  # a file that can't be read says nothing of the disk
+        rates = probe_disk_bytes_per_s(file, clock) if file is not None else []
     return measured(rates, "B/s", origin) if rates else derived(ASSUMED_DISK_BYTES_PER_S, "B/s", origin)

@@ -101,3 +101,22 @@ def test_a_forked_child_computes_alone(count: Any) -> None:
         os._exit(0 if (counts == 2).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     pool.close()
+
+
+@pytest.mark.parametrize("n_given", [0, 1])
+def test_threads_that_the_system_refuses_are_done_without(
+    count: Any, monkeypatch: pytest.MonkeyPatch, n_given: int
+) -> None:
+    left, start = [n_given], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool, counts = ThreadPool(4), np.zeros(50, np.int64)
+    pool.run(count.address, arguments_for(counts), 50)
+    assert (counts == 1).all() and pool.n_threads == 1 + n_given
+    pool.close()

@@ -107,7 +107,7 @@ CGROUPS: dict[str, tuple[dict[str, str], CgroupLimits]] = {
         {**V2, f"{FOLDER}/cpu.max": "max 100000\n", f"{FOLDER}/memory.max": "max\n"},
         CgroupLimits(None, None),
     ),
-    "the group's own": ({**V2, f"{FOLDER}/app.service/memory.max": "1048576\n"}, CgroupLimits(None, 2**20)),
+    "the group's own": ({**V2, f"{FOLDER}/app.service/memory.max": "1048576\n"}, CgroupLimits(None, 2**20, 2**20)),
     "the least of those around it": (
         {
             **V2,
@@ -116,7 +116,7 @@ CGROUPS: dict[str, tuple[dict[str, str], CgroupLimits]] = {
             f"{FOLDER}/app.service/memory.max": "8589934592\n",
             "/sys/fs/cgroup/memory.max": "4294967296\n",
         },
-        CgroupLimits(1.5, 4 * GIB),
+        CgroupLimits(1.5, 4 * GIB, 4 * GIB),
     ),
     "a path outside of what is mounted": (
         {"/proc/self/cgroup": "0::/../../x\n", "/sys/fs/cgroup/x/cpu.max": "100000 50000"},
@@ -124,7 +124,31 @@ CGROUPS: dict[str, tuple[dict[str, str], CgroupLimits]] = {
     ),
     "both versions": (
         {"/proc/self/cgroup": "3:memory:/\n0::/\n", "/sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n"},
-        CgroupLimits(None, GIB),
+        CgroupLimits(None, GIB, GIB),
+    ),
+    "what is in use": (
+        {
+            **V2,
+            f"{FOLDER}/memory.max": "1000000000\n",
+            f"{FOLDER}/memory.current": "700000000\n",
+            f"{FOLDER}/memory.stat": "anon 400000000\nfile 300000000\ninactive_file 100000000\nactive_file 150000000\n",
+            "/sys/fs/cgroup/memory.max": "1200000000\n",
+            "/sys/fs/cgroup/memory.current": "1100000000\n",
+        },
+        CgroupLimits(None, 10**9, 10**8),
+    ),
+    "what is in use in version 1, subgroups included": (
+        {
+            "/proc/self/cgroup": "3:memory:/\n",
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000000\n",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes": "900000000\n",
+            "/sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 200000000\nactive_file 7\n",
+        },
+        CgroupLimits(None, 10**9, 3 * 10**8 + 7),
+    ),
+    "more in use than is allowed": (
+        {**V2, f"{FOLDER}/memory.max": "1000\n", f"{FOLDER}/memory.current": "2000\n"},
+        CgroupLimits(None, 1000, 0),
     ),
     "nonsense": (
         {"/proc/self/cgroup": "\n::\nx\n0::/\n", "/sys/fs/cgroup/cpu.max": "a b", "/sys/fs/cgroup/memory.max": "-1"},
@@ -148,7 +172,7 @@ def test_memory() -> None:
     assert free == MemoryInfo(total, available, swap, None, "madvise")
     assert free.usable_bytes == total
     limited = memory_info(recorded(in_cgroup_2(ryzen(), "max 100000", str(2 * GIB))))
-    assert (limited.limit_bytes, limited.usable_bytes) == (2 * GIB, 2 * GIB)
+    assert (limited.limit_bytes, limited.usable_bytes, limited.available_bytes) == (2 * GIB, 2 * GIB, 2 * GIB)
     assert memory_info(recorded(in_cgroup_1(ryzen(), "-1\n", UNLIMITED_1))).limit_bytes is None
 
 

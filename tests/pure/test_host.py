@@ -175,3 +175,11 @@ def test_a_disk_on_which_only_a_file_could_stand_for_a_lock(tmp_path: Path, monk
     with pytest.raises(OSError, match=r"files can't be locked: .*Function not implemented"):
         try_disk(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_without_a_thread_to_read_it_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    assert python("print(1)") == Answer("", "can't start new thread")

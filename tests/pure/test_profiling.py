@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.profiling import disturbance
+from hetero_ee.profiling import disturbance, kept
+from hetero_ee.profiling import machine_profile as machine_profile_module
 from hetero_ee.profiling import measure as profiling
 from hetero_ee.profiling.gpu import GpuMetrics
 from hetero_ee.profiling.kept import keep_profile, kept_profile, profile_file
@@ -26,6 +28,7 @@ from hetero_ee_profiles.measurement import Origin, measured
 from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 from tests.stand_in_gpu import StandInGpu
+from tests.store_support import FaultyDisk, contents
 
 ORIGIN = Origin("a test", "2026-11-21", "versions")
 MACHINE = Machine("a processor", 4, "avx2", 2**34, None, 0, None, "versions")
@@ -423,3 +426,44 @@ def test_on_a_disk_without_locks_nobody_waits(ask: Asking, probes: Probes, monke
     monkeypatch.setattr(FileSystem, "acquire_lock", refuse)
     ask()
     assert ask() and probes.teams == [4]
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("rates", [[1e9, 1e9, 1e9], [1e9, 1.2e9, 1.5e9]], ids=["quiet", "disturbed"])
+def test_a_disk_that_fails_at_any_call_leaves_whole_profiles(
+    ask: Asking, probes: Probes, watchful: None, monkeypatch: pytest.MonkeyPatch, code: int, lasting: bool, rates: Any
+) -> None:
+    """What was measured is used, a remark says why it can't be kept, and the former profile or the new one is there."""
+    probes.rates = [2e9, 2e9, 2e9]
+    ask(AGAIN)
+    probes.rates, good, failed = rates, contents(ask.folder), set()
+    for fail_at in range(1, 100):
+        disk = FaultyDisk(fail_at, OSError(code, os.strerror(code)), lasting=lasting)
+        with monkeypatch.context() as patch:
+            for module in (kept, machine_profile_module):
+                patch.setattr(module, "FileSystem", lambda disk=disk: disk)
+            assert ask(AGAIN).cpu[0].read_bytes_per_s.p20 == 1e9
+        if len(disk.calls) < fail_at:
+            break
+        call = disk.calls[fail_at - 1]
+        failed.add(call)
+        is_told = any("can't be kept" in remark and os.strerror(code) in remark for remark in ask.remarks)
+        if call in ("create_file", "write", "close_durably", "rename"):
+            assert is_told and {name: contents(ask.folder).get(name) for name in good} == good
+        probes.rates = [2e9, 2e9, 2e9]
+        ask(AGAIN)
+        probes.rates = rates
+        left = contents(ask.folder).keys() - good.keys()  # nothing, but where the disk refused to remove it too
+        assert not [name for name in left if not (lasting and name.endswith(".new"))], f"call {fail_at}, {call}"
+    assert {"acquire_lock", "create_file", "write", "close_durably", "rename"} <= failed
+
+
+def test_a_folder_of_profiles_that_can_not_be_looked_into(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        assert ask().cpu[0].threads == 4
+    assert any("Permission denied" in remark for remark in ask.remarks)

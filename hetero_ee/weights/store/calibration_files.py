@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from hetero_ee.errors import StoreError
-from hetero_ee.weights.store.filesystem import FileSystem, holds_only, store_errors, store_lock
+from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, holds_only, store_errors, store_lock
 
-FOLDER_SUFFIX, UNFINISHED_SUFFIX, REPLACED_SUFFIX = ".calibration", ".new", ".old"
+FOLDER_SUFFIX, REPLACED_SUFFIX = ".calibration", ".old"
 PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
 JSON_FILE, TENSORS_FILE = "calibration.json", "calibration.safetensors"
 

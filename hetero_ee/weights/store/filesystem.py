@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+UNFINISHED_SUFFIX = ".new"  # of what takes a file's or folder's place once it is whole
 POLL_S = 0.1  # how often a process that waits for a lock asks again
 ELSEWHERE = "set HETERO_EE_CACHE_DIR to a folder on another disk"
 
@@ -132,6 +133,39 @@ def allocated_bytes(status: os.stat_result) -> int:
     """Room on the disk that a file has; its size on Windows, which tells no more."""
     n_blocks: int | None = getattr(status, "st_blocks", None)
     return status.st_size if n_blocks is None else 512 * n_blocks
+
+
+def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> None:
+    """A new file with this content, flushed to the disk. Raises OSError."""
+    opened = files.create_file(file)
+    try:
+        files.write(opened, content)
+    finally:
+        files.close_durably(opened)
+
+
+def replace_file(file: Path, content: bytes, files: FileSystem) -> None:
+    """The content in the file's place, whole or not at all; its folders are made. One process at a time.
+
+    Raises OSError.
+    """
+    unfinished = file.with_name(f"{file.name}{UNFINISHED_SUFFIX}")
+    make_folders(file.parent, files)
+    remove_if_there(unfinished, files)  # a killed process's
+    try:
+        write_whole(unfinished, content, files)
+        if os.name == "nt":  # renaming replaces nothing there
+            remove_if_there(file, files)
+        files.rename(unfinished, file)
+    except BaseException:
+        with suppress(OSError):  # the first error is what counts
+            remove_if_there(unfinished, files)
+        raise
+
+
+def remove_if_there(file: Path, files: FileSystem) -> None:
+    if os.path.lexists(file):
+        files.remove_file(file)
 
 
 @contextmanager

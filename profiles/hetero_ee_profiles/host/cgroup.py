@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hetero_ee_profiles.host.host import Host
 
 ROOT = "/sys/fs/cgroup"
+RECLAIMABLE = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")  # in versions 2 and 1
 UNLIMITED_BYTES = 2**60  # version 1 says "no limit" by an enormous number
 
 
@@ -15,13 +16,17 @@ class CgroupLimits:
 
     cores: float | None  # CPU time by wall time
     memory_bytes: int | None  # the group's own
+    free_bytes: int | None = None  # of that; what the group's cached files take can be taken back
 
 
 def cgroup_limits(host: Host) -> CgroupLimits:
     """The least that this process's group and the groups around it allow."""
     cores = [limit for folder in _folders(host, "cpu") if (limit := _cores(host, folder)) is not None]
-    memory = [limit for folder in _folders(host, "memory") if (limit := _memory_bytes(host, folder)) is not None]
-    return CgroupLimits(min(cores, default=None), min(memory, default=None))
+    memory = {
+        folder: limit for folder in _folders(host, "memory") if (limit := _memory_bytes(host, folder)) is not None
+    }
+    free = [max(0, limit - _used_bytes(host, folder)) for folder, limit in memory.items()]
+    return CgroupLimits(min(cores, default=None), min(memory.values(), default=None), min(free, default=None))
 
 
 def _folders(host: Host, controller: str) -> Iterator[str]:
@@ -57,3 +62,12 @@ def _cores(host: Host, folder: str) -> float | None:
 def _memory_bytes(host: Host, folder: str) -> int | None:
     text = (host.text(f"{folder}/memory.max") or host.text(f"{folder}/memory.limit_in_bytes") or "").strip()
     return int(text) if text.isdecimal() and 0 < int(text) < UNLIMITED_BYTES else None
+
+
+def _used_bytes(host: Host, folder: str) -> int:
+    """Without cached files; 0 where the group does not say."""
+    text = (host.text(f"{folder}/memory.current") or host.text(f"{folder}/memory.usage_in_bytes") or "").strip()
+    lines = (line.split() for line in (host.text(f"{folder}/memory.stat") or "").splitlines())
+    parts = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+    totals = [name for name in RECLAIMABLE if f"total_{name}" not in parts]  # version 1 has both, totals with subgroups
+    return max(0, int(text) - sum(parts.get(name, 0) for name in totals)) if text.isdecimal() else 0

@@ -105,7 +105,13 @@ def run_command(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> Answer:
             found.append(stdout.read(MAX_TEXT_BYTES))
 
     reader = Thread(target=read, daemon=True)
-    reader.start()
+    try:
+        reader.start()
+    except RuntimeError as error:  # the system gives no more threads
+        stdout.close()
+        process.kill()
+        process.wait()
+        return Answer(problem=str(error))
     reader.join(timeout_s)
     problem = f"no answer within {timeout_s:g} s" if reader.is_alive() else ""
     if not problem and len(found[0]) == MAX_TEXT_BYTES:

@@ -11,7 +11,7 @@ class MemoryInfo:
     """Memory of the machine and of this process's container."""
 
     total_bytes: int
-    available_bytes: int
+    available_bytes: int  # to this process: the machine's, as far as a container's limit leaves room
     swap_total_bytes: int
     limit_bytes: int | None  # a container's limit, None without one
     huge_pages: str | None  # "always", "madvise" or "never"; None: unknown
@@ -25,12 +25,16 @@ class MemoryInfo:
 def memory_info(host: Host) -> MemoryInfo:
     """From /proc/meminfo, elsewhere from psutil."""
     fields = _meminfo(host.text("/proc/meminfo") or "")
-    limit = cgroup_limits(host).memory_bytes
+    limits = cgroup_limits(host)
     pages = _chosen(host.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     if {"MemTotal", "MemAvailable"} <= fields.keys():
-        return MemoryInfo(fields["MemTotal"], fields["MemAvailable"], fields.get("SwapTotal", 0), limit, pages)
-    counts = host.memory_counts()
-    return MemoryInfo(counts.total, counts.available, counts.swap, limit, pages)
+        total, available, swap = fields["MemTotal"], fields["MemAvailable"], fields.get("SwapTotal", 0)
+    else:
+        counts = host.memory_counts()
+        total, available, swap = counts.total, counts.available, counts.swap
+    if limits.free_bytes is not None:
+        available = min(available, limits.free_bytes)
+    return MemoryInfo(total, available, swap, limits.memory_bytes, pages)
 
 
 def _meminfo(text: str) -> dict[str, int]:

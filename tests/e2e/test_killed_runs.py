@@ -1,0 +1,97 @@
+"""SIGKILL at any moment of a first `generate` and of `profile`: what the next run finds is whole, or not there."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from hetero_ee_cpu_ops.kernel_files import SUFFIX, read_kernel
+from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.records import from_json, read_record
+from tests.command_line import PROMPT, Ended
+from tests.killed_processes import ERR, OUT, started
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
+PATIENCE_S = 400
+N_KILLS = 5  # of runs of which each goes on from what the one before has left; behind them a run that may end
+GENERATE = ("generate", PROMPT, "-n", 12, "--temp", 0, "-t", 1)
+PROFILE = ("profile", "--quick", "--json")
+
+
+def ended(folder: Path, arguments: Sequence[object]) -> Ended:
+    """How a run ends that nobody kills."""
+    process = started(folder, arguments)
+    process.join(PATIENCE_S)
+    code = process.exitcode
+    process.kill()
+    assert code is not None, (folder / ERR).read_text()
+    return Ended(code, (folder / OUT).read_text(), (folder / ERR).read_text())
+
+
+def killed(folder: Path, arguments: Sequence[object], after_s: float) -> bool:
+    """Kills a run after that time; whether it was still running."""
+    process = started(folder, arguments)
+    process.join(after_s)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def check_files(folder: Path) -> None:
+    """Nothing unfinished, nothing damaged, no lock held."""
+    stores = [path for path in (folder / "cache" / "stores").glob("*") if path.suffix != ".lock"]
+    assert all((store / "manifest.json").is_file() for store in stores) and len(stores) <= 1, stores
+    for kernel in (folder / "cache").rglob(f"*{SUFFIX}"):
+        assert read_kernel(kernel) is not None
+    for pattern in ("*.json", "*.disturbed"):
+        for profile in (folder / "data" / "profiles").glob(pattern):
+            read_record(HardwareProfile, profile)
+    for lock in folder.rglob("*.lock"):
+        with FileLock(lock, timeout=0, fallback_to_soft=False):
+            pass
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    """What an undisturbed first generate says, and its seconds."""
+    folder = tmp_path_factory.mktemp("first")
+    start_s = time.monotonic()
+    ran = ended(folder, GENERATE)
+    assert ran.code == 0 and "Compiling" in ran.err, ran.err
+    return ran.out, time.monotonic() - start_s
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_first_generate_killed_at_any_moment(first: tuple[str, float], tmp_path: Path, seed: int) -> None:
+    """Conversion, measurement, plan and compilation, wherever the kills before have left them."""
+    said, whole_s = first
+    chance = random.Random(seed)
+    n_killed = 0
+    while n_killed < N_KILLS:
+        n_killed += killed(tmp_path, GENERATE, chance.random() * whole_s)
+    for _ in range(2):
+        ran = ended(tmp_path, GENERATE)
+        assert (ran.code, ran.out) == (0, said), ran.err
+        assert not any(word in ran.err for word in ("Traceback", "damaged", "can't")), ran.err
+        check_files(tmp_path)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_profile_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Measured again each time, first without an earlier profile, then beside one that stays in use."""
+    chance = random.Random(seed)
+    n_killed = 0
+    while n_killed < N_KILLS:
+        n_killed += killed(tmp_path, (*PROFILE, "--refresh"), chance.random() * 8)
+    ran = ended(tmp_path, PROFILE)
+    assert ran.code == 0 and "Traceback" not in ran.err and "can't" not in ran.err, ran.err
+    assert from_json(HardwareProfile, ran.out).cpu and json.loads(ran.out)["kind"] == "measured"
+    check_files(tmp_path)
