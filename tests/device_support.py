@@ -1,7 +1,8 @@
 """A machine with round numbers, so that time lines can be worked out by hand, and devices that fail when told to.
 
 Seconds by the profile, of a work of `work()`: the CPU takes 4 for one row and 1 more for each other row, the GPU a
-quarter of that. To the GPU go 64 bytes a second, to the CPU 32, each copy 0.5 later; a row crosses in 0.25.
+quarter of that. To the GPU go 64 bytes a second, 40 beside a busy CPU, to the CPU 32, each
+copy 0.5 later; a row crosses in 0.25.
 """
 
 from collections import Counter
@@ -44,6 +45,7 @@ SPEC = read_spec(
         "max_position_embeddings": 64,
     }
 )
+TINY_S = 2.0**-60  # of a call: everything is in proportion to its size
 ROW_BYTES = 4 * 32  # of a hidden state
 
 
@@ -57,6 +59,7 @@ def device_times(share: float, kv_type: str = "fp32", free_bytes: int = 1000) ->
         threads=0 if share < 1 else 2,
         free_bytes=free_bytes,
         read_bytes_per_s=figure(1.0, "B/s"),
+        call=figure(TINY_S),
         matmuls=tuple(
             MatmulTime(layout, 16, 32, m, 1, figure((3 + m) * share * factor))
             for layout, factor in (("int4", 1), ("int8", 2))
@@ -73,6 +76,7 @@ def round_profile(kv_type: str = "fp32") -> HardwareProfile:
     rates = dict.fromkeys(("pageable_to_gpu_bytes_per_s", "pageable_to_cpu_bytes_per_s"), figure(16.0, "B/s"))
     link = LinkTimes(
         to_gpu_bytes_per_s=figure(64.0, "B/s"),
+        beside_cpu_bytes_per_s=figure(40.0, "B/s"),
         to_cpu_bytes_per_s=figure(32.0, "B/s"),
         both_ways_bytes_per_s=figure(96.0, "B/s"),
         latency=figure(0.5),

@@ -265,7 +265,7 @@ def _prefill_placements(problem: Problem, decode: Placement, chunk: int) -> list
     What fits into the buffers' room decides who may: all, the FFNs alone, which have no keys and values, or none.
     """
     found = [decode]
-    may_visit = problem.has_gpu and decode[-1] in ON_GPU
+    may_visit = any(placement in ON_GPU for placement in decode)
     for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)) if may_visit else ():
         tried = _visiting(problem, decode, chunk, kinds)
         terms = _memory_terms(problem, decode, tried, chunk)

@@ -66,7 +66,7 @@ class Problem:
                 continue
             seconds = self.costs.part_s(part, placement, m, context_tokens)
             if placement == "stream":
-                seconds = max(seconds, self.costs.copy_s(part))
+                seconds = max(seconds, self.costs.copy_s(part, beside_cpu=True))  # as it is where others are on it
             n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
             found[placement] = Option(seconds, n_bytes, on_gpu=placement != "cpu")
         if not found:

@@ -1,12 +1,20 @@
 """Why a plan is as it is: a sentence or two for each decision, with the numbers that decided."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 
-from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate
+from hetero_ee.errors import UsageError
+from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
 from hetero_ee.planning.explanation import sized
 from hetero_ee.planning.plan import EXIT, Prediction
+from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
-from hetero_ee.planning.times.memory import part_gpu_bytes
+from hetero_ee.planning.times.costs import ON_GPU
+from hetero_ee.planning.times.memory import part_gpu_bytes, stream_buffer_bytes
+
+LEAST_SHARE = 0.01  # of a time, that is worth a word
+PROMPT_CLIFF = 0.7  # fewer layers on the GPU are named where a prompt takes less than this share of its time with them
 
 
 def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
@@ -19,6 +27,8 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     if n_on_disk:
         yield f"{n_on_disk} parts exceed the RAM budget and are read from the disk at every token."
     yield f"{_split_reason(best)} {_largest_term(prediction)}"
+    yield from _crossing_reasons(best, prediction)
+    yield from _prompt_reasons(best)
     yield from _neuron_reasons(best)
     yield from _mode_reasons(best, prediction)
 
@@ -50,6 +60,51 @@ def _largest_term(prediction: Prediction) -> str:
     total_s = sum(term.seconds for term in prediction.decode_terms)
     largest = max(prediction.decode_terms, key=lambda term: term.seconds)
     return f"What takes longest of a token is {largest.name}: {largest.seconds / total_s:.0%}."
+
+
+def _crossing_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
+    """What a split between the devices hangs on."""
+    terms = {term.name: term.seconds for term in prediction.decode_terms}
+    link, seconds = best.problem.costs.profile.link, terms.get("transfers", 0.0)
+    share = seconds / sum(terms.values())
+    if link is None or share < LEAST_SHARE or len({placement in ON_GPU for placement in best.decode[1:-1]}) < 2:
+        return
+    crossing, how = link.transfer, "measured" if link.transfer.count else "assumed"
+    yield (
+        f"The split hangs on what a crossing between CPU and GPU takes, {crossing.value * 1e6:.0f} us ({how}): "
+        f"{seconds / crossing.value:.0f} a token are {share:.0%} of its time."
+    )
+
+
+def _prompt_reasons(best: Candidate) -> Iterator[str]:
+    """What the layers that were asked for cost prompts: others' weights find no room on a GPU that these fill."""
+    problem, asked = best.problem, best.problem.limits.gpu_layers
+    if asked is None or problem.costs.profile.gpu is None or not {"cpu", "disk"} & set(best.prefill[1:-1]):
+        return
+    asked, n_prompt = min(asked, problem.spec.n_layers), min(REQUEST_PROMPT_TOKENS, problem.context_tokens)
+    layer_bytes = sum(part_gpu_bytes(part, "gpu", problem.context_tokens) for part in problem.layers[:2])
+    needed_bytes = stream_buffer_bytes(problem.layers, ["visit"] * len(problem.layers), problem.context_tokens)
+    n_fewer = 1 + needed_bytes // layer_bytes
+    others = dict(_with_layers(best, range(max(1, asked - 1), max(0, asked - 1 - n_fewer), -1)))
+    least_s = min((other.read_s for other in others.values()), default=best.read_s)
+    if least_s > PROMPT_CLIFF * best.read_s:
+        return
+    n_layers, other = next(each for each in others.items() if each[1].read_s <= (1 + LEAST_SHARE) * least_s)
+    yield (
+        f"With -ngl {asked} {'no room is left' if asked else 'the GPU is not there'} for streaming prompts' weights: "
+        f"{n_prompt} tokens take {best.read_s:.3g} s; with -ngl {n_layers} {other.read_s:.3g} s, and text "
+        f"{1 / other.schedule.token_s:.3g} instead of {1 / best.schedule.token_s:.3g} tokens/s."
+    )
+
+
+def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, Candidate]]:
+    """The same request with so many layers on the GPU, where that is possible."""
+    problem = best.problem
+    for n_layers in counts:
+        limits = replace(problem.limits, gpu_layers=n_layers, context_tokens=problem.context_tokens)
+        with suppress(UsageError):
+            found = resolve(problem.spec, problem.costs.profile, limits, problem.statistics)
+            yield n_layers, best_candidate(found, best.context_tokens)
 
 
 def _neuron_reasons(best: Candidate) -> Iterator[str]:

@@ -1,22 +1,26 @@
 """Measures the CPU for one model: passes through as many of its layers as a limit of bytes allows, part by part."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
-from hetero_ee.profiling.pass_probe import PassSamples, probe_pass, time_pass
+from hetero_ee.profiling.pass_probe import SMALLEST_S, PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.preset import LEAST_TOKENS, PassSampling, Point, Preset, affordable_points
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.random_weights import random_weights
+from hetero_ee.weights.random_weights import CODEBOOK, random_weights
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
+from hetero_ee_cpu_ops.read import Read
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.cpu_probe import READ_BYTES, probe_read_bytes_per_s
 from hetero_ee_profiles.hardware import (
@@ -28,12 +32,13 @@ from hetero_ee_profiles.hardware import (
     interpolated,
 )
 from hetero_ee_profiles.measurement import Measurement, Origin, measured
-from hetero_ee_profiles.probe_samples import Clock, ProductShape
+from hetero_ee_profiles.probe_samples import INT4_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, Clock, ProductShape
 
 CHECK_REPEATS = 5  # of reading memory, to compare with a kept profile
 KV_TYPE = "fp32"  # of the cache that passes are timed with
 HEAD_SHARE = 4  # of the bytes that weights may take, the lm_head gets one in so many; a larger one is cut
 MIN_HEAD_BYTES = 2**24  # that it always gets
+N_CALLS = 50  # of the smallest product
 CHUNK_BYTES = 2**27  # of weights that a chunk passes: more layers would not be slower ones
 
 
@@ -89,13 +94,14 @@ def measured_cpu(
 
     spec = model.spec
     rates = _read_bytes_per_s(_buffers(model.weights), n_threads, max(5, preset.repeats), clock)
-    passes = _passes(model, points, n_threads, preset.pass_sample_s, end_s, clock)
+    calls_s, passes = _passes(model, points, n_threads, preset.pass_sample_s, end_s, clock)
     shortest = {m: passes[m, min(tokens for other, tokens in passes if other == m)] for m, _ in passes}
     heads = spec.n_heads, spec.n_kv_heads, spec.head_dim
     return DeviceTimes(
         threads=n_threads,
         free_bytes=free_bytes,
         read_bytes_per_s=measured(rates, "B/s", origin),
+        call=timed(calls_s),
         matmuls=tuple(
             MatmulTime(*shape, m, model.weights.n_bytes, timed(seconds))
             for m, found in shortest.items()
@@ -145,10 +151,40 @@ def _read_bytes_per_s(buffers: Sequence[Any], n_threads: int, repeats: int, cloc
         pool.close()
 
 
+@contextmanager
+def memory_reader(n_threads: int) -> Iterator[Callable[[], int]]:
+    """Inside, what reads memory on so many threads, and says how many bytes."""
+    pool = ThreadPool(n_threads)
+    [buffer] = _buffers(None)
+
+    def read() -> int:
+        Read(pool)(buffer)
+        return int(buffer.nbytes)
+
+    try:
+        yield read
+    finally:
+        pool.close()
+
+
+def _calls_s(pool: ThreadPool, clock: Clock) -> list[float]:
+    """Of a product of one tile."""
+    multiply, x = Matmul(pool), np.ones((1, TILE_COLUMNS), np.float32)
+    tiles, scales = np.zeros((1, 1, INT4_TILE_BYTES), np.uint8), np.ones((1, 1, TILE_ROWS), np.float16)
+    tile, found = TileMatrix(tiles, scales, 0, CODEBOOK), []
+    for _ in range(N_CALLS):
+        start_s = clock()
+        multiply(x, tile)
+        found.append(max(clock() - start_s, SMALLEST_S))
+    return found
+
+
 def _passes(
     model: ProbedModel, points: Sequence[Point], n_threads: int, sample_s: float, end_s: float, clock: Clock
-) -> Mapping[Point, PassSamples]:
-    """Of the points, in order, or of those that there is time for until end_s; compiling kernels is not counted."""
+) -> tuple[list[float], Mapping[Point, PassSamples]]:
+    """Seconds of the smallest product; passes of the points, in order, or of those that there is time for until end_s.
+    Compiling kernels is not counted.
+    """
     spec, found = model.spec, {}
     max_tokens = max(tokens for _, tokens in points)
     cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens, kind=KV_TYPE)
@@ -157,6 +193,7 @@ def _passes(
         begun_s = clock()
         executor.prepare()
         end_s += clock() - begun_s
+        calls_s = _calls_s(executor.pool, clock)
         chunk_s = _chunk_seconds(executor, points, model.n_chunk_layers, clock)
         points, kept_s = affordable_points(points, chunk_s, end_s - clock())
         for n_done, (m, tokens) in enumerate(points):
@@ -167,7 +204,7 @@ def _passes(
             limit_s = (end_s - clock() - (0.0 if is_chunk else kept_s)) / n_left
             n_layers = model.n_chunk_layers if is_chunk else None
             found[m, tokens] = probe_pass(executor, m, tokens, PassSampling(sample_s, limit_s), clock, n_layers)
-        return found
+        return calls_s, found
     finally:
         executor.close()
 

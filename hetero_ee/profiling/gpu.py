@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.profiling.cpu import memory_reader
 from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.runtime.batch import Batch
@@ -32,10 +33,12 @@ from hetero_ee_profiles.gpu.probe import (
     probe_gpu_products,
 )
 from hetero_ee_profiles.hardware import AttentionTime, DeviceTimes, LinkTimes, MatmulTime, OverheadTime
+from hetero_ee_profiles.host.process import physical_core_count
 from hetero_ee_profiles.measurement import Measurement, Origin, measured
-from hetero_ee_profiles.probe_samples import Clock, ProductShape
+from hetero_ee_profiles.probe_samples import TILE_COLUMNS, TILE_ROWS, Clock, ProductShape
 
 FEW_LAYERS, MANY_LAYERS = 1, 9
+CALL_SHAPE = ProductShape("int4", TILE_ROWS, TILE_COLUMNS, 64)  # one tile; so many in a row, of one graph
 SMALL_VOCABULARY = 64  # the embedding's rows are as long as the model's, and few
 
 
@@ -81,7 +84,8 @@ def measured_gpu(
     try:
         with platform.current():
             n_bytes = min(preset.link_bytes, platform.free_bytes() // FREE_SHARE)
-            link = probe_link(platform, spec.hidden_size, n_bytes, preset.repeats, origin, clock)
+            with memory_reader(physical_core_count()) as read:
+                link = probe_link(platform, spec.hidden_size, n_bytes, read, preset.repeats, origin, clock)
             return GpuMetrics(_gpu_times(measuring, shapes, points), link)
     except Exception as error:
         return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
@@ -96,6 +100,7 @@ def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Se
     free_bytes = probe_free_bytes(platform)
     rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, measuring.clock)
     products = probe_gpu_products(platform, shapes, preset.tokens, MAX_ROWS, kernels, sampling, preset.cycle_bytes)
+    calls = probe_gpu_products(platform, [CALL_SHAPE], (1,), MAX_ROWS, kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
     attentions = probe_gpu_attention(
         platform, heads, spec.n_layers, points, MAX_ROWS, operations.attention, can_record, sampling
@@ -104,6 +109,7 @@ def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Se
         threads=0,
         free_bytes=free_bytes,
         read_bytes_per_s=measured(rates, "B/s", measuring.origin),
+        call=timed(calls[0].seconds),
         matmuls=tuple(
             MatmulTime(p.shape.layout, p.shape.n_rows, p.shape.n_columns, p.m, p.cycle_bytes, timed(p.seconds))
             for p in products

@@ -104,11 +104,9 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
 
 def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
     """A decode batch takes the time of reading what is kept; its type may be another than the one that was timed."""
-    few = m <= MAX_DECODE_TOKENS
-    seconds = times.attention_s(spec.n_heads, spec.n_kv_heads, spec.head_dim, m, attention.n_positions, few=few)
-    if few:
-        seconds *= attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
-    return seconds
+    heads, few = (spec.n_heads, spec.n_kv_heads, spec.head_dim), m <= MAX_DECODE_TOKENS
+    kept_share = attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
+    return times.attention_s(*heads, m, attention.n_positions, few=few, kept_share=kept_share)
 
 
 def _positions_read(spec: ModelSpec, block: Block, m: int, context_tokens: int) -> int:

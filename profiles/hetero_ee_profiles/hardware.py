@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_ee_profiles.measurement import Measurement
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 KV_TYPES = ("fp32", "fp16", "int8")  # of a cache
 MEASURED, DERIVED = "measured", "derived"
 
@@ -79,7 +79,8 @@ class DeviceTimes:
 
     threads: int  # that the CPU used, 0 for a GPU
     free_bytes: int  # memory available there
-    read_bytes_per_s: Measurement
+    read_bytes_per_s: Measurement  # the most that its memory gives: as read, or as rated where derived
+    call: Measurement  # of a product of one tile: what any product or attention takes, however small
     matmuls: tuple[MatmulTime, ...]
     attentions: tuple[AttentionTime, ...]
     overheads: tuple[OverheadTime, ...]
@@ -98,8 +99,9 @@ class DeviceTimes:
         """Of the keys and values that attention was timed with."""
         return self.attentions[0].kv_type
 
-    def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int) -> float:
-        """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts.
+    def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
+        """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts, and what it
+        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by.
 
         Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
         """
@@ -110,15 +112,24 @@ class DeviceTimes:
         nearest = min(rows, key=lambda row: _distance(row.n_rows * row.n_columns, size) + _distance(row.n_rows, n_rows))
         shape = nearest.n_rows, nearest.n_columns
         points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
-        return interpolated(points, m) * size / (shape[0] * shape[1])
+        return self._scaled(interpolated(points, m), share * size / (shape[0] * shape[1]))
 
     def attention_s(
-        self, n_heads: int, n_kv_heads: int, head_dim: int, m: int, context_tokens: int, *, few: bool
+        self,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        m: int,
+        context_tokens: int,
+        *,
+        few: bool,
+        kept_share: float = 1.0,
     ) -> float:
         """Seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
 
-        few: whether m is a decode batch's. From heads that were not measured: in proportion to the keys and values for
-        a decode batch, else to the queries.
+        few: whether m is a decode batch's. From heads that were not measured: beyond a call in proportion to the keys
+        and values for a decode batch, else to the queries. kept_share: of a value's bytes as timed, what a cache of
+        another type keeps; counts for a decode batch.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
@@ -128,8 +139,15 @@ class DeviceTimes:
             points = [(row.context_tokens, row.time.value) for row in rows if row.m == measured_m]
             by_m.append((measured_m, interpolated(points, context_tokens)))
         if few:
-            return interpolated(by_m, m) * n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
-        return interpolated(by_m, m) * width / (nearest.n_heads * nearest.head_dim)
+            share = n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
+            return self._scaled(interpolated(by_m, m), share * kept_share)
+        return self._scaled(interpolated(by_m, m), width / (nearest.n_heads * nearest.head_dim))
+
+    def _scaled(self, seconds: float, share: float) -> float:
+        """What takes so many seconds, at another size. At most half of them are the call's, so that noise makes nothing
+        free."""
+        call_s = min(self.call.value, seconds / 2)
+        return call_s + (seconds - call_s) * share
 
     def layer_overhead_s(self, hidden_size: int, ffn_size: int, m: int) -> float:
         """Seconds of one layer's norms, rotations, activations and bookkeeping."""
@@ -151,6 +169,7 @@ class LinkTimes:
     """Between CPU and GPU: bytes per second of pinned memory and of pageable memory, and seconds."""
 
     to_gpu_bytes_per_s: Measurement
+    beside_cpu_bytes_per_s: Measurement  # to the GPU, where the CPU reads weights meanwhile as fast as it does alone
     to_cpu_bytes_per_s: Measurement
     pageable_to_gpu_bytes_per_s: Measurement
     pageable_to_cpu_bytes_per_s: Measurement

@@ -7,6 +7,7 @@ import torch
 
 from hetero_ee_profiles.gpu.link_probe import (
     SHORT_REPEATS,
+    probe_beside_cpu_bytes_per_s,
     probe_launch_s,
     probe_link,
     probe_synchronize_s,
@@ -178,7 +179,7 @@ def test_attention_sees_each_layer_and_the_last_rows_of_the_context() -> None:
 
 def test_link() -> None:
     gpu, n_bytes = StandInGpu(), 2**20
-    found = probe_link(gpu, 64, n_bytes, 3, Origin("a test", "2026-11-21", "versions"), gpu.clock)
+    found = probe_link(gpu, 64, n_bytes, lambda: 0, 3, Origin("a test", "2026-11-21", "versions"), gpu.clock)
 
     def rate(source: str, target: str) -> float:
         return n_bytes / (n_bytes / RATES[source, target] + COPY_S + SYNCHRONIZE_S + 1e-6)
@@ -198,6 +199,26 @@ def test_link() -> None:
     for metric in (found.latency, found.launch, found.synchronize, found.transfer):
         assert metric.count == 3 * SHORT_REPEATS and metric.p20 == pytest.approx(metric.p80, rel=1e-2)
     assert gpu.held_bytes == 0
+
+
+@pytest.mark.parametrize("ram_rate, expected", [(1e12, 20e9), (48e9, 48e9 - 40e9), (40e9, 0.05 * 20e9)])
+def test_copies_beside_the_cpu_get_what_it_leaves_of_the_ram(ram_rate: float, expected: float) -> None:
+    """The CPU alone reads 40 GB/s, the link alone moves 20; both at once no more than the RAM gives."""
+    gpu, n_bytes, n_read_bytes, pending = StandInGpu(), 2**22, 2**28, [0]
+    target, source = gpu.allocate((n_bytes,), torch.uint8), gpu.pinned(n_bytes)
+
+    def copy(target: Any, source: Any) -> None:
+        pending[0] += n_bytes
+
+    def read() -> int:
+        begun = gpu.now_s
+        gpu.now_s = max(begun + n_read_bytes / 40e9, begun + (pending[0] + n_read_bytes) / ram_rate)
+        pending[0] = 0
+        return n_read_bytes
+
+    gpu.copy = copy  # type: ignore[method-assign]
+    found = probe_beside_cpu_bytes_per_s(gpu, (target, source), 20e9, read, 3, gpu.clock)
+    assert found == pytest.approx([expected] * 3, rel=0.05)
 
 
 def test_a_transfer_is_half_the_way_there_and_back() -> None:

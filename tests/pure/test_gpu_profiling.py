@@ -147,7 +147,7 @@ def test_the_shown_profile_has_the_gpu_and_the_link() -> None:
     from hetero_ee_cli.commands import profile as command
 
     shown = command._shown(PROFILE, "a model")
-    assert "GPU: 7.4 GiB free, memory copied 204.8 GB/s" in shown and "link: GB/s, then microseconds" in shown
+    assert "GPU: 7.4 GiB free, memory copied 256.0 GB/s" in shown and "link: GB/s, then microseconds" in shown
     assert shown.count("rest of a layer") == 2 and "both at once, together" in shown
     alone = command._shown(replace(PROFILE, gpu=None, link=None, warnings=("the GPU couldn't be measured",)), "a model")
     assert "link" not in alone and alone.endswith("the GPU couldn't be measured")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hetero_ee import UsageError
 from hetero_ee_profiles.hardware import HardwareProfile, interpolated
 from hetero_ee_profiles.measurement import Origin, derived, measured
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
-from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile, reference_names, reference_profile
+from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile, reference_names, reference_profile
 
 ORIGIN = Origin("a command", "2026-11-21", "versions")
 PROFILE = derived_profile(DATA_SHEETS[0], "2026-11-21")
@@ -39,7 +40,7 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "cut off": (lambda: to_json(PROFILE)[:-100], "Expecting|Unterminated|delimiter"),
     "a list": (lambda: "[]", "expected an object"),
     "too deep": (lambda: "[" * 100_000, "nested too deeply"),
-    "a future version": (lambda: changed("version", 4), "profile version 4, this engine reads version 3"),
+    "a future version": (lambda: changed("version", 5), "profile version 5, this engine reads version 4"),
     "a version as text": (lambda: changed("version", "1"), "version is '1', expected int"),
     "a version as truth": (lambda: changed("version", True), "version is True, expected int"),
     "another kind": (lambda: changed("kind", "guessed"), "kind is 'guessed'"),
@@ -63,7 +64,7 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "negative memory": (lambda: changed("gpu.free_bytes", -1), "must be 0 or more"),
     "a GPU without a link": (lambda: changed("link", None), "gpu and link must be there together"),
     "control characters": (lambda: changed("kind", "\x1b[2J\n"), r"\\x1b"),
-    "a field twice": (lambda: to_json(PROFILE).replace('"version": 3,', '"version": 3, "version": 3,', 1), "twice"),
+    "a field twice": (lambda: to_json(PROFILE).replace('"version": 4,', '"version": 4, "version": 4,', 1), "twice"),
 }  # fmt: skip
 
 
@@ -146,16 +147,50 @@ def test_a_measurement_is_the_median_between_its_quantiles(samples: list[float])
 def test_times_between_shapes_and_rows() -> None:
     times = PROFILE.cpu_with(0)
     one = times.matmul_s("int4", 4096, 4096, 1)
-    assert times.matmul_s("int4", 8192, 4096, 1) == pytest.approx(2 * one)
+    call_s = times.call.value
+    assert times.matmul_s("int4", 8192, 4096, 1) == pytest.approx(call_s + 2 * (one - call_s))
+    assert times.matmul_s("int4", 4096, 4096, 1, share=0.25) == pytest.approx(call_s + (one - call_s) / 4)
     assert one <= times.matmul_s("int4", 4096, 4096, 3) <= times.matmul_s("int4", 4096, 4096, 4)
     whole = times.attention_s(32, 32, 128, 1, 1024, few=True)
     assert times.attention_s(32, 32, 128, 1, 2048, few=True) > whole
-    assert times.attention_s(32, 8, 128, 1, 1024, few=True) == pytest.approx(whole / 4)
-    assert times.attention_s(16, 16, 128, 64, 1024, few=False) == pytest.approx(
-        times.attention_s(32, 32, 128, 64, 1024, few=False) / 2
-    )
+    for quarter in (
+        times.attention_s(32, 8, 128, 1, 1024, few=True),
+        times.attention_s(32, 32, 128, 1, 1024, few=True, kept_share=0.25),
+    ):
+        assert quarter == pytest.approx(call_s + (whole - call_s) / 4)
+    many = times.attention_s(32, 32, 128, 64, 1024, few=False, kept_share=0.25)
+    assert times.attention_s(16, 16, 128, 64, 1024, few=False) == pytest.approx(call_s + (many - call_s) / 2)
     with pytest.raises(KeyError):
         times.matmul_s("int3", 1, 1, 1)
+
+
+@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
+def test_a_call_is_no_matter_of_size(sheet: DataSheet) -> None:
+    """A layer of twice the width is four times the bytes and as many launches."""
+    times = derived_profile(sheet, "2026-11-22").gpu
+    assert times is not None
+    for layout in ("int4", "int8"):
+        small, large = (times.matmul_s(layout, side, side, 1) for side in (1024, 2048))
+        assert large - small == pytest.approx(3 * (small - times.call.value))
+        byte_s = (large - small) / (3 * 1024**2 * {"int4": 4.5 / 8, "int8": 8.5 / 8}[layout])
+        assert 1 / byte_s == pytest.approx(0.9 * sheet.vram_gb_s * 1e9)
+
+
+def test_a_time_below_a_calls_makes_nothing_free() -> None:
+    times = replace(PROFILE.cpu_with(0), call=derived(1.0, "s", ORIGIN))
+    one = times.matmul_s("int4", 32768, 4096, 1)
+    assert one < 1.0 and times.matmul_s("int4", 65536, 4096, 1) == pytest.approx(1.5 * one)
+
+
+@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
+def test_the_cpu_and_copies_beside_it_stay_below_the_rated_bandwidth(sheet: DataSheet) -> None:
+    profile = derived_profile(sheet, "2026-11-22")
+    times, link = profile.cpu_with(0), profile.link
+    assert link is not None
+    weights_s = times.matmul_s("int4", 2**15, 2**15, 1) - times.call.value
+    both = 2**30 * 4.5 / 8 / weights_s + link.beside_cpu_bytes_per_s.value
+    assert both <= 1.0001 * sheet.ram_gb_s * 1e9 == 1.0001 * times.read_bytes_per_s.value
+    assert link.beside_cpu_bytes_per_s.value <= link.to_gpu_bytes_per_s.value
 
 
 def test_a_derived_figure_says_so() -> None:

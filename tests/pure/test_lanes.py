@@ -7,10 +7,11 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.times.costs import reads_on_cpu
 from hetero_ee.planning.times.lanes import Lanes, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s
 
-CROSSING_S, COPY_S = 1.0, 10.0
+CROSSING_S, COPY_S, BESIDE_S = 1.0, 10.0, 12.0
 SECONDS = {"cpu": 8.0, "gpu": 2.0, "stream": 2.0, "visit": 2.0}
 EVERY = model_parts(known_spec("tinyllama-1.1b"), "fp16")
 PARTS = [EVERY[0], *EVERY[1:7], EVERY[-1]]  # three layers
@@ -24,8 +25,8 @@ class RoundFigures:
     def part_s(self, part: Part, place: str, m: int, context_tokens: int) -> float:
         return 0.0 if part.layer is None else SECONDS[place]
 
-    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0) -> float:
-        return COPY_S
+    def copy_s(self, part: Part, place: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False) -> float:
+        return BESIDE_S if beside_cpu else COPY_S
 
     def transfer_s(self, m: int) -> float:
         return CROSSING_S
@@ -53,13 +54,13 @@ def placed(layers: str) -> list[str]:
         ("gggggs", 14, 14),  # the copy ends at 10, just before the part is reached
         ("sggggg", 23, 14),  # the only copy has run under the pass before
         ("ssgggg", 31, 20),  # two copies a pass
-        ("sccccc", 55, 46),  # 10 + 2 + 1 + 40 + 1 + 1; then 1 in place of the copy's 10
+        ("sccccc", 57, 46),  # 12 beside the CPU + 2 + 1 + 40 + 1 + 1; then 1 in place of the copy's 12
         ("ccccss", 38, 38),
     ],
 )
 def test_passes_one_after_the_other(layers: str, first_s: float, steady_s: float) -> None:
     places = placed(layers)
-    lanes = Lanes(COSTS)
+    lanes = Lanes(COSTS, beside_cpu=reads_on_cpu(PARTS, places))
     lanes.whole_pass(PARTS, places, 1, 1)
     assert (lanes.spent.seconds, pass_time(COSTS, PARTS, places, 1, 1).seconds) == (first_s, steady_s)
 
@@ -70,7 +71,7 @@ def test_passes_one_after_the_other(layers: str, first_s: float, steady_s: float
         ("cccccc", 96),
         ("gggggg", 27),  # the second chunk crosses when the GPU is free
         ("ggcccc", 73),  # its first layer is computed under the CPU's later ones: 5 less than alternately
-        ("sccccs", 88),  # copies come in order, so that the second chunk waits for its turn
+        ("sccccs", 90),  # copies come in order, so that the second chunk waits for its turn
         ("ssssss", 123),
     ],
 )

@@ -151,7 +151,9 @@ class OneSecondLayers:
         factor = self._cpu_factor if placement == "cpu" else 1.0
         return 0.5 * (part.name == "head") if part.layer is None else factor * (0.5 + 0.05 * (m - 1))
 
-    def copy_s(self, part: Part, placement: str = "stream", context_tokens: int = 0) -> float:
+    def copy_s(
+        self, part: Part, placement: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False
+    ) -> float:
         return 0.1
 
     def transfer_s(self, m: int) -> float:

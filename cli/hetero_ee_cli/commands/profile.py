@@ -125,6 +125,7 @@ def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
     for label, kind in (("rest of a layer", "layer"), ("rest of a pass", "whole_pass")):
         found = {row.m: getattr(row, kind).value * 1e6 for row in times.overheads}
         lines.append(_line(label, (found.get(m, float("nan")) for m in counts)))
+    lines.append(_line("the smallest product", [times.call.value * 1e6]))
     return lines + [
         _line(f"attention, {row.m} of {row.context_tokens} tokens", [row.time.value * 1e6]) for row in times.attentions
     ]
@@ -134,6 +135,7 @@ def _link_shown(link: "LinkTimes") -> list[str]:
     """Rates of copies, then the times of small steps between the devices."""
     rates = (
         ("copy to the GPU", link.to_gpu_bytes_per_s),
+        ("the same beside a busy CPU", link.beside_cpu_bytes_per_s),
         ("copy to the CPU", link.to_cpu_bytes_per_s),
         ("both at once, together", link.both_ways_bytes_per_s),
         ("pageable memory to the GPU", link.pageable_to_gpu_bytes_per_s),

@@ -1,5 +1,6 @@
 """Expected seconds: a part with a placement, a copy between devices, a transfer. From a profile alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
@@ -12,6 +13,14 @@ ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
+
+
+def reads_on_cpu(parts: Sequence[Part], placements: Sequence[str]) -> bool:
+    """Whether the CPU reads weights of a layer for each token, with these placements of all parts."""
+    return any(
+        part.layer is not None and placement not in ("gpu", "stream")
+        for part, placement in zip(parts, placements, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +72,25 @@ class Costs:
         found = []
         for placement, share in (("gpu", gpu_share), ("cpu", cpu_share)):
             times = self._device(placement)
-            seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
+            seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m, share) for p in part.products)
             overhead_s = times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
-            found.append(seconds * share + overhead_s)
+            found.append(seconds + overhead_s)
         return found[0], found[1]
 
-    def copy_s(self, part: Part, placement: str = "stream", context_tokens: int = 0) -> float:
-        """Streaming the part's weights to the GPU from pinned memory; of a visiting part keys and values too."""
+    def copy_s(
+        self, part: Part, placement: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False
+    ) -> float:
+        """Streaming the part's weights to the GPU from pinned memory; of a visiting part keys and values too.
+
+        beside_cpu: the CPU reads weights of other layers for each token, out of the same RAM; while a prompt's parts
+        visit, it computes more than it reads.
+        """
         link = self.profile.link
         assert link is not None
         n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
-        return link.latency.value + n_bytes / link.to_gpu_bytes_per_s.value
+        is_shared = beside_cpu and placement == "stream"
+        rate = link.beside_cpu_bytes_per_s if is_shared else link.to_gpu_bytes_per_s
+        return link.latency.value + n_bytes / rate.value
 
     def transfer_s(self, m: int) -> float:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
@@ -91,13 +108,11 @@ class Costs:
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
         """Of few tokens in proportion to the bytes of the keys and values read, where another type was timed."""
-        spec = self.spec
-        seconds = times.attention_s(
-            spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=m <= MAX_DECODE_TOKENS
+        spec, few = self.spec, m <= MAX_DECODE_TOKENS
+        kept_share = part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
+        return times.attention_s(
+            spec.n_heads, spec.n_kv_heads, spec.head_dim, m, context_tokens, few=few, kept_share=kept_share
         )
-        if m <= MAX_DECODE_TOKENS:
-            seconds *= part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
-        return seconds
 
     def _device(self, placement: str) -> DeviceTimes:
         if placement not in ON_GPU:

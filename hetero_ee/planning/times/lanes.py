@@ -10,7 +10,7 @@ from itertools import cycle
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STREAMED, Costs
+from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STREAMED, Costs, reads_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,13 @@ class Flow:
 
 class Lanes:
     """A simulation that begins at 0, nothing copied yet. Copies of streamed weights run ahead as far as there are
-    buffers, also into the next pass, if it streams the same parts; if not, they begin again."""
+    buffers, also into the next pass, if it streams the same parts; if not, they begin again.
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+    beside_cpu: see Costs.copy_s.
+    """
+
+    def __init__(self, costs: Costs, *, beside_cpu: bool) -> None:
+        self._costs, self._beside_cpu = costs, beside_cpu
         self._cpu_s = self._gpu_s = self._link_s = 0.0
         self._buffers_s = [0.0] * N_STREAM_BUFFERS  # when each is free, the next one first
         self._order: list[tuple[Part, str]] = []  # what is streamed, pass after pass
@@ -90,7 +93,8 @@ class Lanes:
                 continue
             start = max(cpu, gpu, ready)
             if placement in STREAMED:
-                link = max(link, buffers[0]) + costs.copy_s(part, placement, context_tokens)
+                copy_s = costs.copy_s(part, placement, context_tokens, beside_cpu=self._beside_cpu)
+                link = max(link, buffers[0]) + copy_s
                 waited_s += max(0.0, link - start)
                 start = max(start, link)
                 buffers = [*buffers[1:], start + seconds]
@@ -139,7 +143,7 @@ class Lanes:
     def _drop_copies(self) -> None:
         """Those that ran ahead still take their time on the link, for nothing; buffers are free when the GPU is."""
         for (part, placement), free_s in zip(cycle(self._order), self._buffers_s):
-            copy_s = self._costs.copy_s(part, placement, self._context_tokens)
+            copy_s = self._costs.copy_s(part, placement, self._context_tokens, beside_cpu=self._beside_cpu)
             self._link_s = max(self._link_s, free_s) + copy_s
         self._buffers_s = [max(self._cpu_s, self._gpu_s)] * N_STREAM_BUFFERS
 
@@ -149,7 +153,7 @@ def pass_time(costs: Costs, parts: Sequence[Part], placements: Sequence[str], m:
 
     Where weights are streamed it is the third, whose first copies ran under the end of the second.
     """
-    lanes = Lanes(costs)
+    lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements))
     for _ in range(2 if any(placement in STREAMED for placement in placements) else 0):
         lanes.whole_pass(parts, placements, m, context_tokens)
     before = lanes.spent

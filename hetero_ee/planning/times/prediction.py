@@ -11,7 +11,7 @@ from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, Split, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
-from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs
+from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
@@ -59,7 +59,7 @@ def predicted_run_s(
     others."""
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
     placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
-    lanes, first = Lanes(costs), n_depth + n_prompt
+    lanes, first = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode)), n_depth + n_prompt
     if n_prompt:
         read_prompt(lanes, parts, placements, range(n_depth, first, made.prefill_chunk_tokens), first, reading)
     for context_tokens in range(first + 1, first + n_gen + 1):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU, STREAMED, Costs
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU, STREAMED, Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 
 
@@ -30,7 +30,7 @@ def prompt_s(
     reading: PromptReading | None = None,
 ) -> float:
     """Seconds of a prompt of a text of its own, the head for its last token alone. reading: drafts that read it."""
-    lanes = Lanes(costs)
+    lanes = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode))
     read_prompt(lanes, parts, placements, range(0, n_tokens, chunk_tokens), n_tokens, reading)
     return lanes.spent.seconds
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import ExitRates
-from hetero_ee.planning.times.costs import ON_GPU, STREAMED, Costs
+from hetero_ee.planning.times.costs import ON_GPU, STREAMED, Costs, reads_on_cpu
 from hetero_ee.planning.times.lanes import Flow, Lanes
 from hetero_ee.planning.times.overlap import overlap
 
@@ -104,7 +104,7 @@ class StepTimes:
         self.has_streams = any(placement in STREAMED for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
         self._on_gpu = [False, *(placement in ON_GPU for placement in placements)]  # before each part, and at the end
-        self._overlap = overlap(placements)
+        self._overlap, self._beside_cpu = overlap(placements), reads_on_cpu(parts, placements)
         alone_s = (
             0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)
             for part, placement in zip(parts[::-1], placements[::-1], strict=True)
@@ -159,7 +159,7 @@ class StepTimes:
             for part, placement, devices in zip(self._parts, self._placements, pairwise(self._on_gpu), strict=True):
                 part_s = costs.part_s(part, placement, m, self._context_tokens)
                 if placement == "stream":
-                    part_s = max(part_s, costs.copy_s(part))
+                    part_s = max(part_s, costs.copy_s(part, beside_cpu=self._beside_cpu))
                 seconds.append(part_s + (transfer_s if devices[0] != devices[1] else 0.0))
             seconds.append(costs.logits_transfer_s(m) if self._on_gpu[-1] else 0.0)
             self._known_sums[m] = [*accumulate(seconds, initial=0.0)]
@@ -171,7 +171,7 @@ class StepTimes:
         A draft takes what the last of several takes, a verification what is left of its step's time.
         """
         if exit_layer not in self._simulated:
-            n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs)
+            n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs, beside_cpu=self._beside_cpu)
             for _ in range(self._max_tokens):
                 flow = self._draft(lanes, n_parts)
             self._verify(lanes, n_parts, self._max_tokens, flow)

@@ -4,7 +4,7 @@ They share the profile with the planner and nothing else, so that a plan's predi
 executor really asks for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -62,16 +62,19 @@ class EmulatedDevice(Device):
 
 
 class EmulatedLink:
-    """The link of a profile. Raises ValueError for a profile without one."""
+    """The link of a profile. beside_cpu: names of what is copied while the CPU reads weights of its own, from the same
+    RAM. Raises ValueError for a profile without a link."""
 
-    def __init__(self, timeline: Timeline, profile: HardwareProfile) -> None:
-        self._timeline, self._times = timeline, _link(profile)
+    def __init__(self, timeline: Timeline, profile: HardwareProfile, beside_cpu: Collection[str] = frozenset()) -> None:
+        self._timeline, self._times, self._beside_cpu = timeline, _link(profile), beside_cpu
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
         """See Link.copy: the latency, and the bytes at the rate of pinned memory."""
         rate = self._times.to_gpu_bytes_per_s if to == GPU else self._times.to_cpu_bytes_per_s
+        if to == GPU and name in self._beside_cpu:
+            rate = self._times.beside_cpu_bytes_per_s
         value = compute()
         seconds = self._times.latency.value + n_bytes / rate.value
         return value, self._timeline.occupy(COPY_LANES[to], name, seconds, after)
@@ -112,7 +115,16 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
     if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
     gpu = EmulatedDevice(GPU, timeline, profile, spec, plan.vram_budget_bytes)
-    return Machine(cpu, gpu, EmulatedLink(timeline, profile), EmulatedCopier(), MappedBlocks)
+    link = EmulatedLink(timeline, profile, _copied_beside_cpu(plan))
+    return Machine(cpu, gpu, link, EmulatedCopier(), MappedBlocks)
+
+
+def _copied_beside_cpu(plan: Plan) -> frozenset[str]:
+    """What is streamed for each token while other layers' weights are read by the CPU."""
+    layers = [part for part in plan.parts if part.layer is not None]
+    if all(part.decode_placement in ("gpu", "stream") for part in layers):
+        return frozenset()
+    return frozenset(part.name for part in layers if part.decode_placement == "stream")
 
 
 def _times(name: str, profile: HardwareProfile, threads: int) -> DeviceTimes:

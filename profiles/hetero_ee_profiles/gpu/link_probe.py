@@ -1,7 +1,8 @@
 """Times copies between CPU and GPU, launches, and a hidden state's way there and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -14,13 +15,24 @@ from hetero_ee_profiles.probe_samples import Clock
 SMALL_BYTES = 4096
 SHORT_REPEATS = 10  # samples of what takes microseconds, for each of what takes milliseconds
 LAUNCHES = 100  # in a row, of one sample
+MOST_READS = 16  # of the CPU's memory in one sample, however slow the link is
 LEAST_S = 1e-9  # so that a clock that stands still gives no infinite rate
+LEAST_SHARE = 0.05  # of the link's rate, which copies keep beside the CPU however little is left
 
 
 def probe_link(
-    platform: GpuPlatform, hidden_size: int, n_bytes: int, repeats: int, origin: Origin, clock: Clock
+    platform: GpuPlatform,
+    hidden_size: int,
+    n_bytes: int,
+    read: Callable[[], int],
+    repeats: int,
+    origin: Origin,
+    clock: Clock,
 ) -> LinkTimes:
-    """n_bytes: of one large copy; four such buffers are on the CPU's side at most, two on the GPU's."""
+    """n_bytes: of one large copy; four such buffers are on the CPU's side at most, two on the GPU's.
+
+    read: reads memory on all of the CPU's cores, and says how many bytes.
+    """
     near, other_near = platform.pinned(n_bytes), platform.pinned(n_bytes)
     far, other_far = (platform.allocate((n_bytes,), torch.uint8) for _ in range(2))
     pageable = torch.ones(n_bytes, dtype=torch.uint8)
@@ -32,9 +44,11 @@ def probe_link(
     def timed(seconds: Sequence[float]) -> Measurement:
         return measured(seconds, "s", origin)
 
-    n_short = SHORT_REPEATS * repeats
+    n_short, to_gpu = SHORT_REPEATS * repeats, rate((far, near))
+    beside_cpu = probe_beside_cpu_bytes_per_s(platform, (far, near), to_gpu.value, read, repeats, clock)
     return LinkTimes(
-        to_gpu_bytes_per_s=rate((far, near)),
+        to_gpu_bytes_per_s=to_gpu,
+        beside_cpu_bytes_per_s=measured(beside_cpu, "B/s", origin),
         to_cpu_bytes_per_s=rate((near, far)),
         pageable_to_gpu_bytes_per_s=rate((far, pageable)),
         pageable_to_cpu_bytes_per_s=rate((pageable, far)),
@@ -44,6 +58,36 @@ def probe_link(
         synchronize=timed(probe_synchronize_s(platform, n_short, clock)),
         transfer=timed(probe_transfer_s(platform, hidden_size, n_short, clock)),
     )
+
+
+def probe_beside_cpu_bytes_per_s(
+    platform: GpuPlatform,
+    copied: tuple[Tensor, Tensor],
+    alone: float,
+    read: Callable[[], int],
+    repeats: int,
+    clock: Clock,
+) -> list[float]:
+    """What both move at once, less what the CPU reads alone: the rate of copies that cost the CPU nothing.
+
+    copied: (target, source) of a copy to the GPU. alone: its rate. Both sides are given as much as they do in the same
+    time.
+    """
+    target, source = copied
+    n_read_bytes = read()
+    read_s = max(median(_timed(platform, read, repeats, clock, is_awaited=False)), LEAST_S)
+    copy_s = source.nbytes / alone
+    n_copies, n_reads = max(1, round(read_s / copy_s)), max(1, min(MOST_READS, round(copy_s / read_s)))
+
+    def both() -> None:
+        for _ in range(n_copies):
+            platform.copy(target, source)
+        for _ in range(n_reads):
+            read()
+
+    n_bytes = n_copies * source.nbytes + n_reads * n_read_bytes
+    left = [n_bytes / seconds - n_read_bytes / read_s for seconds in _timed(platform, both, repeats, clock)]
+    return [min(alone, max(rate, LEAST_SHARE * alone)) for rate in left]
 
 
 def probe_launch_s(platform: GpuPlatform, repeats: int, clock: Clock) -> list[float]:
