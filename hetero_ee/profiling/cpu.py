@@ -38,7 +38,7 @@ CHECK_REPEATS = 5  # of reading memory, to compare with a kept profile
 KV_TYPE = "fp32"  # of the cache that passes are timed with
 HEAD_SHARE = 4  # of the bytes that weights may take, the lm_head gets one in so many; a larger one is cut
 MIN_HEAD_BYTES = 2**24  # that it always gets
-N_CALLS = 50  # of the smallest product
+N_CALLS = 20  # of the smallest product
 CHUNK_BYTES = 2**27  # of weights that a chunk passes: more layers would not be slower ones
 
 
