@@ -1,0 +1,100 @@
+"""Derived profiles beside published speeds, and what plans by them say and choose."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_ee.models.known_shapes import SHAPES, known_spec
+from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.planner import plan
+from hetero_ee.planning.statistics import DraftRates, Statistics, published_statistics
+from hetero_ee.planning.times.costs import Costs
+from hetero_ee_profiles.reference import reference_names, reference_profile
+from scripts.compare_published import DECODE, PROMPTS, main, predicted, shortfalls, table
+
+LAPTOP = "rtx-4060-laptop-8gb"
+HEADS = {"EAGLE-1": (0.73, 0.51, 0.51, 0.53, 0.4, 0.5), "EAGLE-3": (0.79, 0.72)}  # as in bench_exits.py
+
+
+def test_decoding_agrees_with_what_is_published(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    printed = capsys.readouterr().out
+    print(printed)
+    assert "goals held" in printed and all(row.source in printed for row in (*DECODE, *PROMPTS))
+
+
+def test_prompts_are_promised_with_care() -> None:
+    for row in PROMPTS:
+        assert 0.4 < predicted(row).prompt_tokens_per_s / row.tokens_per_s < 1.1
+
+
+def test_a_missed_goal_is_told() -> None:
+    right = [(row, 1.0) for row in DECODE]
+    assert not [*shortfalls(right)]
+    small = next(row for row in DECODE if not row.is_held)
+    assert not [*shortfalls([*right, (small, 2.0)])]
+    for ratio, n_missed in ((0.7, 1), (1.4, 1)):
+        assert len([*shortfalls([*right, (DECODE[0], ratio)])]) == n_missed
+    assert len([*shortfalls([(row, 1.1) for row in DECODE])]) == 1
+    assert "| 0.70 |" in list(table("decoding", [(DECODE[0], 0.7)]))[-1]
+
+
+def asked_for(gpu_layers: int | None, **more: Any) -> Plan:
+    limits = Limits(mode="full", kv_type="fp16", context_tokens=4096, gpu_layers=gpu_layers, **more)
+    return plan(known_spec("llama-2-13b"), reference_profile(LAPTOP), limits)
+
+
+def test_layers_that_leave_prompts_no_room_are_told_what_that_costs() -> None:
+    full, roomy = asked_for(25), asked_for(20)
+    [reason] = [reason for reason in full.reasons if "no room is left for streaming prompts' weights" in reason]
+    better = asked_for(int(reason.partition("with -ngl ")[2].split()[0]))
+    for made in (full, better):
+        assert f"{made.prediction.first_token_s:.3g} s" in reason
+        assert f"{made.prediction.generated_tokens_per_s:.3g}" in reason
+    assert better.prediction.first_token_s < 0.3 * full.prediction.first_token_s
+    assert not any("prompts' weights" in reason for reason in roomy.reasons)
+    [reason] = [reason for reason in asked_for(0).reasons if "prompts' weights" in reason]
+    assert reason.startswith("With -ngl 0 the GPU is not there for streaming prompts' weights: 512 tokens take ")
+
+
+def test_prompts_visit_the_gpu_whatever_the_head_lies_on() -> None:
+    """Its product is one token's."""
+    with_head, without = asked_for(20), asked_for(20, overrides=(("head", "cpu"),))
+    assert without.prediction.first_token_s < 1.05 * with_head.prediction.first_token_s
+
+
+def test_what_a_split_hangs_on_is_said() -> None:
+    [reason] = [reason for reason in asked_for(None).reasons if reason.startswith("The split hangs on ")]
+    assert "between CPU and GPU takes, 60 us (assumed): " in reason
+    limits, spec = Limits(mode="full", context_tokens=2048), known_spec("llama-2-7b")
+    assert not any("hangs on" in each for each in plan(spec, reference_profile("rtx-4090-24gb"), limits).reasons)
+
+
+def test_the_ceiling_is_the_rated_bandwidth() -> None:
+    """No published run beats it."""
+    for row in DECODE:
+        assert predicted(row).ceiling_tokens_per_s > 0.98 * row.tokens_per_s
+
+
+@pytest.mark.parametrize("hardware", reference_names())
+@pytest.mark.parametrize("model", SHAPES)
+def test_no_choice_is_below_full_mode(model: str, hardware: str) -> None:
+    """Of published exits and heads, for a card that holds all, half or a quarter of what it could."""
+    spec, profile = known_spec(model), reference_profile(hardware)
+    assert profile.gpu is not None
+    costs, parts = Costs(spec, profile), model_parts(spec, "fp16")
+    draft_s = sum(costs.part_s(part, "gpu", 1, 512) for part in (*parts[1:3], parts[-1]))
+    known = [Statistics(published_statistics(spec.n_layers))]
+    known += [Statistics(drafts=DraftRates(name, chances, draft_s)) for name, chances in HEADS.items()]
+    for share in (1.0, 0.5, 0.25):
+        limits = Limits(context_tokens=512, kv_type="fp16", vram_budget_bytes=int(share * profile.gpu.free_bytes))
+        full = plan(spec, profile, replace(limits, mode="full"))
+        for statistics in known:
+            made = plan(spec, profile, limits, statistics)
+            other = made.prediction.other_mode_tokens_per_s
+            assert made.prediction.request_s <= 1.0001 * full.prediction.request_s
+            if made.mode == "exact":
+                assert other is not None and made.prediction.generated_tokens_per_s > other
