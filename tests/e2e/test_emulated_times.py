@@ -16,7 +16,8 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.devices.device import CPU
+from hetero_ee.runtime.devices.timeline import TO_GPU, Timeline
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import work_s
 from hetero_ee.speculation.drafting import Drafting
@@ -26,7 +27,7 @@ from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draf
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.reference import reference_names, reference_profile
+from hetero_ee_profiles.reference import DATA_SHEETS, reference_names, reference_profile
 from tests.drawn_plans import Drawn, drawn
 from tests.emulation import dummy, planned, prompt_of
 
@@ -42,6 +43,7 @@ LIMITS: tuple[dict[str, Any], ...] = (
     {"overrides": ((r"layers\.\d*[02468]\.ffn", "cpu"), ("layers.*", "gpu"))},
     {"vram_budget_bytes": 3 * 2**30, "overrides": ((r"layers\.[4-9]\..*", "stream"),)},
     {"vram_budget_bytes": 2 * 2**30, "kv_type": "int8"},
+    {"gpu_layers": 6, "overrides": (("head", "cpu"),)},  # prompts visit the GPU all the same
 )
 
 
@@ -158,3 +160,25 @@ def test_a_run_behind_others_has_the_same_rate(kinds: tuple[str, ...]) -> None:
     _, decode_s = times(case.spec, case.plan, case.profile, 200)
     alone_s = predicted_run_s(case.spec, case.profile, case.plan, 0, N_NEW, 200)
     assert alone_s == pytest.approx(decode_s, rel=PROMISED)
+
+
+@pytest.mark.parametrize("hardware", reference_names())
+def test_the_cpu_and_copies_at_once_read_no_more_than_the_ram_gives(hardware: str) -> None:
+    spec, profile, timeline = known_spec("llama-2-7b"), reference_profile(hardware), Timeline()
+    pins = (r"layers\.\d*[02468]\.ffn", "stream"), ("layers.*", "cpu")
+    made = planned(spec, hardware, context_tokens=CONTEXT_TOKENS, kv_type="fp16", overrides=pins)
+    executor = dummy(spec, made, profile, timeline)
+    sequence = executor.cache.open_new()
+    for position in range(3):
+        executor.logits(Batch((0,), (sequence,), (position,)), (0,))
+    n_bytes = {part.name: part.weight_bytes for part in made.parts}
+    lanes = {lane: [span for span in timeline.spans if span.lane == lane] for lane in (CPU, TO_GPU)}
+    pairs = [(a, b) for a in lanes[CPU] for b in lanes[TO_GPU] if a.start_s < b.end_s and b.start_s < a.end_s]
+    assert len(pairs) > 2 * spec.n_layers
+    for pair in pairs:
+        assert sum(n_bytes[span.name] / (span.end_s - span.start_s) for span in pair) < rated(profile)
+
+
+def rated(profile: HardwareProfile) -> float:
+    """Bytes per second of the RAM."""
+    return 1.001 * next(sheet.ram_gb_s for sheet in DATA_SHEETS if sheet.name == profile.name) * 1e9
