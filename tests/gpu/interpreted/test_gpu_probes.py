@@ -25,6 +25,7 @@ ORIGIN = Origin("a test", "2026-11-21", "versions")
 
 def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_profiling, "MANY_LAYERS", 2)
+    monkeypatch.setattr(gpu_profiling, "CALL_SHAPE", replace(gpu_profiling.CALL_SHAPE, n_layers=2))
     platform: Any = StandInGpu(l2_bytes=1) if IS_INTERPRETED else cuda_platform(None)
     spec = read_spec(config_of("qwen3", **SMALL))
     registry = Registry(lambda name: name == "triton")
@@ -34,8 +35,9 @@ def test_a_whole_profile_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert len(found.times.matmuls) == 2 * len(shapes) and len(found.times.attentions) == 3
     assert [row.m for row in found.times.overheads] == [1, 17]
     if IS_INTERPRETED:
-        # One for each product, one for each attention, one for each depth and number of rows of a segment: 1 and 16.
-        assert platform.n_recorded == 2 * len(shapes) + 3 + 2 * 2
+        # One for each product and the smallest, one for each attention, one for each depth and number of rows of a
+        # segment: 1 and 16.
+        assert platform.n_recorded == 2 * len(shapes) + 1 + 3 + 2 * 2
         assert platform.held_bytes == 0
 
 
