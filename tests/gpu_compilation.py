@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee_kernels.tile_matrix import GCN, PLAIN, PTX
+from hetero_ee_kernels.tile_matrix import GCN, PLAIN, PTX, TURING
 
 VECTOR_LOADS = re.compile(r"ld\.global\S*\.(?:v4\.\w32|v8\.\w16|v2\.\w64)|(?:global|buffer)_load_b128")  # 16 bytes
 
@@ -25,7 +25,7 @@ class Compilation:
     constants: dict[str, Any]  # value of every other argument, None for a pointer that is not given
     n_warps: int
     is_memory_bound: bool = False  # its large operand must be read 16 bytes at a time
-    isa: int = PLAIN  # whose instructions it holds, of tile_matrix's PLAIN, PTX, GCN
+    isa: int = PLAIN  # whose instructions it holds, of tile_matrix's PLAIN, GCN, PTX: those of NVIDIA's cards
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,12 @@ def compile_for(record: Compilation, card: CardClass) -> Compiled:
         for index, parameter in enumerate(parameters)
         if signature[parameter.name] not in ("constexpr", "fp32") and not parameter.do_not_specialize
     }
-    constants = {name: record.constants[name] for name, kind in signature.items() if kind == "constexpr"}
+    given = record.constants | ({"ISA": TURING} if record.isa == PTX and card.name == "sm_75" else {"ISA": record.isa})
+    constants = {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(record.function, signature, constexprs=constants, attrs=divisible)
     architecture: Any = card.name if card.is_hip else int(card.name.removeprefix("sm_"))
     target = GPUTarget("hip" if card.is_hip else "cuda", architecture, 32)
-    options = {"num_warps": record.n_warps, "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": record.n_warps, "num_stages": 1, "enable_fp_fusion": False}
     kernel = triton.compile(source, target=target, options=options)
     metrics = _hip_metrics(kernel.asm["amdgcn"]) if card.is_hip else _cuda_metrics(kernel.asm["cubin"])
     n_loads = len(VECTOR_LOADS.findall(kernel.asm["amdgcn" if card.is_hip else "ptx"]))

@@ -13,50 +13,51 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.tile_group import (
-    MAGIC_BITS,
-    N_WARPS,
-    SLOTS,
-    dot4,
-    entry_words,
-    load_table,
-    split4,
-    sum_slots,
-    to_float,
-)
-from hetero_ee_kernels.tile_matrix import (
-    TileMatrix,
-    check_rows,
-    instructions,
-    output,
-)
+from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
+from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, output
+
+N_WARPS = 1  # a thread for each slot and candidate
 
 
 @triton.jit
-def add_share(
+def add_quad(
     total: tl.tensor,
     w_at: tl.tensor,
-    scale: tl.tensor,
-    x_at: tl.tensor,
-    x_scales_at: tl.tensor,
-    inside: tl.tensor,
+    scales_at: tl.tensor,
+    codes_at: tl.tensor,
+    code_scales_at: tl.tensor,
+    n_inside: tl.tensor,
+    wanted: tl.tensor,
     table: tl.tensor,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """total (32, 4) plus the share of 32 groups of 4 candidates: add_groups of matmul.py for one row of x."""
-    x_scale = tl.load(x_scales_at, mask=inside, other=0.0)
-    mask4 = inside[:, :, None]
-    low, high = split4(tl.load(x_at, mask=mask4)), split4(tl.load(x_at + 4, mask=mask4))
-    sums = tl.full(total.shape, MAGIC_BITS, tl.int32)
-    for line in tl.static_range(8 if KIND == 2 else 4):
-        words = tl.load(w_at + 16 * line, mask=inside)
-        if KIND == 2:
-            sums = dot4(words, low[line] if line < 4 else high[line - 4], sums, ISA)
-        else:
-            a, b = entry_words(words, table, KIND, ISA)
-            sums = dot4(b, high[line], dot4(a, low[line], sums, ISA), ISA)
-    return tl.fma(to_float(sums), scale * x_scale, total)
+    """total (8, 4) plus the share of a quad for each slot and candidate: add_quads of matmul.py for one token.
+
+    Groups from n_inside (8, 1) on add 0.
+    """
+    TILE: tl.constexpr = 128 if KIND == 2 else 64
+    inside = (n_inside > 0) & wanted
+    code_scales = split4(tl.load(code_scales_at, mask=inside[:, :, None], other=0.0))
+    zero = tl.full(total.shape, MAGIC_BITS, tl.int32)
+    sums = (zero, zero, zero, zero)
+    for j in tl.static_range(4):
+        x = split4(tl.load(codes_at + 8 * j, mask=inside[:, :, None]))
+        y = split4(tl.load(codes_at + 8 * j + 4, mask=inside[:, :, None]))
+        a, b = entries(w_at + 16 * j, inside, table, KIND, ISA)
+        c, d = entries(w_at + TILE + 16 * j, (n_inside > 1) & wanted, table, KIND, ISA)
+        e, f = entries(w_at + 2 * TILE + 16 * j, (n_inside > 2) & wanted, table, KIND, ISA)
+        g, h = entries(w_at + 3 * TILE + 16 * j, (n_inside > 3) & wanted, table, KIND, ISA)
+        sums = (
+            dot4(b, x[1], dot4(a, x[0], sums[0], ISA), ISA),
+            dot4(d, x[3], dot4(c, x[2], sums[1], ISA), ISA),
+            dot4(f, y[1], dot4(e, y[0], sums[2], ISA), ISA),
+            dot4(h, y[3], dot4(g, y[2], sums[3], ISA), ISA),
+        )
+    for i in tl.static_range(4):
+        scale = tl.load(scales_at + 16 * i, mask=(n_inside > i) & wanted, other=0.0).to(tl.float32)
+        total = tl.fma(to_float(sums[i]), scale * code_scales[i], total)
+    return total
 
 
 @triton.jit(do_not_specialize=["n_candidates", "ids_stride", "n_rows", "n_groups", "one"])
@@ -64,8 +65,8 @@ def sliced_kernel(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    x_scales_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    code_scales_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     factor: tl.tensor,
@@ -77,29 +78,36 @@ def sliced_kernel(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """x: int8 codes as words. one: 1, unknown to the compiler; see matmul_kernel."""
+    """codes: as words. one: 1, unknown to the compiler."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.program_id(1) * 4 + tl.arange(0, 4)
-    wanted = candidate < n_candidates
-    token = tl.load(ids_ptr + row * ids_stride + candidate, mask=wanted, other=0)
+    wanted = (candidate < n_candidates)[None, :]
+    token = tl.load(ids_ptr + row * ids_stride + candidate, mask=candidate < n_candidates, other=0)
     known = (token >= 0) & (token < n_rows)
     token = tl.where(known, token, 0)
-    LINES: tl.constexpr = 8 if KIND == 2 else 4
-    slot, four = tl.arange(0, SLOTS), tl.arange(0, 4)
-    tile = (token // 16 * n_groups)[None, :] + slot[:, None]
-    group = row * n_groups + slot[:, None] * one + (four * 0)[None, :]
-    table = load_table(table_ptr, one - 1, KIND)
+    TILE: tl.constexpr = 128 if KIND == 2 else 64
+    slot = tl.arange(0, SLOTS)[:, None]
+    four = tl.arange(0, 4)[None, None, :]
+    tile = (token // 16 * n_groups)[None, :] + 4 * slot
+    quad = (row * ((n_groups + 3) // 4) + slot + (token * 0)[None, :])[:, :, None]
+    table = load_table(table_ptr, slot * (one - 1) + (candidate * 0)[None, :], KIND)
     total = tl.zeros((SLOTS, 4), tl.float32)
-    for first in range(0, n_groups, SLOTS):
-        inside = (first + slot < n_groups)[:, None] & wanted[None, :]
-        w_at = words_ptr + ((tile + first) * (16 * LINES) + (token % 16)[None, :])
-        scales_at = scales_ptr + ((tile + first) * 16 + (token % 16)[None, :])
-        scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
-        x_at = x_ptr + (((group + first) * 8)[:, :, None] + four[None, None, :])
-        total = add_share(total, w_at, scale, x_at, x_scales_ptr + (group + first), inside, table, KIND, ISA)
-    y = sum_slots(total[None]) * factor
+    for first in range(0, n_groups, 4 * SLOTS):
+        total = add_quad(
+            total,
+            words_ptr + ((tile + first) * TILE + (token % 16)[None, :]),
+            scales_ptr + ((tile + first) * 16 + (token % 16)[None, :]),
+            codes_ptr + ((quad * 4 + first) * 8 + four),
+            code_scales_ptr + ((quad * 4 + first) + four),
+            n_groups - first - 4 * slot,
+            wanted,
+            table,
+            KIND,
+            ISA,
+        )
+    y = sum_slots(tl.trans(total)[None]) * factor
     y = tl.where(known[None, :], y, float("nan"))
-    tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted[None, :])
+    tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted)
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
@@ -131,7 +139,8 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
             weight.n_groups,
             1,
             KIND=weight.kind,
-            ISA=instructions(x),
+            ISA=weight.isa,
             num_warps=N_WARPS,
+            enable_fp_fusion=False,
         )
     return out
