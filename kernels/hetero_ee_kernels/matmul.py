@@ -44,8 +44,7 @@ def added(totals: tl.tensor, sums: tl.tensor, scales: tl.tensor, x_scale: tl.ten
 @triton.jit
 def add_quads(
     totals: tl.tensor,
-    w_at: tl.tensor,
-    x_at: tl.tensor,
+    at: tl.tensor,
     n_inside: tl.tensor,
     table: tl.tensor,
     IS_ONE: tl.constexpr,
@@ -53,19 +52,18 @@ def add_quads(
     MASKED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """totals, of tokens 2 j and of 2 j + 1, each of 4 rows, plus the share of a quad for each warp.
+    """totals, of tokens 2 j and of 2 j + 1, each of 4 rows, plus the share of a quad for each warp; what follows in at.
 
-    w_at: of weights and scales, (PAIRS, 1, T, 4); x_at: of activations, (1, EIGHTS, T, 4), of scales of tokens 2 j and
-    of 2 j + 1. Where MASKED, groups from n_inside (T,) on add 0; IS_ONE: of the tokens the first alone counts.
+    at: words and scales of weights, (PAIRS, 1, T, 4); words of token r and scales of token 2 j, (1, EIGHTS, T, 4).
+    Where MASKED, groups from n_inside (T,) on add 0. IS_ONE: of the tokens the first alone counts.
     """
     TILE: tl.constexpr = 128 if KIND == 2 else 64
-    words_at, scales_at = w_at
-    codes_at, even_at, odd_at = x_at
+    STEP: tl.constexpr = 4 * SLOTS
+    words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
-    x_mask = (n_inside > 0)[None, None, :, None] if MASKED else None
-    x = split4(tl.load(codes_at, mask=x_mask)) + split4(tl.load(codes_at + 4, mask=x_mask))
-    even_scales = split4(tl.load(even_at, mask=x_mask))
-    odd_scales = even_scales if IS_ONE else split4(tl.load(odd_at, mask=x_mask))
+    x = split4(tl.load(codes_at)) + split4(tl.load(codes_at + 4))
+    even_scales = split4(tl.load(code_scales_at))
+    odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
     for i in tl.static_range(4):
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
         low, high = entries(words_at + TILE * i, mask, table, KIND, ISA)
@@ -78,7 +76,8 @@ def add_quads(
         even = added(even, (c[0], c[2], d[0], d[2]), scales, even_scales[i])
         if not IS_ONE:
             odd = added(odd, (c[1], c[3], d[1], d[3]), scales, odd_scales[i])
-    return even, odd
+    at = (words_at + STEP * TILE, scales_at + STEP * 16, codes_at + STEP * 8, code_scales_at + STEP * 2)
+    return (even, odd), at
 
 
 @triton.jit(do_not_specialize=["m", "n_rows", "n_groups", "one"])
@@ -107,7 +106,7 @@ def matmul_kernel(
     STEP: tl.constexpr = 4 * SLOTS
     TILE: tl.constexpr = 128 if KIND == 2 else 64
     n_parts = (m + TOKENS - 1) // TOKENS
-    n_quads = (n_groups + 3) // 4
+    n_quads = (n_groups + STEP - 1) // STEP * SLOTS
     first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
     first = tl.program_id(0) % n_parts * TOKENS
     thread = tl.arange(0, 32 * SLOTS)
@@ -118,30 +117,20 @@ def matmul_kernel(
     words_at = words_ptr + (tile * TILE + (16 * j + row % 4 * 4)[None, :])[:, None, :, None] + four
     scales_at = scales_ptr + (tile * 16 + (row % 4 * 4)[None, :])[:, None, :, None] + four
     eight = first + 8 * tl.arange(0, EIGHTS)[:, None]
-    even = eight + ((EACH - 1) * 2 * j)[None, :]
-    quad = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64) * n_quads + slot[None, :]
-    even_quad = tl.minimum(even, m - 1).to(tl.int64) * n_quads + slot[None, :]
-    odd_quad = tl.minimum(even + 1, m - 1).to(tl.int64) * n_quads + slot[None, :]
-    codes_at = codes_ptr + (quad * 32 + (8 * j)[None, :])[None, :, :, None] + four
-    even_at = code_scales_ptr + (even_quad * 4)[None, :, :, None] + four
-    odd_at = code_scales_ptr + (odd_quad * 4)[None, :, :, None] + four
+    token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
+    even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], m - 1).to(tl.int64)
+    codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (8 * j)[None, :])[None, :, :, None] + four
+    code_scales = (even // 2 * n_quads + slot[None, :]) * 8 + even % 2 * 4
+    code_scales_at = code_scales_ptr + code_scales[None, :, :, None] + four
     table = load_table(table_ptr, ((thread * (one - 1))[:, None] + 0 * tl.arange(0, 4)[None, :])[None, None], KIND)
     zeros = tl.zeros((PAIRS, EIGHTS, 32 * SLOTS), tl.float32)
     totals = ((zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros))
-    for _ in range(n_groups // STEP):
-        totals = add_quads(
-            totals, (words_at, scales_at), (codes_at, even_at, odd_at), slot, table, IS_ONE, KIND, False, ISA
-        )
-        words_at += STEP * TILE
-        scales_at += STEP * 16
-        codes_at += STEP * 8
-        even_at += STEP
-        odd_at += STEP
-    rest = n_groups % STEP
-    if rest != 0:
-        totals = add_quads(
-            totals, (words_at, scales_at), (codes_at, even_at, odd_at), rest - 4 * slot, table, IS_ONE, KIND, True, ISA
-        )
+    at = (words_at, scales_at, codes_at, code_scales_at)
+    n_whole = 0 if PAIRS > 1 else n_groups // STEP * STEP  # with both loops a prompt's would want more registers
+    for _ in range(0, n_whole, STEP):
+        totals, at = add_quads(totals, at, slot, table, IS_ONE, KIND, False, ISA)
+    for group in range(n_whole, n_groups, STEP):
+        totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
     y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
     y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even and odd
     y = tl.reshape(tl.permute(y, (1, 4, 6, 0, 3, 5, 2)), (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS))

@@ -6,7 +6,8 @@ that row alone. Source: derived.
 
 Layout, as a lane of a matrix product reads it 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is for each quad of
 128 columns and each j of 4, for each group of 32 its columns 4 j .. 4 j + 3 and those 16 columns on; scales fp32
-(m, Q, 4). Columns beyond K are zeros.
+of two rows at a time, (m / 2, Q, 2, 4). K is padded to whole steps of 1024 columns, whose codes and scales are zeros;
+the row that an odd m lacks is never written.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from hetero_ee_kernels.tile_matrix import GROUP
 SMALLEST = tl.constexpr(1e-30)  # below it 127 / max|x| is no number
 GROUPS = 8  # a program, two quads, a group a quarter of a warp
 N_WARPS = 2
-QUAD = 4  # groups
+QUAD, STEP = 4, 1024  # groups; columns
 
 
 @triton.jit
@@ -46,11 +47,11 @@ def quantize_kernel(
     code = (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)  # the addition rounds, to even
     code = tl.where(scaled == scaled, code, 0).to(tl.int8)
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
-    inside = group < n_groups
     within = column % 32
     at = group[:, None] // 4 * 128 + within % 16 // 4 * 32 + group[:, None] % 4 * 8 + within // 16 * 4 + within % 4
-    tl.store(codes_ptr + row * n_groups * 32 + at, code, mask=inside[:, None])
-    tl.store(scales_ptr + row * n_groups + group, scale, mask=inside)
+    tl.store(codes_ptr + row * n_groups * 32 + at, code)
+    scales_at = (row // 2 * (n_groups // 4) + group // 4) * 8 + row % 2 * 4 + group % 4
+    tl.store(scales_ptr + scales_at, scale)
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
@@ -58,11 +59,11 @@ def quantize(x: Any) -> tuple[Any, Any]:
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
         raise ValueError(f"activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape
-    n_quads = -(-n_columns // (QUAD * GROUP))
+    n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
     codes = torch.empty((m, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)
-    scales = torch.empty((m, n_quads, QUAD), dtype=torch.float32, device=x.device)
+    scales = torch.empty((-(-m // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
-        grid = (m, -(-n_quads * QUAD // GROUPS))
+        grid = (m, n_quads * QUAD // GROUPS)
         quantize_kernel[grid](
             x, codes, scales, n_columns, n_quads * QUAD, GROUPS, num_warps=N_WARPS, enable_fp_fusion=False
         )

@@ -30,15 +30,16 @@ def dequantize(weight: TileMatrix) -> Any:
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m, Q, 4)."""
+    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m / 2, Q, 2, 4), of a row that is not there 0."""
     codes, scales = _quantized(x)
     parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
-    return parts.permute(0, 1, 4, 2, 3, 5).flatten(4).contiguous(), scales.view(len(x), scales.shape[1] // 4, 4)
+    pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)
+    return parts.permute(0, 1, 4, 2, 3, 5).flatten(4).contiguous(), pairs.transpose(1, 2).contiguous()
 
 
 def _quantized(x: Any) -> tuple[Any, Any]:
-    """Codes (m, groups, 32) in the order of columns, padded to quads, and scales (m, groups)."""
-    x = F.pad(x.float(), (0, -x.shape[1] % 128))
+    """Codes (m, groups, 32) in the order of columns, padded to 1024, and scales (m, groups)."""
+    x = F.pad(x.float(), (0, -x.shape[1] % 1024))
     codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
     return codes.nan_to_num(0.0).to(torch.int8), scales
 

@@ -37,14 +37,13 @@ def add_quad(
     Groups from n_inside (8, 1) on add 0.
     """
     TILE: tl.constexpr = 128 if KIND == 2 else 64
-    inside = (n_inside > 0) & wanted
-    code_scales = split4(tl.load(code_scales_at, mask=inside[:, :, None], other=0.0))
+    code_scales = split4(tl.load(code_scales_at))
     zero = tl.full(total.shape, MAGIC_BITS, tl.int32)
     sums = (zero, zero, zero, zero)
     for j in tl.static_range(4):
-        x = split4(tl.load(codes_at + 8 * j, mask=inside[:, :, None]))
-        y = split4(tl.load(codes_at + 8 * j + 4, mask=inside[:, :, None]))
-        a, b = entries(w_at + 16 * j, inside, table, KIND, ISA)
+        x = split4(tl.load(codes_at + 8 * j))
+        y = split4(tl.load(codes_at + 8 * j + 4))
+        a, b = entries(w_at + 16 * j, (n_inside > 0) & wanted, table, KIND, ISA)
         c, d = entries(w_at + TILE + 16 * j, (n_inside > 1) & wanted, table, KIND, ISA)
         e, f = entries(w_at + 2 * TILE + 16 * j, (n_inside > 2) & wanted, table, KIND, ISA)
         g, h = entries(w_at + 3 * TILE + 16 * j, (n_inside > 3) & wanted, table, KIND, ISA)
@@ -89,7 +88,8 @@ def sliced_kernel(
     slot = tl.arange(0, SLOTS)[:, None]
     four = tl.arange(0, 4)[None, None, :]
     tile = (token // 16 * n_groups)[None, :] + 4 * slot
-    quad = (row * ((n_groups + 3) // 4) + slot + (token * 0)[None, :])[:, :, None]
+    n_quads = (n_groups + 4 * SLOTS - 1) // (4 * SLOTS) * SLOTS
+    quad = (slot + (token * 0)[None, :])[:, :, None]
     table = load_table(table_ptr, slot * (one - 1) + (candidate * 0)[None, :], KIND)
     total = tl.zeros((SLOTS, 4), tl.float32)
     for first in range(0, n_groups, 4 * SLOTS):
@@ -97,8 +97,8 @@ def sliced_kernel(
             total,
             words_ptr + ((tile + first) * TILE + (token % 16)[None, :]),
             scales_ptr + ((tile + first) * 16 + (token % 16)[None, :]),
-            codes_ptr + ((quad * 4 + first) * 8 + four),
-            code_scales_ptr + ((quad * 4 + first) + four),
+            codes_ptr + (((row * n_quads + quad) * 4 + first) * 8 + four),
+            code_scales_ptr + ((((row // 2 * n_quads + quad) * 4 + first) * 2 + row % 2 * 4) + four),
             n_groups - first - 4 * slot,
             wanted,
             table,
