@@ -52,6 +52,8 @@ def argmax(logits: Any, out: Any = None) -> Any:
     if m:
         n_pieces = -(-n // PIECE)
         best = torch.empty((m, n_pieces), dtype=torch.int64, device=logits.device)
-        piece_kernel[(m, n_pieces)](logits, best, n, PIECE, num_warps=N_WARPS)
-        row_kernel[(m,)](best, out, n_pieces, triton.next_power_of_2(n_pieces), num_warps=ROW_WARPS)
+        piece_kernel[(m, n_pieces)](logits, best, n, PIECE, num_warps=N_WARPS, enable_fp_fusion=False)
+        row_kernel[(m,)](
+            best, out, n_pieces, triton.next_power_of_2(n_pieces), num_warps=ROW_WARPS, enable_fp_fusion=False
+        )
     return out

@@ -93,7 +93,7 @@ def exit_predictor(
         raise ValueError(f"{h} hidden units and {c} candidates, expected 1 to {MAX_HIDDEN} and at least 1.")
     if m:
         parts = (logits, previous, first, first_bias, second, second_bias, out)
-        exit_predictor_kernel[(m,)](*parts, **_sizes(c, h), num_warps=N_WARPS)
+        exit_predictor_kernel[(m,)](*parts, **_sizes(c, h), num_warps=N_WARPS, enable_fp_fusion=False)
     return out
 
 

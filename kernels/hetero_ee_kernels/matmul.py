@@ -12,7 +12,7 @@ of the tiles, then 4 i + 2 and 4 i + 3. What is made of a word (bytes of nibbles
 A token's bits are the same for every m: widths differ in what is done side by side and in no step.
 
 Instructions of the loop for each weight, all loads included (SASS for sm_86, Triton 3.9.0, never timed on a card):
-linear 1.2 for 1 token, 1.6 for 8, 8.2 for 64; codebook 2.4, 2.8, 9.4; int8 tiles 1.0, 1.4, 7.9.
+linear 1.2 for 1 token, 1.6 for 8, 8.3 for 64; codebook 2.5, 2.8, 10.8; int8 tiles 1.0, 1.4, 9.6.
 AMD's cards multiply one token a program, in plain arithmetic.
 """
 
@@ -61,7 +61,6 @@ def add_quads(
     STEP: tl.constexpr = 4 * SLOTS
     words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
-    x = split4(tl.load(codes_at)) + split4(tl.load(codes_at + 4))
     even_scales = split4(tl.load(code_scales_at))
     odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
     for i in tl.static_range(4):
@@ -70,7 +69,9 @@ def add_quads(
         low, high = split4(low), split4(high)
         scales = tl.load(scales_at + 16 * i, mask=mask, other=0.0 if MASKED else None)
         scales = split4(scales.to(tl.float32))
-        b = (x[2 * i], x[2 * i + 1])
+        if i % 2 == 0:  # not both at once, or a prompt's program has too few registers
+            x = split4(tl.load(codes_at + 2 * i))
+        b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
         even = added(even, (c[0], c[2], d[0], d[2]), scales, even_scales[i])
