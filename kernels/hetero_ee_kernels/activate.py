@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu")
 BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
@@ -67,7 +67,5 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
     check("out", out, (m, n_outputs), torch.float32, torch.float16)
     if out.numel():
         grid = (m, triton.cdiv(n_outputs, BLOCK))
-        activate_kernel[grid](
-            x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS, enable_fp_fusion=False
-        )
+        activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS, **UNFUSED)
     return out

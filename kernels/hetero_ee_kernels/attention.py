@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import (
     PAGE_TOKENS,
     PART_TOKENS,
@@ -207,13 +207,12 @@ def attention(
     grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]), parts)
     attention_kernel[grid](
         queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
-        **sizes, PAGES_A_SLOT=pages.pages_a_slot, num_warps=N_WARPS, num_stages=N_STAGES, enable_fp_fusion=False,
+        **sizes, PAGES_A_SLOT=pages.pages_a_slot, num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
     )  # fmt: skip
     shape = {"N_HEADS": n_heads, "HEAD_DIM": head_dim, "DIM_BLOCK": sizes["DIM_BLOCK"]}
     combine_kernel[(m, n_heads)](
-        sums, states, positions, out, **shape, **common,
-        num_warps=COMBINE_WARPS, num_stages=N_STAGES, enable_fp_fusion=False,
-    )  # fmt: skip
+        sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
+    )
     return out
 
 

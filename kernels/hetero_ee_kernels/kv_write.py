@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages, check_rows
 
 N_WARPS = 1  # a head is 64 to 256 features
@@ -145,17 +145,7 @@ def kv_write(
     }
     grid = (x.shape[0], n_heads + 2 * n_kv_heads)
     kv_write_kernel[grid](
-        x,
-        pages.codes,
-        pages.scales,
-        pages.table,
-        slots,
-        positions,
-        turns,
-        layer,
-        **sizes,
-        num_warps=N_WARPS,
-        enable_fp_fusion=False,
+        x, pages.codes, pages.scales, pages.table, slots, positions, turns, layer, **sizes, num_warps=N_WARPS, **UNFUSED
     )
 
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import SLOTS, entries, join4, load_table, mma, split4, sum_slots, to_float
 from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows, output
@@ -119,7 +120,7 @@ def matmul_kernel(
     scales_at = scales_ptr + (tile * 16 + (row % 4 * 4)[None, :])[:, None, :, None] + four
     eight = first + 8 * tl.arange(0, EIGHTS)[:, None]
     token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
-    even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], m - 1).to(tl.int64)
+    even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], (m - 1) // EACH * EACH).to(tl.int64)
     codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (8 * j)[None, :])[None, :, :, None] + four
     code_scales = (even // 2 * n_quads + slot[None, :]) * 8 + even % 2 * 4
     code_scales_at = code_scales_ptr + code_scales[None, :, :, None] + four
@@ -172,6 +173,6 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
             KIND=weight.kind,
             ISA=weight.isa,
             num_warps=SLOTS.value,
-            enable_fp_fusion=False,
+            **UNFUSED,
         )
     return out

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.tile_group import MAGIC
 from hetero_ee_kernels.tile_matrix import GROUP
 
@@ -64,7 +65,5 @@ def quantize(x: Any) -> tuple[Any, Any]:
     scales = torch.empty((-(-m // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
         grid = (m, n_quads * QUAD // GROUPS)
-        quantize_kernel[grid](
-            x, codes, scales, n_columns, n_quads * QUAD, GROUPS, num_warps=N_WARPS, enable_fp_fusion=False
-        )
+        quantize_kernel[grid](x, codes, scales, n_columns, n_quads * QUAD, GROUPS, num_warps=N_WARPS, **UNFUSED)
     return codes, scales

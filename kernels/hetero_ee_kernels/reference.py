@@ -30,7 +30,7 @@ def dequantize(weight: TileMatrix) -> Any:
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m / 2, Q, 2, 4), of a row that is not there 0."""
+    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m / 2, Q, 2, 4), of an absent row 0."""
     codes, scales = _quantized(x)
     parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
     pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)

@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
 from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, output
 
-N_WARPS = 1  # a thread for each slot and candidate
+N_WARPS = 4  # a thread for each slot, candidate and group of a quad
 
 
 @triton.jit
@@ -26,36 +27,23 @@ def add_quad(
     scales_at: tl.tensor,
     codes_at: tl.tensor,
     code_scales_at: tl.tensor,
-    n_inside: tl.tensor,
-    wanted: tl.tensor,
+    inside: tl.tensor,
     table: tl.tensor,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
     """total (8, 4) plus the share of a quad for each slot and candidate: add_quads of matmul.py for one token.
 
-    Groups from n_inside (8, 1) on add 0.
+    Everything else (8, 4, 4): the last axis are the groups of the quad, of which those not inside add 0.
     """
-    TILE: tl.constexpr = 128 if KIND == 2 else 64
-    code_scales = split4(tl.load(code_scales_at))
-    zero = tl.full(total.shape, MAGIC_BITS, tl.int32)
-    sums = (zero, zero, zero, zero)
+    sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
     for j in tl.static_range(4):
-        x = split4(tl.load(codes_at + 8 * j))
-        y = split4(tl.load(codes_at + 8 * j + 4))
-        a, b = entries(w_at + 16 * j, (n_inside > 0) & wanted, table, KIND, ISA)
-        c, d = entries(w_at + TILE + 16 * j, (n_inside > 1) & wanted, table, KIND, ISA)
-        e, f = entries(w_at + 2 * TILE + 16 * j, (n_inside > 2) & wanted, table, KIND, ISA)
-        g, h = entries(w_at + 3 * TILE + 16 * j, (n_inside > 3) & wanted, table, KIND, ISA)
-        sums = (
-            dot4(b, x[1], dot4(a, x[0], sums[0], ISA), ISA),
-            dot4(d, x[3], dot4(c, x[2], sums[1], ISA), ISA),
-            dot4(f, y[1], dot4(e, y[0], sums[2], ISA), ISA),
-            dot4(h, y[3], dot4(g, y[2], sums[3], ISA), ISA),
-        )
+        low, high = entries(w_at + 16 * j, inside, table, KIND, ISA)
+        sums = dot4(low, tl.load(codes_at + 8 * j), dot4(high, tl.load(codes_at + 8 * j + 1), sums, ISA), ISA)
+    scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
+    numbers, scales = split4(to_float(sums)), split4(scale * tl.load(code_scales_at))
     for i in tl.static_range(4):
-        scale = tl.load(scales_at + 16 * i, mask=(n_inside > i) & wanted, other=0.0).to(tl.float32)
-        total = tl.fma(to_float(sums[i]), scale * code_scales[i], total)
+        total = tl.fma(numbers[i], scales[i], total)
     return total
 
 
@@ -85,22 +73,23 @@ def sliced_kernel(
     known = (token >= 0) & (token < n_rows)
     token = tl.where(known, token, 0)
     TILE: tl.constexpr = 128 if KIND == 2 else 64
-    slot = tl.arange(0, SLOTS)[:, None]
-    four = tl.arange(0, 4)[None, None, :]
-    tile = (token // 16 * n_groups)[None, :] + 4 * slot
+    slot = tl.arange(0, SLOTS)[:, None, None]
+    group = 4 * slot + tl.arange(0, 4)[None, None, :]
+    tile = (token // 16 * n_groups)[None, :, None] + group
+    within = (token % 16)[None, :, None]
     n_quads = (n_groups + 4 * SLOTS - 1) // (4 * SLOTS) * SLOTS
-    quad = (slot + (token * 0)[None, :])[:, :, None]
-    table = load_table(table_ptr, slot * (one - 1) + (candidate * 0)[None, :], KIND)
+    codes_at = codes_ptr + (row * n_quads + slot) * 32 + (group % 4 * 2 + within * 0)
+    code_scales_at = code_scales_ptr + (row // 2 * n_quads + slot) * 8 + (row % 2 * 4 + group % 4 + within * 0)
+    table = load_table(table_ptr, (group + within) * (one - 1), KIND)
     total = tl.zeros((SLOTS, 4), tl.float32)
     for first in range(0, n_groups, 4 * SLOTS):
         total = add_quad(
             total,
-            words_ptr + ((tile + first) * TILE + (token % 16)[None, :]),
-            scales_ptr + ((tile + first) * 16 + (token % 16)[None, :]),
-            codes_ptr + (((row * n_quads + quad) * 4 + first) * 8 + four),
-            code_scales_ptr + ((((row // 2 * n_quads + quad) * 4 + first) * 2 + row % 2 * 4) + four),
-            n_groups - first - 4 * slot,
-            wanted,
+            words_ptr + ((tile + first) * TILE + within),
+            scales_ptr + ((tile + first) * 16 + within),
+            codes_at + first * 8,
+            code_scales_at + first * 2,
+            (first + group < n_groups) & wanted[:, :, None],
             table,
             KIND,
             ISA,
@@ -141,6 +130,6 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
             KIND=weight.kind,
             ISA=weight.isa,
             num_warps=N_WARPS,
-            enable_fp_fusion=False,
+            **UNFUSED,
         )
     return out

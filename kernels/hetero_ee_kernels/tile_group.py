@@ -36,9 +36,9 @@ LOOKUP_PTX = tl.constexpr("""{
     prmt.b32 $0, a, c, 0x6420;
     prmt.b32 $1, a, c, 0x7531;
     }""")
-MMA_PTX = tl.constexpr(
-    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $10, $10, $10};"
-)
+MMA_PTX = tl.constexpr("""{
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $10, $10, $10};
+    }""")
 TURING_MMA_PTX = tl.constexpr("""{
     mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$0, $1}, {$4}, {$8}, {$10, $10};
     mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$2, $3}, {$5}, {$8}, {$10, $10};
