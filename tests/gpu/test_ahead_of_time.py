@@ -3,12 +3,14 @@
 One class of cards and two records a kernel here, the rest with `pytest -m slow`: matmuls take seconds each.
 """
 
+import ast
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_ee_kernels.checks import UNFUSED
 from tests.gpu_compilation import CARD_CLASSES, CardClass, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
 from tests.gpu_support import IS_INTERPRETED
@@ -42,6 +44,8 @@ def check(record: Any, card: CardClass) -> Compiled:
     assert compiled.stack_bytes == 0, f"registers are spilled: {compiled}"
     assert compiled.shared_bytes <= card.program_shared_bytes and compiled.occupancy > 0, compiled
     assert compiled.n_vector_loads or not record.is_memory_bound, f"no 16-byte load: {compiled}"
+    assert not compiled.n_fusible, f"the assembler may fuse what tl.fma doesn't ask for: {compiled}"
+    assert compiled.has_lanes_in_order, f"another layout than mma's fragments: {compiled}"
     return compiled
 
 
@@ -78,6 +82,34 @@ def test_too_few_registers_are_seen() -> None:
             triton, "compile", lambda s, target, options: compile_kernel(s, target, options | {"maxnreg": 32})
         )
         assert compile_for(record, CARD_IN_CI).stack_bytes > 0
+
+
+def test_what_the_compiler_may_fuse_is_seen() -> None:
+    """The check for fusion, on a kernel that is compiled with it."""
+    record = next(record for record in RECORDS if record.name == "rms_norm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(UNFUSED, "enable_fp_fusion", True)
+        assert compile_for(record, CARD_IN_CI).n_fusible > 0
+
+
+def test_every_launch_says_that_nothing_is_fused_unasked() -> None:
+    """kernel[grid](...) without it would take Triton's default, which changes in 3.10."""
+    n_launches = 0
+    for file in (ROOT / "kernels" / "hetero_ee_kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                n_launches += 1
+                given = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None]
+                assert "UNFUSED" in given, f"{file.name}:{node.lineno} launches a kernel without **UNFUSED"
+    assert n_launches >= 10
+
+
+def test_other_lanes_are_seen() -> None:
+    """The check for layouts, on the product with fewer warps than it has slots."""
+    from dataclasses import replace
+
+    record = next(record for record in RECORDS if record.name == "matmul_linear_1")
+    assert not compile_for(replace(record, n_warps=4), CARD_IN_CI).has_lanes_in_order
 
 
 def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
