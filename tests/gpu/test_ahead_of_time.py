@@ -5,17 +5,24 @@ One class of cards and two records a kernel here, the rest with `pytest -m slow`
 
 import ast
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
 from hetero_ee_kernels.checks import UNFUSED
-from tests.gpu_compilation import CARD_CLASSES, CardClass, Compiled, compile_for
+from hetero_ee_kernels.tile_group import mma
+from hetero_ee_kernels.tile_matrix import PTX
+from tests.gpu_compilation import CARD_CLASSES, CardClass, Compilation, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
 from tests.gpu_support import IS_INTERPRETED
 
-pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("Triton compiles nothing where it interprets", allow_module_level=True)
 
@@ -30,6 +37,15 @@ RECORDS_IN_CI = [
     or record.function is not RECORDS_OF_CLASS[place - 1].function
     or record.function is not RECORDS_OF_CLASS[place + 1].function
 ]
+
+
+@triton.jit
+def transposed_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, TRANSPOSED: tl.constexpr) -> None:  # noqa: N803
+    at = tl.arange(0, 32)[None, None, :]
+    if TRANSPOSED:
+        at = 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[None, :, None]
+    word = tl.load(words_ptr + at)
+    tl.store(out_ptr + at, mma((word, word, word, word), (word, word), 3)[0])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -105,17 +121,15 @@ def test_every_launch_says_that_nothing_is_fused_unasked() -> None:
 
 
 def test_other_lanes_are_seen() -> None:
-    """The check for layouts, on the product with fewer warps than it has slots."""
-    from dataclasses import replace
-
-    record = next(record for record in RECORDS if record.name == "matmul_linear_1")
-    assert not compile_for(replace(record, n_warps=4), CARD_IN_CI).has_lanes_in_order
+    """The check for layouts, on fragments whose rows and columns are axes of their own."""
+    arguments = {"words_ptr": "*i32", "out_ptr": "*i32"}
+    record = Compilation("mma", transposed_kernel, arguments, {"TRANSPOSED": True}, 1, isa=PTX)
+    assert not compile_for(record, CARD_IN_CI).has_lanes_in_order
+    assert compile_for(replace(record, constants={"TRANSPOSED": False}), CARD_IN_CI).has_lanes_in_order
 
 
 def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
     """The check for vector loads, on a kernel whose rows begin anywhere."""
-    from dataclasses import replace
-
     record = next(record for record in RECORDS if record.name == "activate_relu")
     odd = replace(record, constants=dict(record.constants) | {"F": 11007})
     assert compile_for(record, CARD_IN_CI).n_vector_loads and not compile_for(odd, CARD_IN_CI).n_vector_loads
