@@ -12,7 +12,7 @@ of the tiles, then 4 i + 2 and 4 i + 3. What is made of a word (bytes of nibbles
 A token's bits are the same for every m: widths differ in what is done side by side and in no step.
 
 Instructions of the loop for each weight, all loads included (SASS for sm_86, Triton 3.9.0, never timed on a card):
-linear 1.2 for 1 token, 1.6 for 8, 8.3 for 64; codebook 2.5, 2.8, 10.8; int8 tiles 1.0, 1.4, 9.6.
+linear 1.2 for 1 token, 1.5 for 8, 8.3 for 64; codebook 2.4, 2.8, 10.8; int8 tiles 1.0, 1.4, 9.6.
 AMD's cards multiply one token a program, in plain arithmetic.
 """
 
@@ -128,11 +128,15 @@ def matmul_kernel(
     zeros = tl.zeros((PAIRS, EIGHTS, 32 * SLOTS), tl.float32)
     totals = ((zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros))
     at = (words_at, scales_at, codes_at, code_scales_at)
-    n_whole = 0 if PAIRS > 1 else n_groups // STEP * STEP  # with both loops a prompt's would want more registers
-    for _ in range(0, n_whole, STEP):
-        totals, at = add_quads(totals, at, slot, table, IS_ONE, KIND, False, ISA)
-    for group in range(n_whole, n_groups, STEP):
-        totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
+    n_whole = n_groups // STEP * STEP
+    if PAIRS > 1:  # with a second body, without masks, a prompt's program would have too few registers
+        for group in range(0, n_groups, STEP):
+            totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
+    else:
+        for _ in range(0, n_whole, STEP):
+            totals, at = add_quads(totals, at, slot, table, IS_ONE, KIND, False, ISA)
+        if n_whole < n_groups:
+            totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, table, IS_ONE, KIND, True, ISA)
     y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
     y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even and odd
     y = tl.reshape(tl.permute(y, (1, 4, 6, 0, 3, 5, 2)), (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS))
