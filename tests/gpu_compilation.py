@@ -10,8 +10,15 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_ee_kernels.tile_matrix import GCN, PLAIN, PTX
+from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.tile_matrix import GCN, PLAIN, PTX, TURING
 
+FUSIBLE = re.compile(r"\b(?:mul|add|sub)\.(?:ftz\.)?f(?:16|32|64)\b")  # with a rounding, as in mul.rn.f32, it is not
+MMA_OF_LANES = re.compile(r'elementwise_inline_asm "[^"]*mma\.sync[^\n]*-> tensor<[^,>]*, (#\w+)>')
+# A warp's neighbours are neighbours of the last axis, one element each: what a fragment takes a lane to be.
+LANES_IN_ORDER = (
+    r"{} = #ttg\.blocked<{{sizePerThread = \[1, 1, 1\], threadsPerWarp = \[1, 1, 32\], warpsPerCTA = \[1, 1, "
+)
 VECTOR_LOADS = re.compile(r"ld\.global\S*\.(?:v4\.\w32|v8\.\w16|v2\.\w64)|(?:global|buffer)_load_b128")  # 16 bytes
 
 
@@ -25,7 +32,7 @@ class Compilation:
     constants: dict[str, Any]  # value of every other argument, None for a pointer that is not given
     n_warps: int
     is_memory_bound: bool = False  # its large operand must be read 16 bytes at a time
-    isa: int = PLAIN  # whose instructions it holds, of tile_matrix's PLAIN, PTX, GCN
+    isa: int = PLAIN  # whose instructions it holds, of tile_matrix's PLAIN, GCN, PTX: those of NVIDIA's cards
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class Compiled:
     stack_bytes: int  # more than 0 where registers were spilled
     shared_bytes: int
     n_vector_loads: int  # of 16 bytes
+    n_fusible: int = 0  # multiplications and additions that NVIDIA's assembler may make one of, with other bits
+    has_lanes_in_order: bool = True  # matrix products find in each lane what its fragment holds
 
     @property
     def occupancy(self) -> float:
@@ -100,7 +109,8 @@ class Compiled:
 def compile_for(record: Compilation, card: CardClass) -> Compiled:
     """Raises what Triton raises where the kernel doesn't compile.
 
-    Pointers and integers are taken to be divisible by 16, as at run time: else no load would be a vector's.
+    Options are those of the product's launches. Pointers and integers are taken to be divisible by 16, as at run time:
+    else no load would be a vector's.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -113,15 +123,21 @@ def compile_for(record: Compilation, card: CardClass) -> Compiled:
         for index, parameter in enumerate(parameters)
         if signature[parameter.name] not in ("constexpr", "fp32") and not parameter.do_not_specialize
     }
-    constants = {name: record.constants[name] for name, kind in signature.items() if kind == "constexpr"}
+    given = record.constants | ({"ISA": TURING} if record.isa == PTX and card.name == "sm_75" else {"ISA": record.isa})
+    constants = {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(record.function, signature, constexprs=constants, attrs=divisible)
     architecture: Any = card.name if card.is_hip else int(card.name.removeprefix("sm_"))
     target = GPUTarget("hip" if card.is_hip else "cuda", architecture, 32)
-    options = {"num_warps": record.n_warps, "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": record.n_warps, "num_stages": 1} | UNFUSED
     kernel = triton.compile(source, target=target, options=options)
     metrics = _hip_metrics(kernel.asm["amdgcn"]) if card.is_hip else _cuda_metrics(kernel.asm["cubin"])
     n_loads = len(VECTOR_LOADS.findall(kernel.asm["amdgcn" if card.is_hip else "ptx"]))
-    return Compiled(record.name, card, record.n_warps, *metrics, kernel.metadata.shared, n_loads)
+    n_fusible = len(FUSIBLE.findall(kernel.asm.get("ptx", "")))
+    layouts = set(MMA_OF_LANES.findall(kernel.asm["ttgir"]))
+    in_order = all(re.search(LANES_IN_ORDER.format(layout), kernel.asm["ttgir"]) for layout in layouts)
+    in_order = in_order and bool(layouts) == ("mma.sync" in kernel.asm["ttgir"])
+    shared = kernel.metadata.shared
+    return Compiled(record.name, card, record.n_warps, *metrics, shared, n_loads, n_fusible, in_order)
 
 
 def _cuda_metrics(cubin: bytes) -> tuple[int, int]:

@@ -13,11 +13,13 @@ from hetero_ee_kernels import (
     norm,
     quantize,
     sliced_head,
-    tile_group,
 )
 from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
+from hetero_ee_kernels.tile_group import SLOTS
 from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX
 from tests.gpu_compilation import Compilation
+
+KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
 
 
 def every_compilation() -> Iterator[Compilation]:
@@ -133,22 +135,24 @@ def _kv_write() -> list[Compilation]:
 
 
 def _matmul() -> list[Compilation]:
-    """Every kind of tile at the fewest and the most rows a program takes."""
+    """Every kind of tile and every number of tokens, with more pairs of row blocks for prompts."""
     signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
     signature |= {"code_scales_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
     signature |= dict.fromkeys(("m", "n_rows", "n_groups", "one"), "i32")
+    most = 8 * matmul.MAX_EIGHTS
+    widths = [(1, 1, PTX), *((n_tokens, 1, PTX) for n_tokens in (8, 16, 32) if n_tokens <= most)]
     return [
         Compilation(
-            f"matmul_{name}_{n_rows}{'' if isa == PTX else '_amd'}",
+            f"matmul_{name}_{n_tokens}{'_prompt' if n_pairs > 1 else ''}{'' if isa == PTX else '_amd'}",
             matmul.matmul_kernel,
             signature,
-            {"M": n_rows, "KIND": kind, "ISA": isa},
-            tile_group.N_WARPS,
+            {"TOKENS": n_tokens, "PAIRS": n_pairs, "KIND": kind},
+            SLOTS.value,
             is_memory_bound=True,
             isa=isa,
         )
-        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
-        for n_rows, isa in ((1, PTX), (matmul.MAX_ROWS, PTX), (matmul.MAX_ROWS_AMD, GCN))
+        for kind, name in KINDS
+        for n_tokens, n_pairs, isa in (*widths, (most, matmul.MAX_PAIRS, PTX), (1, 1, GCN))
     ]
 
 
@@ -191,18 +195,18 @@ def _quantize() -> list[Compilation]:
 
 def _sliced_head() -> list[Compilation]:
     """Every kind of tile."""
-    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "x_ptr": "*i32"}
-    signature |= {"x_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
+    signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
+    signature |= {"code_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
     signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
     return [
         Compilation(
             f"sliced_head_{name}{'' if isa == PTX else '_amd'}",
             sliced_head.sliced_kernel,
             signature,
-            {"KIND": kind, "ISA": isa},
-            tile_group.N_WARPS,
+            {"KIND": kind},
+            sliced_head.N_WARPS,
             isa=isa,
         )
-        for kind, name in ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
+        for kind, name in KINDS
         for isa in (PTX, GCN)
     ]

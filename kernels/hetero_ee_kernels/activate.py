@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu")
 BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
@@ -27,7 +27,7 @@ def activated(v: tl.tensor, threshold: tl.tensor, KIND: tl.constexpr) -> Any:
     elif KIND == "gelu":
         return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
     elif KIND == "gelu_tanh":
-        return v / (1.0 + tl.exp(-1.5957691216057308 * v * (1.0 + 0.044715 * v * v)))
+        return v / (1.0 + tl.exp(-1.5957691216057308 * v * tl.fma(0.044715 * v, v, 1.0)))
     elif KIND == "relu":
         return tl.where(v < 0.0, 0.0, v)
     else:
@@ -67,5 +67,5 @@ def activate(x: Any, kind: str, out: Any = None, *, gated: bool, threshold: floa
     check("out", out, (m, n_outputs), torch.float32, torch.float16)
     if out.numel():
         grid = (m, triton.cdiv(n_outputs, BLOCK))
-        activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS)
+        activate_kernel[grid](x, out, threshold, n_outputs, kind, gated, BLOCK, num_warps=N_WARPS, **UNFUSED)
     return out

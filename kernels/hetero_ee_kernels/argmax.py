@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
+
 PIECE = 4096  # logits a program: 8 of each thread, and 32,000 are 8 programs a row
 LOWEST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)  # above every number's
@@ -52,6 +54,6 @@ def argmax(logits: Any, out: Any = None) -> Any:
     if m:
         n_pieces = -(-n // PIECE)
         best = torch.empty((m, n_pieces), dtype=torch.int64, device=logits.device)
-        piece_kernel[(m, n_pieces)](logits, best, n, PIECE, num_warps=N_WARPS)
-        row_kernel[(m,)](best, out, n_pieces, triton.next_power_of_2(n_pieces), num_warps=ROW_WARPS)
+        piece_kernel[(m, n_pieces)](logits, best, n, PIECE, num_warps=N_WARPS, **UNFUSED)
+        row_kernel[(m,)](best, out, n_pieces, triton.next_power_of_2(n_pieces), num_warps=ROW_WARPS, **UNFUSED)
     return out

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import (
     PAGE_TOKENS,
     PART_TOKENS,
@@ -31,11 +31,20 @@ from hetero_ee_kernels.pages import (
     check_rows,
     workspace_size,
 )
+from hetero_ee_kernels.tile_group import split4
 
 MAX_GROUP = 4  # query heads a program: with 8, no register is left; the second program reads from the L2 cache
 TILE = 4096  # heads x lanes x features of a step: 32 sums a thread; twice that leaves no registers (measured, 255)
 MAX_HEAD_DIM = 256
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
+
+
+@triton.jit
+def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
+    """(A, 1, 4 n), (1, B, 4 n) -> (A, B, n): sums of 4 products, three of them fused with their addition."""
+    x0, x1, x2, x3 = split4(tl.reshape(x, (x.shape[0], 1, x.shape[2] // 4, 4)))
+    y0, y1, y2, y3 = split4(tl.reshape(y, (1, y.shape[1], y.shape[2] // 4, 4)))
+    return tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, x0 * y0)))
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -96,17 +105,17 @@ def attention_kernel(
                 key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
                 values = codes_ptr + N_KV_HEADS * PAGE * HEAD_DIM
                 value = tl.load(values + code, mask=loaded, other=0.0).to(tl.float32)
-                score = tl.sum(query * key, 2)
+                score = tl.sum(dot_fours(query, key), 2)
                 if scales_ptr is not None:
                     score *= tl.load(scales_ptr + lines, mask=seen, other=0.0)[None, :]
                 score = tl.where(seen[None, :], score, float("-inf"))
                 higher = tl.maximum(best, score)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 correction, weight = tl.exp(best - base), tl.exp(score - base)
-                total = total * correction + weight
+                total = tl.fma(total, correction, weight)
                 if scales_ptr is not None:
                     weight *= tl.load(scales_ptr + N_KV_HEADS * PAGE + lines, mask=seen, other=0.0)[None, :]
-                sums = sums * correction[:, :, None] + weight[:, :, None] * value
+                sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
                 best = higher
         greatest = tl.max(best, 1)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
@@ -150,8 +159,8 @@ def combine_kernel(
         higher = tl.maximum(best, score)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         correction, share = tl.exp(best - base), tl.exp(score - base)
-        total = total * correction + weights * share
-        sums = sums * correction + more * share
+        total = tl.fma(weights, share, total * correction)
+        sums = tl.fma(more, share, sums * correction)
         best = higher
     tl.store(out_ptr + entry * HEAD_DIM + feature, sums / total, mask=inside)
 
@@ -198,18 +207,18 @@ def attention(
     grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]), parts)
     attention_kernel[grid](
         queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
-        **sizes, PAGES_A_SLOT=pages.pages_a_slot, num_warps=N_WARPS, num_stages=N_STAGES,
+        **sizes, PAGES_A_SLOT=pages.pages_a_slot, num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
     )  # fmt: skip
     shape = {"N_HEADS": n_heads, "HEAD_DIM": head_dim, "DIM_BLOCK": sizes["DIM_BLOCK"]}
     combine_kernel[(m, n_heads)](
-        sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES
+        sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
     )
     return out
 
 
 def _sizes(group: int, head_dim: int) -> dict[str, int]:
     """How a program's step of heads x lanes x features is cut: by the model's shape alone."""
-    dim_block = triton.next_power_of_2(head_dim)
+    dim_block = max(4, triton.next_power_of_2(head_dim))
     group_block = min(MAX_GROUP, triton.next_power_of_2(group))
     lanes = max(1, min(PAGE_TOKENS, TILE // (group_block * dim_block)))
     return {"GROUP": group, "GROUP_BLOCK": group_block, "HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}

@@ -6,6 +6,8 @@ import torch
 
 ALIGNMENT_BYTES = 16  # Triton compiles another kernel, with other vectors and so another order of sums, for less
 
+UNFUSED = {"enable_fp_fusion": False}  # of every launch: bits hang on it, and on tl.fma where a kernel asks for fusion
+
 
 def check(name: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
     """Raises ValueError unless the tensor has the shape and one of the dtypes (fp32 where none is named), lies in one

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 
 N_WARPS = 4  # h = 512: 4 hidden units a thread
 MAX_HIDDEN = 4096
@@ -93,7 +93,7 @@ def exit_predictor(
         raise ValueError(f"{h} hidden units and {c} candidates, expected 1 to {MAX_HIDDEN} and at least 1.")
     if m:
         parts = (logits, previous, first, first_bias, second, second_bias, out)
-        exit_predictor_kernel[(m,)](*parts, **_sizes(c, h), num_warps=N_WARPS)
+        exit_predictor_kernel[(m,)](*parts, **_sizes(c, h), num_warps=N_WARPS, **UNFUSED)
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages, check_rows
 
 N_WARPS = 1  # a head is 64 to 256 features
@@ -26,7 +26,7 @@ SMALLEST = 1e-30  # 127 / 1e-30 is still a finite fp32
 @triton.jit
 def turned(low: tl.tensor, high: tl.tensor, cosine: tl.tensor, sine: tl.tensor) -> Any:
     """The two halves of a head after the turn."""
-    return low * cosine - high * sine, high * cosine + low * sine
+    return tl.fma(low, cosine, -(high * sine)), tl.fma(high, cosine, low * sine)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def kv_write(
     }
     grid = (x.shape[0], n_heads + 2 * n_kv_heads)
     kv_write_kernel[grid](
-        x, pages.codes, pages.scales, pages.table, slots, positions, turns, layer, **sizes, num_warps=N_WARPS
+        x, pages.codes, pages.scales, pages.table, slots, positions, turns, layer, **sizes, num_warps=N_WARPS, **UNFUSED
     )
 
 

@@ -1,16 +1,19 @@
-"""y[m, N] = 2^e x[m, K] W^T for few rows, W in int4 or int8 tiles (docs/FORMAT.md), x quantized to int8 (quantize.py).
+"""y[m, N] = 2^e x[m, K] W^T for any m, W in int4 or int8 tiles (docs/FORMAT.md), x quantized to int8 (quantize.py).
 
-Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations. Arithmetic: tile_group.py,
-whose integer sums are those of the CPU's matmul. Source: derived.
+Symbols: N weight rows in blocks of 16, K columns in G groups of 32 and Q quads of 4 groups, m rows of activations, here
+called tokens. Arithmetic and order: tile_group.py, whose integer sums are those of the CPU's matmul. Source: derived.
 
-A program computes the 16 rows of a block for up to 8 rows of x: 4 warps, each on 8 groups at a time. A thread holds 4
-rows of one group: it reads them 16 bytes at a time, and so it does the activations, whose words it uses for all 4. More
-rows of x are further programs, next to each other so that the weights come from the L2 cache. Row t's bits are the same
-for every m, because 1, 2, 4 and 8 rows a program differ in how often a step is done and in no step itself.
+Tensor cores take a tile as it lies: line j of a tile holds, of each row, the very words that lane j of a row's four
+holds of an operand. So a lane reads 4 rows of a line, 16 bytes, and a warp one group of two row blocks, which are two
+products of 16 x 32 weights with 8 tokens; the rows of an operand may be any, so its 8 + 8 are rows 4 i + 0 and 4 i + 1
+of the tiles, then 4 i + 2 and 4 i + 3. What is made of a word (bytes of nibbles, entries of a codebook, scales) serves
+8 tokens after 8 tokens. No shared memory, but at the end: each of the 8 warps has added up every eighth quad.
 
-Instructions of the loop for a byte of tiles and scales, all loads included (sm_86 and sm_89, Triton 3.7.1, never timed
-on a card): linear 1.8 at 1 row, 3.9 at 4, 6.7 at 8; codebook 4.0, 6.1, 8.8; int8 tiles 0.6, 1.7, 3.4. A card of 15
-TFLOP/s and 272 GB/s issues 28 in that time.
+A token's bits are the same for every m: widths differ in what is done side by side and in no step.
+
+Instructions of the loop for each weight, all loads included (SASS for sm_86, Triton 3.9.0, never timed on a card):
+linear 1.2 for 1 token, 1.5 for 8, 8.3 for 64; codebook 2.4, 2.8, 10.8; int8 tiles 1.0, 1.4, 9.6.
+AMD's cards multiply one token a program, in plain arithmetic.
 """
 
 from typing import Any
@@ -19,91 +22,64 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.tile_group import (
-    MAGIC_BITS,
-    N_WARPS,
-    SLOTS,
-    dot4,
-    entry_words,
-    join4,
-    load_table,
-    split4,
-    sum_slots,
-    to_float,
-)
-from hetero_ee_kernels.tile_matrix import (
-    GCN,
-    TileMatrix,
-    check_rows,
-    instructions,
-    output,
-)
+from hetero_ee_kernels.tile_group import SLOTS, entries, join4, load_table, mma, split4, sum_slots, to_float
+from hetero_ee_kernels.tile_matrix import GCN, TileMatrix, check_rows, output
 
-MAX_ROWS = 8  # a program; 16 would need more registers than there are
-MAX_ROWS_AMD = 2  # likewise
+MAX_EIGHTS = 4  # tokens a program, in eights; with 8 there are not enough registers
+MAX_PAIRS = 2  # row blocks a program, in pairs, for prompts: each activation that is read serves them all
 
 
 @triton.jit
-def add_groups(
+def added(totals: tl.tensor, sums: tl.tensor, scales: tl.tensor, x_scale: tl.tensor) -> Any:
+    """Totals of 4 rows plus their share of a group."""
+    return (
+        tl.fma(to_float(sums[0]), scales[0] * x_scale, totals[0]),
+        tl.fma(to_float(sums[1]), scales[1] * x_scale, totals[1]),
+        tl.fma(to_float(sums[2]), scales[2] * x_scale, totals[2]),
+        tl.fma(to_float(sums[3]), scales[3] * x_scale, totals[3]),
+    )
+
+
+@triton.jit
+def add_quads(
     totals: tl.tensor,
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    codes_ptr: tl.tensor,
-    code_scales_ptr: tl.tensor,
-    row_start: tl.tensor,
+    at: tl.tensor,
     n_inside: tl.tensor,
-    one: tl.tensor,
     table: tl.tensor,
+    IS_ONE: tl.constexpr,
     KIND: tl.constexpr,
     MASKED: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """totals, 4 x (M, 32, 4), one for each row of a quad, plus the share of the 32 groups that the pointers begin with.
+    """totals, of tokens 2 j and of 2 j + 1, each of 4 rows, plus the share of a quad for each warp; what follows in at.
 
-    row_start: (M,), where the rows of x begin, in groups. Where MASKED, groups from n_inside on add 0.
+    at: words and scales of weights, (PAIRS, 1, T, 4); words of token r and scales of token 2 j, (1, EIGHTS, T, 4).
+    Where MASKED, groups from n_inside (T,) on add 0. IS_ONE: of the tokens the first alone counts.
     """
-    slot, quad, four = tl.arange(0, SLOTS), tl.arange(0, 4), tl.arange(0, 4)
-    inside = slot < n_inside
-    mask = inside[:, None, None] if MASKED else None
-    x_mask = inside[None, :, None, None] if MASKED else None
-    other = 0.0 if MASKED else None
-    LINES: tl.constexpr = 8 if KIND == 2 else 4
-    within = (4 * quad[:, None] + four[None, :])[None]
-    w_at = words_ptr + ((slot * (16 * LINES))[:, None, None] + within)
-    group = row_start[:, None] + slot[None, :]
-    x_at = codes_ptr + ((group * 8)[:, :, None, None] + (quad * 0)[None, None, :, None] + four[None, None, None, :])
-    x_scales_at = code_scales_ptr + ((group * one)[:, :, None] + (quad * 0)[None, None, :])
-    scales = split4(tl.load(scales_ptr + ((slot * 16)[:, None, None] + within), mask=mask, other=other).to(tl.float32))
-    x_scale = tl.load(x_scales_at, mask=inside[None, :, None] if MASKED else None, other=other)
-    low = split4(tl.load(x_at, mask=x_mask))
-    high = split4(tl.load(x_at + 4, mask=x_mask))
-    sums0 = tl.full(totals[0].shape, MAGIC_BITS, tl.int32)
-    sums1, sums2, sums3 = sums0, sums0, sums0
-    for line in tl.static_range(LINES):
-        words = split4(tl.load(w_at + 16 * line, mask=mask))
-        if KIND == 2:
-            x = low[line] if line < 4 else high[line - 4]
-            sums0 = dot4(words[0][None], x, sums0, ISA)
-            sums1 = dot4(words[1][None], x, sums1, ISA)
-            sums2 = dot4(words[2][None], x, sums2, ISA)
-            sums3 = dot4(words[3][None], x, sums3, ISA)
-        else:
-            x, y = low[line], high[line]
-            a, b = entry_words(words[0], table, KIND, ISA)
-            sums0 = dot4(b[None], y, dot4(a[None], x, sums0, ISA), ISA)
-            a, b = entry_words(words[1], table, KIND, ISA)
-            sums1 = dot4(b[None], y, dot4(a[None], x, sums1, ISA), ISA)
-            a, b = entry_words(words[2], table, KIND, ISA)
-            sums2 = dot4(b[None], y, dot4(a[None], x, sums2, ISA), ISA)
-            a, b = entry_words(words[3], table, KIND, ISA)
-            sums3 = dot4(b[None], y, dot4(a[None], x, sums3, ISA), ISA)
-    return (
-        tl.fma(to_float(sums0), scales[0][None] * x_scale, totals[0]),
-        tl.fma(to_float(sums1), scales[1][None] * x_scale, totals[1]),
-        tl.fma(to_float(sums2), scales[2][None] * x_scale, totals[2]),
-        tl.fma(to_float(sums3), scales[3][None] * x_scale, totals[3]),
-    )
+    TILE: tl.constexpr = 128 if KIND == 2 else 64
+    STEP: tl.constexpr = 4 * SLOTS
+    words_at, scales_at, codes_at, code_scales_at = at
+    even, odd = totals
+    even_scales = split4(tl.load(code_scales_at))
+    odd_scales = even_scales if IS_ONE else split4(tl.load(code_scales_at + 4))
+    for i in tl.static_range(4):
+        mask = (n_inside > i)[None, None, :, None] if MASKED else None
+        low, high = entries(words_at + TILE * i, mask, table, KIND, ISA)
+        low, high = split4(low), split4(high)
+        scales = tl.load(scales_at + 16 * i, mask=mask, other=0.0 if MASKED else None)
+        scales = split4(scales.to(tl.float32))
+        if i % 2 == 0:  # not both at once, or a prompt's program has too few registers
+            x = split4(tl.load(codes_at + 2 * i))
+        b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
+        c = mma((low[0], low[1], high[0], high[1]), b, ISA)
+        d = mma((low[2], low[3], high[2], high[3]), b, ISA)
+        even = added(even, (c[0], c[2], d[0], d[2]), scales, even_scales[i])
+        if not IS_ONE:
+            odd = added(odd, (c[1], c[3], d[1], d[3]), scales, odd_scales[i])
+    at = (words_at + STEP * TILE, scales_at + STEP * 16, codes_at + STEP * 8, code_scales_at + STEP * 2)
+    return (even, odd), at
 
 
 @triton.jit(do_not_specialize=["m", "n_rows", "n_groups", "one"])
@@ -119,45 +95,55 @@ def matmul_kernel(
     n_rows: tl.tensor,
     n_groups: tl.tensor,
     one: tl.tensor,
-    M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """one: 1, unknown to the compiler: knowing that neighbours' x scales are neighbours, it would spread the threads
-    for that load and then move each scale through shared memory."""
-    n_parts = (m + M - 1) // M
-    block = tl.program_id(0) // n_parts
-    first_row = tl.program_id(0) % n_parts * M
-    local = tl.arange(0, M)
-    row_start = tl.minimum(local, m - 1 - first_row) * n_groups
-    LINES: tl.constexpr = 8 if KIND == 2 else 4
-    first_tile = block.to(tl.int64) * n_groups
-    words_ptr += first_tile * (16 * LINES)
-    scales_ptr += first_tile * 16
-    first_group = first_row.to(tl.int64) * n_groups
-    codes_ptr += first_group * 8
-    code_scales_ptr += first_group
-    table = load_table(table_ptr, one - 1, KIND)
-    zeros = tl.zeros((M, SLOTS, 4), tl.float32)
-    totals = (zeros, zeros, zeros, zeros)
-    for _ in range(n_groups // SLOTS):
-        totals = add_groups(
-            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_start, SLOTS, one, table, KIND, False, ISA
-        )
-        words_ptr += SLOTS * 16 * LINES
-        scales_ptr += SLOTS * 16
-        codes_ptr += SLOTS * 8
-        code_scales_ptr += SLOTS
-    rest = n_groups % SLOTS
-    if rest != 0:
-        totals = add_groups(
-            totals, words_ptr, scales_ptr, codes_ptr, code_scales_ptr, row_start, rest, one, table, KIND, True, ISA
-        )
-    y = sum_slots(tl.reshape(join4(totals), (M, SLOTS, 16))) * factor
-    n = block * 16 + tl.arange(0, 16)
-    row = first_row + local
-    out_at = out_ptr + (row.to(tl.int64)[:, None] * n_rows + n[None])
-    tl.store(out_at, y, mask=(row < m)[:, None] & (n < n_rows)[None])
+    """32 x PAIRS rows of TOKENS tokens: 1, or a multiple of 8. Programs of the same rows follow each other, so that
+    the weights come from the L2 cache. one: 1, unknown to the compiler."""
+    IS_ONE: tl.constexpr = TOKENS == 1
+    EIGHTS: tl.constexpr = 1 if IS_ONE else TOKENS // 8
+    EACH: tl.constexpr = 1 if IS_ONE else 2
+    STEP: tl.constexpr = 4 * SLOTS
+    TILE: tl.constexpr = 128 if KIND == 2 else 64
+    n_parts = (m + TOKENS - 1) // TOKENS
+    n_quads = (n_groups + STEP - 1) // STEP * SLOTS
+    first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
+    first = tl.program_id(0) % n_parts * TOKENS
+    thread = tl.arange(0, 32 * SLOTS)
+    row, j, slot = thread % 32 // 4, thread % 4, thread // 32
+    four = tl.arange(0, 4)[None, None, None, :]
+    block = first_row // 16 + 2 * tl.arange(0, PAIRS)[:, None] + (row // 4)[None, :]
+    tile = tl.minimum(block, (n_rows + 15) // 16 - 1).to(tl.int64) * n_groups + (4 * slot)[None, :]
+    words_at = words_ptr + (tile * TILE + (16 * j + row % 4 * 4)[None, :])[:, None, :, None] + four
+    scales_at = scales_ptr + (tile * 16 + (row % 4 * 4)[None, :])[:, None, :, None] + four
+    eight = first + 8 * tl.arange(0, EIGHTS)[:, None]
+    token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
+    even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], (m - 1) // EACH * EACH).to(tl.int64)
+    codes_at = codes_ptr + ((token * n_quads + slot[None, :]) * 32 + (8 * j)[None, :])[None, :, :, None] + four
+    code_scales = (even // 2 * n_quads + slot[None, :]) * 8 + even % 2 * 4
+    code_scales_at = code_scales_ptr + code_scales[None, :, :, None] + four
+    table = load_table(table_ptr, ((thread * (one - 1))[:, None] + 0 * tl.arange(0, 4)[None, :])[None, None], KIND)
+    zeros = tl.zeros((PAIRS, EIGHTS, 32 * SLOTS), tl.float32)
+    totals = ((zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros))
+    at = (words_at, scales_at, codes_at, code_scales_at)
+    n_whole = n_groups // STEP * STEP
+    if PAIRS > 1:  # with a second body, without masks, a prompt's program would have too few registers
+        for group in range(0, n_groups, STEP):
+            totals, at = add_quads(totals, at, n_groups - group - 4 * slot, table, IS_ONE, KIND, True, ISA)
+    else:
+        for _ in range(0, n_whole, STEP):
+            totals, at = add_quads(totals, at, slot, table, IS_ONE, KIND, False, ISA)
+        if n_whole < n_groups:
+            totals, at = add_quads(totals, at, n_groups - n_whole - 4 * slot, table, IS_ONE, KIND, True, ISA)
+    y = join4(totals[0]) if IS_ONE else tl.join(join4(totals[0]), join4(totals[1]))
+    y = tl.reshape(y, (PAIRS, EIGHTS, SLOTS, 8, 4, 4, EACH))  # ., ., slot, row, j, rows of a lane, even and odd
+    y = tl.reshape(tl.permute(y, (1, 4, 6, 0, 3, 5, 2)), (EIGHTS * 4 * EACH, PAIRS * 32, SLOTS))
+    n = first_row + tl.arange(0, PAIRS * 32)
+    local = tl.arange(0, EIGHTS * 4 * EACH)
+    out_at = out_ptr + ((first + local).to(tl.int64)[:, None] * n_rows + n[None])
+    tl.store(out_at, sum_slots(y) * factor, mask=(local < tl.minimum(TOKENS, m - first))[:, None] & (n < n_rows)[None])
 
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
@@ -170,8 +156,11 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     out = output(out, (m, weight.n_rows), x.device)
     if m:
         codes, code_scales = quantize(x)
-        width = min(MAX_ROWS_AMD if instructions(codes) == GCN else MAX_ROWS, triton.next_power_of_2(m))
-        matmul_kernel[(weight.n_blocks * -(-m // width),)](
+        eights = min(MAX_EIGHTS, triton.next_power_of_2(-(-m // 8)))
+        n_tokens = 1 if m == 1 or weight.isa == GCN else 8 * eights
+        n_pairs = MAX_PAIRS if m > n_tokens > 1 else 1
+        grid = -(-weight.n_blocks // (2 * n_pairs)) * -(-m // n_tokens)
+        matmul_kernel[(grid,)](
             weight.words,
             weight.scales,
             weight.table,
@@ -183,9 +172,11 @@ def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
             weight.n_rows,
             weight.n_groups,
             1,
-            M=width,
+            TOKENS=n_tokens,
+            PAIRS=n_pairs,
             KIND=weight.kind,
-            ISA=instructions(codes),
-            num_warps=N_WARPS,
+            ISA=weight.isa,
+            num_warps=SLOTS.value,
+            **UNFUSED,
         )
     return out

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 
 MAX_FEATURES = 65536
 HEAD_WARPS = 1  # a head is 64 to 256 features
@@ -98,7 +98,7 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
         raise ValueError(f"{n_heads} heads of {n} from feature {first} are not in x {tuple(x.shape)}.")
     if x.shape[0] and n_heads:
         block = triton.next_power_of_2(n)
-        heads_kernel[(x.shape[0], n_heads)](x, scale, eps, x.shape[1], first, n, block, num_warps=HEAD_WARPS)
+        heads_kernel[(x.shape[0], n_heads)](x, scale, eps, x.shape[1], first, n, block, num_warps=HEAD_WARPS, **UNFUSED)
 
 
 def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any, delta: Any) -> Any:
@@ -113,7 +113,7 @@ def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any,
         raise ValueError(f"rows have {n} features, expected 1 to {MAX_FEATURES}.")
     if m:
         block = triton.next_power_of_2(n)
-        norm_kernel[(m,)](x, delta, scale, bias, out, eps, n, block, centered, num_warps=_n_warps(block))
+        norm_kernel[(m,)](x, delta, scale, bias, out, eps, n, block, centered, num_warps=_n_warps(block), **UNFUSED)
     return out
 
 

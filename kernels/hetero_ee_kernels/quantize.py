@@ -4,7 +4,10 @@ The codes and scales of the CPU's quantize.py, bit for bit: x times the rounded 
 as zeros; a NaN or Inf makes its group's scale NaN or Inf, and so every output of the row NaN. A row's codes depend on
 that row alone. Source: derived.
 
-Layout: codes (m, G, 32) int8, columns beyond K as zeros; scales (m, G) fp32.
+Layout, as a lane of a matrix product reads it 16 bytes at a time: codes int8 (m, Q, 4, 4, 8), that is for each quad of
+128 columns and each j of 4, for each group of 32 its columns 4 j .. 4 j + 3 and those 16 columns on; scales fp32
+of two rows at a time, (m / 2, Q, 2, 4). K is padded to whole steps of 1024 columns, whose codes and scales are zeros;
+the row that an odd m lacks is never written.
 """
 
 from typing import Any
@@ -13,12 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.tile_group import MAGIC
 from hetero_ee_kernels.tile_matrix import GROUP
 
 SMALLEST = tl.constexpr(1e-30)  # below it 127 / max|x| is no number
-GROUPS = 8  # a program, one a quarter of a warp
+GROUPS = 8  # a program, two quads, a group a quarter of a warp
 N_WARPS = 2
+QUAD, STEP = 4, 1024  # groups; columns
 
 
 @triton.jit
@@ -43,21 +48,22 @@ def quantize_kernel(
     code = (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)  # the addition rounds, to even
     code = tl.where(scaled == scaled, code, 0).to(tl.int8)
     scale = tl.where(tiny, 0.0, tl.div_rn(largest, top))
-    inside = group < n_groups
-    at = row * n_groups * 32 + column
-    tl.store(codes_ptr + at, code, mask=inside[:, None])
-    tl.store(scales_ptr + row * n_groups + group, scale, mask=inside)
+    within = column % 32
+    at = group[:, None] // 4 * 128 + within % 16 // 4 * 32 + group[:, None] % 4 * 8 + within // 16 * 4 + within % 4
+    tl.store(codes_ptr + row * n_groups * 32 + at, code)
+    scales_at = (row // 2 * (n_groups // 4) + group // 4) * 8 + row % 2 * 4 + group % 4
+    tl.store(scales_ptr + scales_at, scale)
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K), contiguous -> codes int8 (m, G, 32), scales fp32 (m, G). Raises ValueError otherwise."""
+    """x: fp32 or fp16 (m, K), contiguous -> codes and scales. Raises ValueError otherwise."""
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.float16) or not x.is_contiguous() or not x.shape[1]:
         raise ValueError(f"activations are {x.dtype} {tuple(x.shape)}, expected contiguous torch.float32 (m, K).")
     m, n_columns = x.shape
-    n_groups = -(-n_columns // GROUP)
-    codes = torch.empty((m, n_groups, GROUP), dtype=torch.int8, device=x.device)
-    scales = torch.empty((m, n_groups), dtype=torch.float32, device=x.device)
+    n_quads = -(-n_columns // STEP) * STEP // (QUAD * GROUP)
+    codes = torch.empty((m, n_quads, 4, QUAD, 8), dtype=torch.int8, device=x.device)
+    scales = torch.empty((-(-m // 2), n_quads, 2, QUAD), dtype=torch.float32, device=x.device)
     if m:
-        grid = (m, -(-n_groups // GROUPS))
-        quantize_kernel[grid](x, codes, scales, n_columns, n_groups, GROUPS, num_warps=N_WARPS)
+        grid = (m, n_quads * QUAD // GROUPS)
+        quantize_kernel[grid](x, codes, scales, n_columns, n_quads * QUAD, GROUPS, num_warps=N_WARPS, **UNFUSED)
     return codes, scales

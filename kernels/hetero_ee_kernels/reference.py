@@ -30,8 +30,16 @@ def dequantize(weight: TileMatrix) -> Any:
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
-    """x: fp32 or fp16 (m, K) -> codes int8 (m, G, 32), scales fp32 (m, G)."""
-    x = F.pad(x.float(), (0, -x.shape[1] % 32))
+    """x: fp32 or fp16 (m, K) -> codes int8 (m, Q, 4, 4, 8), scales fp32 (m / 2, Q, 2, 4), of an absent row 0."""
+    codes, scales = _quantized(x)
+    parts = codes.view(len(x), codes.shape[1] // 4, 4, 2, 4, 4)  # m, quad, group, half, j, column
+    pairs = F.pad(scales, (0, 0, 0, len(x) % 2)).view(-(-len(x) // 2), 2, -1, 4)
+    return parts.permute(0, 1, 4, 2, 3, 5).flatten(4).contiguous(), pairs.transpose(1, 2).contiguous()
+
+
+def _quantized(x: Any) -> tuple[Any, Any]:
+    """Codes (m, groups, 32) in the order of columns, padded to 1024, and scales (m, groups)."""
+    x = F.pad(x.float(), (0, -x.shape[1] % 1024))
     codes, scales = _int8(x.view(len(x), x.shape[1] // 32, 32))
     return codes.nan_to_num(0.0).to(torch.int8), scales
 
@@ -47,8 +55,8 @@ def _int8(x: Any) -> tuple[Any, Any]:
 
 def matmul(x: Any, weight: TileMatrix, out: Any = None) -> Any:
     """The product of the quantized activations in float64. Returns out, fp32 (m, n_rows)."""
-    codes, scales = quantize(x)
-    x = (codes.double() * scales.double()[..., None]).flatten(1)
+    codes, scales = _quantized(x)
+    x = (codes.double() * scales.double()[..., None]).flatten(1)[:, : 32 * weight.n_groups]
     product = (x @ dequantize(weight).double().T)[:, : weight.n_rows].float()
     return product if out is None else out.copy_(product)
 

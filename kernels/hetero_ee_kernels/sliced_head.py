@@ -12,51 +12,39 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
-from hetero_ee_kernels.tile_group import (
-    MAGIC_BITS,
-    N_WARPS,
-    SLOTS,
-    dot4,
-    entry_words,
-    load_table,
-    split4,
-    sum_slots,
-    to_float,
-)
-from hetero_ee_kernels.tile_matrix import (
-    TileMatrix,
-    check_rows,
-    instructions,
-    output,
-)
+from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
+from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, output
+
+N_WARPS = 4  # a thread for each slot, candidate and group of a quad
 
 
 @triton.jit
-def add_share(
+def add_quad(
     total: tl.tensor,
     w_at: tl.tensor,
-    scale: tl.tensor,
-    x_at: tl.tensor,
-    x_scales_at: tl.tensor,
+    scales_at: tl.tensor,
+    codes_at: tl.tensor,
+    code_scales_at: tl.tensor,
     inside: tl.tensor,
     table: tl.tensor,
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> Any:
-    """total (32, 4) plus the share of 32 groups of 4 candidates: add_groups of matmul.py for one row of x."""
-    x_scale = tl.load(x_scales_at, mask=inside, other=0.0)
-    mask4 = inside[:, :, None]
-    low, high = split4(tl.load(x_at, mask=mask4)), split4(tl.load(x_at + 4, mask=mask4))
-    sums = tl.full(total.shape, MAGIC_BITS, tl.int32)
-    for line in tl.static_range(8 if KIND == 2 else 4):
-        words = tl.load(w_at + 16 * line, mask=inside)
-        if KIND == 2:
-            sums = dot4(words, low[line] if line < 4 else high[line - 4], sums, ISA)
-        else:
-            a, b = entry_words(words, table, KIND, ISA)
-            sums = dot4(b, high[line], dot4(a, low[line], sums, ISA), ISA)
-    return tl.fma(to_float(sums), scale * x_scale, total)
+    """total (8, 4) plus the share of a quad for each slot and candidate: add_quads of matmul.py for one token.
+
+    Everything else (8, 4, 4): the last axis are the groups of the quad, of which those not inside add 0.
+    """
+    sums = tl.full(inside.shape, MAGIC_BITS, tl.int32)
+    for j in tl.static_range(4):
+        low, high = entries(w_at + 16 * j, inside, table, KIND, ISA)
+        sums = dot4(low, tl.load(codes_at + 8 * j), dot4(high, tl.load(codes_at + 8 * j + 1), sums, ISA), ISA)
+    scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
+    numbers, scales = split4(to_float(sums)), split4(scale * tl.load(code_scales_at))
+    for i in tl.static_range(4):
+        total = tl.fma(numbers[i], scales[i], total)
+    return total
 
 
 @triton.jit(do_not_specialize=["n_candidates", "ids_stride", "n_rows", "n_groups", "one"])
@@ -64,8 +52,8 @@ def sliced_kernel(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    x_scales_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    code_scales_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     factor: tl.tensor,
@@ -77,29 +65,38 @@ def sliced_kernel(
     KIND: tl.constexpr,
     ISA: tl.constexpr,
 ) -> None:
-    """x: int8 codes as words. one: 1, unknown to the compiler; see matmul_kernel."""
+    """codes: as words. one: 1, unknown to the compiler."""
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.program_id(1) * 4 + tl.arange(0, 4)
-    wanted = candidate < n_candidates
-    token = tl.load(ids_ptr + row * ids_stride + candidate, mask=wanted, other=0)
+    wanted = (candidate < n_candidates)[None, :]
+    token = tl.load(ids_ptr + row * ids_stride + candidate, mask=candidate < n_candidates, other=0)
     known = (token >= 0) & (token < n_rows)
     token = tl.where(known, token, 0)
-    LINES: tl.constexpr = 8 if KIND == 2 else 4
-    slot, four = tl.arange(0, SLOTS), tl.arange(0, 4)
-    tile = (token // 16 * n_groups)[None, :] + slot[:, None]
-    group = row * n_groups + slot[:, None] * one + (four * 0)[None, :]
-    table = load_table(table_ptr, one - 1, KIND)
+    TILE: tl.constexpr = 128 if KIND == 2 else 64
+    slot = tl.arange(0, SLOTS)[:, None, None]
+    group = 4 * slot + tl.arange(0, 4)[None, None, :]
+    tile = (token // 16 * n_groups)[None, :, None] + group
+    within = (token % 16)[None, :, None]
+    n_quads = (n_groups + 4 * SLOTS - 1) // (4 * SLOTS) * SLOTS
+    codes_at = codes_ptr + (row * n_quads + slot) * 32 + (group % 4 * 2 + within * 0)
+    code_scales_at = code_scales_ptr + (row // 2 * n_quads + slot) * 8 + (row % 2 * 4 + group % 4 + within * 0)
+    table = load_table(table_ptr, (group + within) * (one - 1), KIND)
     total = tl.zeros((SLOTS, 4), tl.float32)
-    for first in range(0, n_groups, SLOTS):
-        inside = (first + slot < n_groups)[:, None] & wanted[None, :]
-        w_at = words_ptr + ((tile + first) * (16 * LINES) + (token % 16)[None, :])
-        scales_at = scales_ptr + ((tile + first) * 16 + (token % 16)[None, :])
-        scale = tl.load(scales_at, mask=inside, other=0.0).to(tl.float32)
-        x_at = x_ptr + (((group + first) * 8)[:, :, None] + four[None, None, :])
-        total = add_share(total, w_at, scale, x_at, x_scales_ptr + (group + first), inside, table, KIND, ISA)
-    y = sum_slots(total[None]) * factor
+    for first in range(0, n_groups, 4 * SLOTS):
+        total = add_quad(
+            total,
+            words_ptr + ((tile + first) * TILE + within),
+            scales_ptr + ((tile + first) * 16 + within),
+            codes_at + first * 8,
+            code_scales_at + first * 2,
+            (first + group < n_groups) & wanted[:, :, None],
+            table,
+            KIND,
+            ISA,
+        )
+    y = sum_slots(tl.trans(total)[None]) * factor
     y = tl.where(known[None, :], y, float("nan"))
-    tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted[None, :])
+    tl.store(out_ptr + (row * n_candidates + candidate)[None, :], y, mask=wanted)
 
 
 def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
@@ -131,7 +128,8 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
             weight.n_groups,
             1,
             KIND=weight.kind,
-            ISA=instructions(x),
+            ISA=weight.isa,
             num_warps=N_WARPS,
+            **UNFUSED,
         )
     return out

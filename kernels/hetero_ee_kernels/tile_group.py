@@ -1,12 +1,12 @@
-"""Steps over the groups of a tile that matmul and the sliced head share: the same steps, hence the same bits.
+"""Steps over the groups of a tile that matmul and the sliced head share: the same integers, added in the same order.
 
 A 32-bit word of a tile is 4 columns of one row: of an int8 tile 4 signed bytes, of an int4 tile 4 codes in the low
 nibbles and 4 codes, 16 columns on, in the high ones (docs/FORMAT.md). Within a group of 32 columns: the integer sum of
 entry x int8 activation, exact whatever the order, then one fma with the two scales.
 
-Group g is added to slot g mod 32, groups in order; the slots are then summed pair by pair. That order is written out
-here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear entries come out of
-their nibbles 16 times too large, which saves the shift; the scale takes the factor back, exactly.
+Four groups are a quad. Quad q is added to slot q mod 8, groups in order; the slots are then summed pair by pair. That
+order is written out here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear
+entries come out of their nibbles 16 times too large, which saves the offset; the scale takes the factor back, exactly.
 Integers become fp32 by their bits: magic + i, less magic, is exact for |i| < 2^22, and the conversion instruction slow.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-SLOTS = tl.constexpr(32)  # 8 groups a warp, 4 warps a program
-N_WARPS = 4
+SLOTS = tl.constexpr(8)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23
 DOT4_PTX = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
@@ -37,6 +36,15 @@ LOOKUP_PTX = tl.constexpr("""{
     prmt.b32 $0, a, c, 0x6420;
     prmt.b32 $1, a, c, 0x7531;
     }""")
+MMA_PTX = tl.constexpr("""{
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $10, $10, $10};
+    }""")
+TURING_MMA_PTX = tl.constexpr("""{
+    mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$0, $1}, {$4}, {$8}, {$10, $10};
+    mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$2, $3}, {$5}, {$8}, {$10, $10};
+    mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$0, $1}, {$6}, {$9}, {$0, $1};
+    mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {$2, $3}, {$7}, {$9}, {$2, $3};
+    }""")
 
 
 @triton.jit
@@ -56,9 +64,51 @@ def join4(x: tl.tensor) -> Any:
 
 
 @triton.jit
+def mma(a: tl.tensor, b: tl.tensor, ISA: tl.constexpr) -> Any:
+    """Magic + 16 rows x 32 columns of signed bytes times 8 tokens: a warp's tensor cores, or what they compute.
+
+    a, b: 4 and 2 words of each lane 4 r + j, as fragments of the PTX ISA: of rows r, r + 8 columns 4 j .. 4 j + 3, of
+    both 16 columns on; of token r the same. Results: row r with tokens 2 j, 2 j + 1, then row r + 8. Threads are the
+    last axis. On AMD's, all lanes of a row hold one token and get its sum.
+    """
+    if ISA >= 2:
+        return tl.inline_asm_elementwise(
+            MMA_PTX if ISA == 3 else TURING_MMA_PTX,
+            "=r,=r,=r,=r,r,r,r,r,r,r,r" if ISA == 3 else "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
+            [a[0], a[1], a[2], a[3], b[0], b[1], MAGIC_BITS],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        upper = lane_sums(a[0], a[2], b[0], b[1], ISA)
+        lower = lane_sums(a[1], a[3], b[0], b[1], ISA)
+        return upper[0], upper[1], lower[0], lower[1]
+
+
+@triton.jit
+def lane_sums(low: tl.tensor, high: tl.tensor, x_low: tl.tensor, x_high: tl.tensor, ISA: tl.constexpr) -> Any:
+    """Two of mma's results, in plain arithmetic: low, high (R, 1, T), x_low, x_high (1, M, T)."""
+    R: tl.constexpr = low.shape[0]
+    M: tl.constexpr = x_low.shape[1]
+    T: tl.constexpr = low.shape[2]
+    if ISA == 1:
+        sums = tl.reshape(dot4(low, x_low, dot4(high, x_high, 0, ISA), ISA), (R, M, T // 4, 4))
+        total = tl.broadcast_to(tl.sum(sums, 3)[:, :, :, None], (R, M, T // 4, 4))
+        total = tl.reshape(total, (R, M, T)) + MAGIC_BITS
+        return total, total
+    else:
+        row: tl.constexpr = (R, 1, T // 32, 8, 1, 4)
+        token: tl.constexpr = (1, M, T // 32, 1, 8, 4)
+        sums = dot4(tl.reshape(high, row), tl.reshape(x_high, token), 0, ISA)
+        sums = dot4(tl.reshape(low, row), tl.reshape(x_low, token), sums, ISA)
+        return tl.split(tl.reshape(tl.sum(sums, 5), (R, M, T, 2)) + MAGIC_BITS)
+
+
+@triton.jit
 def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) -> Any:
     """total + the sum of 4 products of signed bytes."""
-    if ISA == 1:
+    if ISA >= 2:
         return tl.inline_asm_elementwise(DOT4_PTX, "=r,r,r,r", [words, x, total], dtype=tl.int32, is_pure=True, pack=1)
     else:
         for byte in tl.static_range(4):
@@ -69,7 +119,7 @@ def dot4(words: tl.tensor, x: tl.tensor, total: tl.tensor, ISA: tl.constexpr) ->
 @triton.jit
 def and_xor(words: tl.tensor, MASK: tl.constexpr, FLIP: tl.constexpr, ISA: tl.constexpr) -> Any:
     """(words & MASK) ^ FLIP; left to itself the assembler takes two instructions."""
-    if ISA == 1:
+    if ISA >= 2:
         return tl.inline_asm_elementwise(
             AND_XOR_PTX, "=r,r,r,r", [words, MASK, FLIP], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -92,7 +142,7 @@ def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> A
     A byte permutation takes 4 of 8 bytes by three bits of four neighbouring nibbles: once from each half of the table,
     and once more to choose between the two by the fourth bit.
     """
-    if ISA == 1:
+    if ISA >= 2:
         return tl.inline_asm_elementwise(
             LOOKUP_PTX,
             "=r,=r,r,r,r,r,r",
@@ -101,7 +151,7 @@ def codebook_entries(words: tl.tensor, table: tl.tensor, ISA: tl.constexpr) -> A
             is_pure=True,
             pack=1,
         )
-    elif ISA == 2:
+    elif ISA == 1:
         return gcn_lookup(words, table), gcn_lookup(words >> 4, table)
     else:
         low = words * 0
@@ -138,25 +188,28 @@ def gcn_permute(upper: tl.tensor, lower: tl.tensor, selector: tl.tensor) -> Any:
 
 
 @triton.jit
-def load_table(table_ptr: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> Any:
-    """The codebook's 4 words, (32, 4) each, for every thread.
+def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> Any:
+    """The codebook's 4 words for every thread, in the shape of zeros.
 
-    zero: 0, unknown to the compiler: what all threads share it would keep in uniform registers, to copy at every use.
+    zeros: 0, unknown to the compiler: what all threads share it would keep in uniform registers, to copy at every use.
     """
     if KIND == 1:
-        at = table_ptr + (tl.arange(0, SLOTS)[:, None] + tl.arange(0, 4)[None, :]) * zero
+        at = table_ptr + zeros
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
         return 0, 0, 0, 0
 
 
 @triton.jit
-def entry_words(words: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
-    """An int4 line's entries as signed bytes: of the low nibbles, of the high ones."""
+def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
+    """Signed bytes of a tile's row: of 4 columns from 4 j on, and of those 16 columns on. at: the word of line j."""
+    words = tl.load(at, mask=mask)
     if KIND == 0:
         return linear_entries(words, ISA)
-    else:
+    elif KIND == 1:
         return codebook_entries(words, table, ISA)
+    else:
+        return words, tl.load(at + 64, mask=mask)
 
 
 @triton.jit
@@ -167,7 +220,8 @@ def to_float(sums: tl.tensor) -> Any:
 
 @triton.jit
 def sum_slots(x: tl.tensor) -> Any:
-    """(M, 32, C) -> (M, C), neighbours first."""
-    for _ in tl.static_range(5):
-        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2, x.shape[2])), 2)
-    return tl.reshape(x, (x.shape[0], x.shape[2]))
+    """(A, B, 8) -> (A, B), neighbours first."""
+    for _ in tl.static_range(3):
+        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+        x = first + second
+    return tl.reshape(x, (x.shape[0], x.shape[1]))

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 LINEAR, CODEBOOK, BYTES = 0, 1, 2  # the kernels' KIND of tile: int4 of -8 .. 7, int4 of a codebook, int8
-PLAIN, PTX, GCN = 0, 1, 2  # the kernels' ISA, whose instructions one may hold: nobody's, NVIDIA's, AMD's
+# The kernels' ISA, whose instructions one may hold: nobody's, AMD's, NVIDIA's. Of tensor cores Turing has smaller ones.
+PLAIN, GCN, TURING, PTX = 0, 1, 2, 3
 GROUP = 32
 LINEAR_CODEBOOK = tuple(range(-8, 8))
 
@@ -40,6 +41,7 @@ class TileMatrix:
         self.quantized_factor = self.factor / 16 if self.kind == LINEAR else self.factor  # see tile_group.py
         entries = torch.tensor(codebook or (0,) * 16, dtype=torch.int8)
         self.table = entries.view(torch.int32).to(tiles.device)
+        self.isa = instructions(tiles)
         self.n_bytes = tiles.nbytes + scales.nbytes
 
 
@@ -67,4 +69,6 @@ def instructions(tensor: Any) -> int:
     """Whose instructions kernels on this tensor may hold: the interpreter knows none."""
     if not tensor.is_cuda:
         return PLAIN
-    return PTX if torch.version.hip is None else GCN
+    if torch.version.hip is not None:
+        return GCN
+    return TURING if torch.cuda.get_device_capability(tensor.device) < (8, 0) else PTX

@@ -3,17 +3,26 @@
 One class of cards and two records a kernel here, the rest with `pytest -m slow`: matmuls take seconds each.
 """
 
+import ast
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu_compilation import CARD_CLASSES, CardClass, Compiled, compile_for
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import UNFUSED
+from hetero_ee_kernels.tile_group import mma
+from hetero_ee_kernels.tile_matrix import PTX
+from tests.gpu_compilation import CARD_CLASSES, CardClass, Compilation, Compiled, compile_for
 from tests.gpu_compilations import every_compilation
 from tests.gpu_support import IS_INTERPRETED
 
-pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("Triton compiles nothing where it interprets", allow_module_level=True)
 
@@ -30,6 +39,15 @@ RECORDS_IN_CI = [
 ]
 
 
+@triton.jit
+def transposed_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, TRANSPOSED: tl.constexpr) -> None:  # noqa: N803
+    at = tl.arange(0, 32)[None, None, :]
+    if TRANSPOSED:
+        at = 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[None, :, None]
+    word = tl.load(words_ptr + at)
+    tl.store(out_ptr + at, mma((word, word, word, word), (word, word), 3)[0])
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -42,6 +60,8 @@ def check(record: Any, card: CardClass) -> Compiled:
     assert compiled.stack_bytes == 0, f"registers are spilled: {compiled}"
     assert compiled.shared_bytes <= card.program_shared_bytes and compiled.occupancy > 0, compiled
     assert compiled.n_vector_loads or not record.is_memory_bound, f"no 16-byte load: {compiled}"
+    assert not compiled.n_fusible, f"the assembler may fuse what tl.fma doesn't ask for: {compiled}"
+    assert compiled.has_lanes_in_order, f"another layout than mma's fragments: {compiled}"
     return compiled
 
 
@@ -80,10 +100,36 @@ def test_too_few_registers_are_seen() -> None:
         assert compile_for(record, CARD_IN_CI).stack_bytes > 0
 
 
+def test_what_the_compiler_may_fuse_is_seen() -> None:
+    """The check for fusion, on a kernel that is compiled with it."""
+    record = next(record for record in RECORDS if record.name == "rms_norm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(UNFUSED, "enable_fp_fusion", True)
+        assert compile_for(record, CARD_IN_CI).n_fusible > 0
+
+
+def test_every_launch_says_that_nothing_is_fused_unasked() -> None:
+    """kernel[grid](...) without it would take Triton's default, which changes in 3.10."""
+    n_launches = 0
+    for file in (ROOT / "kernels" / "hetero_ee_kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                n_launches += 1
+                given = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None]
+                assert "UNFUSED" in given, f"{file.name}:{node.lineno} launches a kernel without **UNFUSED"
+    assert n_launches >= 10
+
+
+def test_other_lanes_are_seen() -> None:
+    """The check for layouts, on fragments whose rows and columns are axes of their own."""
+    arguments = {"words_ptr": "*i32", "out_ptr": "*i32"}
+    record = Compilation("mma", transposed_kernel, arguments, {"TRANSPOSED": True}, 1, isa=PTX)
+    assert not compile_for(record, CARD_IN_CI).has_lanes_in_order
+    assert compile_for(replace(record, constants={"TRANSPOSED": False}), CARD_IN_CI).has_lanes_in_order
+
+
 def test_a_pointer_that_may_be_unaligned_has_no_vector_load() -> None:
     """The check for vector loads, on a kernel whose rows begin anywhere."""
-    from dataclasses import replace
-
     record = next(record for record in RECORDS if record.name == "activate_relu")
     odd = replace(record, constants=dict(record.constants) | {"F": 11007})
     assert compile_for(record, CARD_IN_CI).n_vector_loads and not compile_for(odd, CARD_IN_CI).n_vector_loads

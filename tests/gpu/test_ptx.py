@@ -1,14 +1,17 @@
 """The inline PTX, which no interpreter runs: its text executed here by the definitions of the PTX manual (sections on
-dp4a, lop3, prmt, and, shr), against what it stands for."""
+dp4a, lop3, prmt, and, shr; of matrix products in gpu_fragments.py), against what it stands for."""
 
 import random
 import re
 
+import numpy as np
 import pytest
+
+from tests.gpu_fragments import run_warp
 
 pytest.importorskip("triton")
 
-from hetero_ee_kernels.tile_group import AND_XOR_PTX, DOT4_PTX, LOOKUP_PTX
+from hetero_ee_kernels.tile_group import AND_XOR_PTX, DOT4_PTX, LOOKUP_PTX, MAGIC_BITS, MMA_PTX, TURING_MMA_PTX
 
 WORD = 2**32 - 1
 
@@ -88,3 +91,39 @@ def test_a_changed_lookup_is_seen(change: tuple[str, str]) -> None:
     assert change[0] in text
     differs = [run(text, 2, *row) != run(text.replace(*change), 2, *row) for row in words(3, 5)]
     assert sum(differs) > 100
+
+
+def fragments(seed: int) -> list[np.ndarray]:
+    """mma's inputs: 4 words of a, 2 of b and the constant, of each lane."""
+    source = np.random.default_rng(seed)
+    return [*source.integers(-(2**31), 2**31, (6, 32)), np.full(32, MAGIC_BITS.value)]
+
+
+def sum_of_lane(inputs: list[np.ndarray], row: int, is_lower: bool, token: int) -> int:
+    """What the kernel takes mma to give: the four lanes of a row and the four of a token, word by word."""
+    *a, low, high, start = inputs
+    total = int(start[0])
+    for j in range(4):
+        total = dp4a(int(a[is_lower][4 * row + j]) & WORD, int(low[4 * token + j]) & WORD, total)
+        total = dp4a(int(a[2 + is_lower][4 * row + j]) & WORD, int(high[4 * token + j]) & WORD, total)
+    return total
+
+
+@pytest.mark.parametrize("text", [MMA_PTX.value, TURING_MMA_PTX.value], ids=["sm_80", "sm_75"])
+def test_mma(text: str) -> None:
+    """A lane's words of a tile's line are its fragment, and its sums those of row r and tokens 2 j, 2 j + 1."""
+    for seed in range(3):
+        inputs = fragments(seed)
+        found = run_warp(text, 4, inputs)
+        for lane in range(32):
+            row, j = divmod(lane, 4)
+            for place in range(4):
+                expected = sum_of_lane(inputs, row, place >= 2, 2 * j + place % 2)
+                assert int(found[place][lane]) & WORD == expected
+
+
+@pytest.mark.parametrize("change", [("{$4}, {$8}", "{$4}, {$9}"), ("{$6}, {$9}, {$0, $1}", "{$6}, {$9}, {$10, $10}")])
+def test_a_changed_mma_is_seen(change: tuple[str, str]) -> None:
+    text, inputs = TURING_MMA_PTX.value, fragments(4)
+    assert change[0] in text
+    assert (np.array(run_warp(text, 4, inputs)) != np.array(run_warp(text.replace(*change), 4, inputs))).sum() > 30
