@@ -140,7 +140,7 @@ def _simulation(
         n_generated_tokens=n_new,
         prompt_s=seconds[0],
         generation_s=seconds[1],
-        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0, statistics.reading(plan.drafts)),
+        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0, statistics.of_plan(plan).reading(plan.drafts)),
         predicted_generation_s=predicted_text_s(spec, profile, plan, statistics, n_new - 1, n_prompt),
         lanes=lane_times(spans, 0.0, *seconds),
     )

@@ -9,11 +9,13 @@ from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain, split_times, with_splits
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
+from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
+    DRAFT_HEAD,
     MemoryTerm,
     gpu_reserve_terms,
     part_gpu_bytes,
@@ -51,13 +53,37 @@ class Candidate:
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
-    """The candidate of least request_s that keeps the budgets. Raises UsageError where none does.
+    """The candidate of least request_s that keeps the budgets, wherever its drafts are computed; without drafts where
+    none has room for their source. Raises UsageError where none keeps them."""
+    found, refusal = list[Candidate](), None
+    for each in _by_draft_device(problem):
+        try:
+            found.append(_best_candidate(each, context_tokens))
+        except UsageError as error:
+            refusal = error
+    if found:
+        return min(found, key=lambda candidate: candidate.request_s)
+    assert refusal is not None, "what has no candidate was refused"
+    if problem.limits.mode == "exact" or not _draft_terms(problem, "cpu"):
+        raise refusal
+    return _best_candidate(replace(problem, statistics=replace(problem.statistics, drafts=None)), context_tokens)
 
-    Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan.
-    """
+
+def _by_draft_device(problem: Problem) -> list[Problem]:
+    """With drafts by the CPU, and by the GPU where it can."""
+    drafts = problem.statistics.drafts
+    if drafts is None or drafts.by_gpu is None or not problem.has_gpu or problem.limits.mode == "full":
+        return [problem]
+    return [problem, replace(problem, statistics=replace(problem.statistics, drafts=drafts.by_gpu))]
+
+
+def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
+    """Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan."""
     options = problem.layer_options(1, context_tokens)
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
     chains = dict.fromkeys(chain for chunk in chunks for chain in _placements(problem, options, chunk))
+    if _draft_terms(problem, "gpu"):
+        chains = {chain: None for chain in chains if chain[-1] in ON_GPU}
     placed = dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks)
     if not placed:
         raise UsageError(_does_not_fit(problem, options))
@@ -107,6 +133,8 @@ def completed(problem: Problem, decode: Placement, chunk: int, context_tokens: i
         prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
         request_s = read_s + REQUEST_TEXT_TOKENS * each.token_s
         memory = _memory_terms(problem, decode, prefill, chunk)
+        if each.drafts != SEQUENCE:
+            memory = [term for term in memory if term.name != DRAFT_HEAD]
         found.append(Candidate(problem, context_tokens, chunk, decode, prefill, each, memory, read_s, request_s))
     return min(found, key=lambda candidate: candidate.request_s)
 
@@ -180,7 +208,17 @@ def _prefix(options: Sequence[PartOptions], budget_bytes: int) -> Placement | No
 
 def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
     drafts = 0 if head != "gpu" else max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
-    return gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
+    terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
+    return terms + _draft_terms(problem, "gpu")
+
+
+def _draft_terms(problem: Problem, device: str) -> list[MemoryTerm]:
+    """What the source of draft sequences takes there."""
+    drafts = problem.statistics.drafts
+    if drafts is None or drafts.memory_bytes is None or problem.limits.mode == "full":
+        return []
+    place = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
+    return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))] if place == device else []
 
 
 def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:
@@ -233,6 +271,7 @@ def _ram_terms(problem: Problem, chunk: int, decode: Sequence[str], prefill: Seq
         MemoryTerm("cpu", "keys and values", kv_bytes),
         MemoryTerm("cpu", "activations", working_bytes(problem.spec, chunk)),
         *([MemoryTerm("cpu", "pinned buffers", pinned)] if pinned else []),
+        *_draft_terms(problem, "cpu"),
     ]
 
 

@@ -9,7 +9,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_THREADS, MODES, is_whole
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT
-from hetero_ee.planning.times.memory import MemoryTerm
+from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
 PLAN_VERSION = 5
@@ -137,11 +137,18 @@ class Plan:
         placed = [(part.name, part.decode_placement, part.prefill_placement, part.gpu_neurons) for part in self.parts]
         vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
+        if self.draft_device == "gpu":
+            decided.append(DRAFT_HEAD)
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def n_bytes(self, device: str) -> int:
         """Memory of all terms on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
+
+    @property
+    def draft_device(self) -> str | None:
+        """The device that computes draft sequences, None where no memory is planned for that."""
+        return next((term.device for term in self.memory if term.name == DRAFT_HEAD), None)
 
     @property
     def decode_placements(self) -> tuple[str, ...]:

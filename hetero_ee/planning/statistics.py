@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.plan import SEQUENCE
+from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
@@ -72,6 +72,8 @@ class DraftRates:
     acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
     draft_s: float  # seconds to draft a token
     reading: PromptReading | None = None  # None: it reads no prompts
+    memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
+    by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -130,6 +132,12 @@ class Statistics:
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
     neurons: NeuronStatistics | None = None
+
+    def of_plan(self, made: Plan) -> "Statistics":
+        """With drafts where this plan computes them."""
+        if self.drafts is None or self.drafts.by_gpu is None or made.draft_device != "gpu":
+            return self
+        return replace(self, drafts=self.drafts.by_gpu)
 
     def reading(self, drafts: str | None) -> PromptReading | None:
         """What a plan with these drafts takes of a prompt's time."""

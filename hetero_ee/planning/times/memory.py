@@ -12,6 +12,7 @@ SEGMENT_TOKENS = 16  # of one launch of the GPU's attention
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
 GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allowance, not measured
+DRAFT_HEAD = "draft head"  # the term that says where it is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,19 @@ def gpu_reserve_terms(
         MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
     ]
+    return [
+        *(head if draft_length else []),
+        *layers_room_terms(spec, context_tokens, chunk_tokens),
+        MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
+    ]
+
+
+def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
+    """What all layers of a model that a GPU computes work in together."""
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     terms = [
-        *(head if draft_length else []),
         MemoryTerm("gpu", "activations", rounded(working_bytes(spec, chunk_tokens))),
         MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_TOKENS * n_attended * FLOAT_BYTES)),
-        MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
     ]
     if spec.rope:
         terms.append(MemoryTerm("gpu", "rotary angles", rounded(context_tokens * spec.head_dim * FLOAT_BYTES)))

@@ -79,7 +79,8 @@ def predicted_step(
 ) -> Step | None:
     """The average step of a plan in exact mode after so many tokens; None where nothing is known of its drafts."""
     times = step_times(spec, profile, made, context_tokens)
-    n, exits, drafts, exit_layer = made.draft_length, statistics.exits, statistics.drafts, made.exit_layer
+    n, exits, exit_layer = made.draft_length, statistics.exits, made.exit_layer
+    drafts = statistics.of_plan(made).drafts
     if exit_layer is None:
         return None
     verify_s = partial(times.verify_s, exit_layer)
