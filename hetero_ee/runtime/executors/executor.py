@@ -15,6 +15,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
@@ -44,6 +45,10 @@ class HeadExecutor(Protocol):
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
         return self.lm_head(self.final_norm(hidden))
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        """What drafts are chosen from: (m, hidden) after any layer -> fp32 logits (m, vocab), or of the end's rows."""
+        ...
 
     def close(self) -> None:
         """Ends what the executor keeps running, and gives its memory back."""
@@ -85,6 +90,16 @@ class Executor(HeadExecutor, Protocol):
         ...
 
     @property
+    def head_on_gpu(self) -> bool:
+        """Whether drafts are best chosen and judged by draft(), where the head lies."""
+        return False
+
+    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
+        """A draft after each of the states (m, hidden), chosen and judged where the head lies: 8 bytes a row come to
+        the CPU. Every step of it is the end's."""
+        ...
+
+    @property
     def most_tokens(self) -> int:
         """The longest context that grow() may bring."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
@@ -108,6 +123,10 @@ class Executor(HeadExecutor, Protocol):
 
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        """See Executor.draft: int32 (m, 2), for drafted_of."""
+        ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
