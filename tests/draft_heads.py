@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from torch import Tensor
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices.cpu import host_machine
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, DraftVocabulary
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu
+from hetero_ee.speculation.sources.draft_head_opening import head_weights as prepared_weights
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import DenseWeight
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
+from hetero_ee.weights.weight import DenseWeight, Weight
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
 CONFIG: dict[str, Any] = {
@@ -109,6 +115,31 @@ def part_of(head: DraftHead, short: str) -> Tensor | None:
     return head.weights.vectors.get(NAMES[short]) if matrix is None else matrix.dequantize()
 
 
+def draft_head_layer(
+    head: DraftHead,
+    max_tokens: int,
+    pool: Any = None,
+    lm_head: Weight | None = None,
+    quantizer: str = DEFAULT_QUANTIZER,
+    *,
+    machine: Machine | None = None,
+    on_gpu: bool = False,
+) -> DraftHeadLayer:
+    """By the CPU's code: the kernels with a pool, else plain torch in fp32. on_gpu: counts as the machine's GPU's."""
+    weights = prepared_weights(head, lm_head, quantizer, compiled=pool is not None)
+    executor = head_on_cpu(head.spec, weights, max_tokens, pool)
+    return DraftHeadLayer(executor, head.spec, weights, machine or host_machine(), on_gpu=on_gpu)
+
+
+def head_source(layer: DraftHeadLayer, target: Any, draft_token_ids: Tensor | None = None, **more: Any) -> DraftHeadSource:
+    """draft_token_ids: of the layer's vocabulary, None for the model's."""
+    vocabulary = None
+    if draft_token_ids is not None:
+        assert layer.own_rows is not None, "a head with a vocabulary of its own"
+        vocabulary = DraftVocabulary(layer.own_rows, draft_token_ids)
+    return DraftHeadSource(lambda: layer, target, vocabulary, **more)
+
+
 class BareTarget:
     """An embedding and a head, exact in fp32."""
 
@@ -128,6 +159,19 @@ class BareTarget:
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         return self.lm_head(normed)
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        logits = self.lm_head(hidden.as_subclass(Tensor))
+        return logits if end.vocabulary is None else logits[:, end.vocabulary.token_ids]
+
+    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
+        assert end.is_normed and all(each.temperature == 0 for each in noise)
+        found = []
+        for logits in self.draft_logits(hidden, end):
+            best = int(logits.argmax())
+            token_id = best if end.vocabulary is None else int(end.vocabulary.token_ids[best])
+            found.append(Drafted(token_id, float(torch.softmax(logits, 0)[best])))
+        return found
 
 
 def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
@@ -152,7 +196,7 @@ def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
     token_ids = torch.arange(0, spec.vocab_size, 3)
     head = executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name].rows(token_ids)
     layer = draft_head_layer(draft_head_of(spec, parts), executor.cache.max_tokens, lm_head=DenseWeight(head))
-    return DraftHeadSource(layer, executor, token_ids)
+    return head_source(layer, executor, token_ids)
 
 
 def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:

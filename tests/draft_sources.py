@@ -4,13 +4,29 @@ import itertools
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from hetero_ee.runtime.drafted import DraftNoise
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
 MAX_DRAFTS = 16
+Chooses = Callable[[Tensor, Sequence[int]], int | None]
 Propose = Callable[[Sequence[int]], Sequence[int]]  # every token so far -> what may follow
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """See Choose. Executors that choose by themselves are greedy."""
+
+    chooses: Chooses
+
+    def __call__(self, logits: Tensor, history: Sequence[int]) -> int | None:
+        return self.chooses(logits, history)
+
+    def noise_at(self, position: int) -> DraftNoise | None:
+        return DraftNoise(0.0, 0, 0, position)
 
 
 def greedy(logits: Tensor, history: Sequence[int]) -> int:
@@ -18,15 +34,15 @@ def greedy(logits: Tensor, history: Sequence[int]) -> int:
 
 
 def taken(
-    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Chooses = greedy, sequence: int = 0
 ) -> list[Draft]:
     """Up to n of the source's drafts."""
-    with closing(source.drafts(sequence, token_ids, choose)) as drafts:
+    with closing(source.drafts(sequence, token_ids, Sampling(choose))) as drafts:
         return list(itertools.islice(drafts, n))
 
 
 def taken_ids(
-    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Chooses = greedy, sequence: int = 0
 ) -> list[int]:
     """Their tokens."""
     return [draft.token_id for draft in taken(source, token_ids, n, choose, sequence)]

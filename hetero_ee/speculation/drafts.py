@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, choose_token
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
+from hetero_ee.runtime.drafted import DraftNoise
 from hetero_ee.speculation.waiting import WaitingToken
 
 
@@ -55,6 +56,13 @@ class DraftSampler:
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
         return choose_token(logits, history, self._params, text.sequence, len(history), self.noise.of_draft)
+
+    def noise_at(self, text: Text, position: int) -> DraftNoise | None:
+        """How an executor chooses the token there; None where a penalty needs the tokens before it."""
+        params = self._params
+        if params.repeat_penalty != 1.0:
+            return None
+        return DraftNoise(params.temperature, params.seed, text.sequence, position)
 
     def is_end(self, token_id: int) -> bool:
         """Whether the text would end with this token, so that nothing follows it."""

@@ -167,10 +167,13 @@ class _ExactDecoding:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
         if not self._drafting.sources:
             return
-        sequence, first_position, states = batch.sequences[0], batch.positions[0], normed.cpu()
+        sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             source.truncate(sequence, first_position)
-            source.observe(sequence, first_position, batch.token_ids, states)
+            try:
+                source.observe(sequence, first_position, batch.token_ids, normed)
+            except (DeviceMemoryError, DeviceLostError) as error:
+                self._warn(f"{error} Source {source.name} could not keep the verified tokens")
 
     def _warn(self, what: str) -> None:
         if self._drafting.warn is not None and not self._has_warned:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 
 from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError, UsageError
+from hetero_ee.runtime.drafted import DraftNoise
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sources.source import Draft, DraftSource
 from hetero_ee.speculation.stop_rule import StopRule
@@ -42,7 +43,8 @@ class SequenceDrafter:
         chances = [self._rule.mean_chance] * step.max_drafts
         computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
         for source in self._free:
-            drafts = list(islice(source.drafts(step.text.cached_as, step.history, _no_choice), step.max_drafts))
+            choice = _Choice(self._sampler, step.text, self._warn)
+            drafts = list(islice(source.drafts(step.text.cached_as, step.history, choice), step.max_drafts))
             n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
             if saved_s > computed_s:
                 for draft in drafts[:n_best]:
@@ -54,7 +56,8 @@ class SequenceDrafter:
         """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
         that its chance stays known."""
         first = len(step.origins)
-        with closing(source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))) as drafts:
+        choice = _Choice(self._sampler, step.text, self._warn)
+        with closing(source.drafts(step.text.cached_as, step.history, choice)) as drafts:
             while step.has_room:
                 is_another = not source.is_free and len(step.origins) > first
                 if is_another and not self._is_worth(step, source, self._rule.mean_chance):
@@ -70,7 +73,7 @@ class SequenceDrafter:
     def _next(self, drafts: Generator[Draft]) -> Draft | None:
         try:
             return next(drafts, None)
-        except (DeviceMemoryError, DeviceLostError) as error:
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:  # the last of a cache that texts share
             self._warn(f"{error} No drafts follow in this step")
             return None
 
@@ -92,14 +95,21 @@ class SequenceDrafter:
         else:
             step.add(draft.token_id, source.name, chance)
 
-    def _choose(self, text: Text, logits: Tensor, history: Sequence[int]) -> int | None:
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A text's sampling, see Choose."""
+
+    sampler: DraftSampler
+    text: Text
+    warn: Callable[[str], None]
+
+    def __call__(self, logits: Tensor, history: Sequence[int]) -> int | None:
         try:
-            return self._sampler.choose(text, history, logits)
+            return self.sampler.choose(self.text, history, logits)
         except HeteroError:
-            self._warn("the draft source's logits are not finite")
+            self.warn("the draft source's logits are not finite")
             return None
 
-
-def _no_choice(logits: Tensor, history: Sequence[int]) -> int | None:
-    """Free sources compute nothing to choose from."""
-    return None
+    def noise_at(self, position: int) -> DraftNoise | None:
+        return self.sampler.noise_at(self.text, position)

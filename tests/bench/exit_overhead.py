@@ -197,7 +197,6 @@ def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUN
             told = partial(stories.told_by, executor, opened, name)
             with _clocked_head(how.sources, watch):
                 yield _compared(kind, name, Loop(told, watch, None), Loop(told, watch, how), n_rounds, big_token_s)
-        drafting.close()
         opened.executor.close()
 
 
@@ -274,7 +273,7 @@ def _big_token_s(profile: HardwareProfile) -> float:
 
 def _opened(stories: Stories, profile: HardwareProfile, kind: str) -> Opened:
     engine = stories.engine
-    known = stories.knowledge(kind).statistics(engine.spec, profile, 1, on_gpu=False)
+    known = stories.knowledge(kind).statistics(engine.spec, profile, 1)
     limits = Limits(context_tokens=engine.context_tokens, mode="exact", threads=1, gpu_layers=0)
     plain = replace(profile, gpu=None, link=None)
     placement = Placement(plain, replace(limits, gpu_layers=None), statistics=known)

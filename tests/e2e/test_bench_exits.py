@@ -122,7 +122,6 @@ def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_l
     n_passes = sum(span.name == "draft_head.ffn" for span in spans)
     assert 1 < n_passes == 1 + sum(span.name == "draft_head.vocabulary" for span in spans)  # one reads the prompt
     assert any(span.lane == "gpu" for span in spans) == (gpu_layers > 0)
-    drafting.close()
     opened.executor.close()
 
 

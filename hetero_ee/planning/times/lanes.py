@@ -5,7 +5,7 @@ The host begins the GPU's work and waits for what comes back. Hidden states neve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
@@ -111,17 +111,26 @@ class Lanes:
     def read_states(
         self, reading: PromptReading, flow: Flow, m: int, context_tokens: int, *, normed_on_gpu: bool
     ) -> None:
-        """m tokens' states, normed on that device, come to the CPU, and drafts read them. The host goes on where the
-        GPU does that."""
+        """m tokens' states are normed on that device, and drafts read them on theirs. The host goes on where the GPU
+        does that."""
         transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
-        n_transfers = normed_on_gpu + (flow.on_gpu is not None and flow.on_gpu != normed_on_gpu)
-        if n_transfers:
-            self.wait(Flow(max(self._gpu_s, flow.ready_s)), n_transfers * transfer_s)
+        start = normed_on_gpu if flow.on_gpu is None else flow.on_gpu
+        for here, there in pairwise((start, normed_on_gpu, reading.on_gpu)):
+            if there and not here:
+                self._to_gpu(transfer_s)
+            elif here and not there:
+                self.wait(Flow(max(self._gpu_s, flow.ready_s)), transfer_s)
         if reading.on_gpu:
-            self._gpu_s = max(self._gpu_s, self._cpu_s + transfer_s) + seconds  # the tokens' embeddings come from here
+            self._to_gpu(transfer_s)  # of the tokens' embeddings
+            self._gpu_s += seconds
         else:
             self._cpu_s += seconds
         self._spend()
+
+    def _to_gpu(self, transfer_s: float) -> None:
+        """What comes there after all that the GPU was given."""
+        self._gpu_s = max(self._gpu_s, self._cpu_s) + transfer_s
+        self._spend(transfer_s)
 
     def _spend(self, transfer_s: float = 0.0, waited_s: float = 0.0) -> None:
         spent = self.spent

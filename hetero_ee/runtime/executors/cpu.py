@@ -88,7 +88,6 @@ class CpuExecutor(HostExecutor):
 
     @property
     def pool(self) -> ThreadPool:
-        """Its threads, for others that compute while it does not."""
         return self._pool
 
     def embed(self, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -21,7 +21,10 @@ from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 
-Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), on the CPU
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+
+Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), where they lie
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -104,6 +107,11 @@ class Executor(HeadExecutor, Protocol):
         """The longest context that grow() may bring."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
 
+    @property
+    def pool(self) -> "ThreadPool | None":
+        """The CPU kernels' threads, for others that compute while it does not; None where it has none."""
+        return None
+
     def grow(self, n_tokens: int) -> int:
         """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
         return self.cache.max_tokens
@@ -126,6 +134,10 @@ class BlockExecutor(HeadExecutor, Protocol):
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         """See Executor.draft: int32 (m, 2), for drafted_of."""
+        ...
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
         ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
@@ -161,10 +173,6 @@ class HostExecutor(Executor, BlockExecutor):
     @abstractmethod
     def embed(self, batch: Batch) -> Tensor:
         """(m, hidden) before the first layer."""
-
-    @abstractmethod
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"

@@ -88,6 +88,15 @@ class GpuExecutor(BlockExecutor):
         return out
 
     @torch.inference_mode()
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        linear, m = self._resident.linears[name], len(x)
+        rows = [slice(first, min(first + MAX_ROWS, m)) for first in range(0, m, MAX_ROWS)]
+        product = torch.cat([linear.multiply(self._whole(x[each]), linear.matrix) for each in rows])
+        if linear.bias is not None:
+            self._operations.add(product, linear.bias)
+        return product
+
+    @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         block, eps = self._model_blocks[-2], self._spec.norm_eps
         x = self._whole(hidden)
@@ -102,13 +111,7 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        linear, m = self._resident.linear(self._model_blocks[-1], "tokens"), len(normed)
-        logits = torch.empty(m, self._spec.vocab_size, device=self._device)
-        for first in range(0, m, MAX_ROWS):
-            logits[first : first + MAX_ROWS] = linear.multiply(
-                self._whole(normed[first : first + MAX_ROWS]), linear.matrix
-            )
-        return logits
+        return self.linear(normed, self._model_blocks[-1].tensors["tokens"].name)
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

@@ -7,18 +7,18 @@ chunk while the CPU is still in the last one's later layers.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
+from hetero_ee.runtime.devices.device import Allocation, Device, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
@@ -26,6 +26,9 @@ from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
 from hetero_ee.runtime.work import Work, block_work, block_works
 from hetero_ee.weights.model_weights import ModelWeights
+
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,16 @@ class PlannedExecutor(Executor):
         self._part_bytes = {part.name: part.weight_bytes for part in parts}
         self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
 
+    @property
+    def pool(self) -> "ThreadPool | None":
+        return self._cpu_executor.pool
+
     def close(self) -> None:
         """Everything is given back, also where a device that is lost no longer answers."""
         with ExitStack() as given_back:
             for claim in self._claims:
                 given_back.callback(claim.free)
-            for executor in self._executors:
+            for executor in (*self._executors, *self.machine.opened_beside):
                 given_back.callback(executor.close)
             if self._streams is not None:
                 with suppress(DeviceLostError):
@@ -120,7 +127,7 @@ class PlannedExecutor(Executor):
         """The first of the unfinished chunks through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
-            observe(batch, self.on_cpu(self.final_norm(found.hidden)))
+            observe(batch, self.final_norm(found.hidden))
         unfinished.remove(batch)
         return found
 
@@ -159,17 +166,7 @@ class PlannedExecutor(Executor):
         if not on_gpu:
             return self._cpu_executor, self.machine.cpu
         assert self._gpu_executor is not None, "the plan has a part on a GPU that is not there"
-        return self._gpu_executor, self._gpu
-
-    @property
-    def _gpu(self) -> Device:
-        assert self.machine.gpu is not None, "the plan has a part on a GPU that is not there"
-        return self.machine.gpu
-
-    @property
-    def _link(self) -> Link:
-        assert self.machine.link is not None, "the plan has a part on a GPU that is not there"
-        return self.machine.link
+        return self._gpu_executor, self.machine.device(on_gpu=True)
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
         """The batch's way; copies of the weights that are streamed on it begin."""
@@ -223,21 +220,7 @@ class PlannedExecutor(Executor):
 
     def _moved(self, flow: _Flow, to_gpu: bool) -> _Flow:
         """The hidden states on that device. The host waits for what it brings to the CPU."""
-        copier, hidden = self.machine.copier, flow.hidden
-        if copier.is_on_gpu(hidden) == to_gpu:
-            return flow
-        move, target = (copier.to_gpu, GPU) if to_gpu else (copier.to_cpu, CPU)
-        ready = flow.ready or self._gpu_done()
-        n_rows, row_bytes = hidden.shape[0], hidden.shape[1] * FLOAT_BYTES
-        found, event = self._link.transfer("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
-        if to_gpu:
-            return _Flow(found, (event,))
-        event.wait()
-        return _Flow(found)
-
-    def _gpu_done(self) -> tuple[Event, ...]:
-        """The end of all work the GPU was given so far."""
-        return (self._gpu.run([], lambda: None)[1],)
+        return _Flow(*self.machine.moved("hidden states", flow.hidden, flow.ready, to_gpu=to_gpu))
 
     def _to_logits(self, flow: _Flow) -> Tensor:
         return self._logits(flow, lambda executor, x: executor.to_logits(x), self.spec.vocab_size)

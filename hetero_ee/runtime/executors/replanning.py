@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
 from hetero_ee_kernels.pages import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
 N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is given up
@@ -57,6 +61,10 @@ class ReplanningExecutor(Executor):
     def plan(self) -> Plan:
         """The one that is being run."""
         return self.inner.plan
+
+    @property
+    def pool(self) -> "ThreadPool | None":
+        return self.inner.pool
 
     def close(self) -> None:
         self.inner.close()

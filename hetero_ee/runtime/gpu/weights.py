@@ -40,11 +40,11 @@ class GpuWeights:
         self.vectors = {  # copies on a CPU too: a mapped vector begins anywhere
             name: vector.to(device, copy=True) for name, vector in weights.vectors.items() if name in names
         }
-        self._linears = {name: self._linear(name, w) for name, w in weights.matrices.items() if name in names}
+        self.linears = {name: self._linear(name, w) for name, w in weights.matrices.items() if name in names}
 
     def linear(self, block: Block, short: str) -> GpuLinear:
         """The block's matrix of that name."""
-        return self._linears[block.tensors[short].name]
+        return self.linears[block.tensors[short].name]
 
     def vector(self, block: Block, short: str) -> Tensor | None:
         """The block's vector of that name, None where it has none."""
@@ -54,7 +54,7 @@ class GpuWeights:
     def release(self) -> None:
         """Gives all memory back; nothing can be used any more."""
         self.vectors.clear()
-        self._linears.clear()
+        self.linears.clear()
 
     def _linear(self, name: str, weight: Any) -> GpuLinear:
         if not isinstance(weight, TileWeight):

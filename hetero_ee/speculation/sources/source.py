@@ -1,12 +1,21 @@
 """DraftSource: what proposes tokens without the model's layers. A new one is one file here and a line in opening.py."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Logits (vocab,) and every token before -> the token that this sequence's sampling takes; None for logits not finite.
-Choose = Callable[[Tensor, Sequence[int]], int | None]
+from hetero_ee.runtime.drafted import DraftNoise
+
+
+class Choose(Protocol):
+    """How one sequence is sampled."""
+
+    def __call__(self, logits: Tensor, history: Sequence[int]) -> int | None:
+        """The token by logits (vocab,) and every token before; None for logits not finite."""
+
+    def noise_at(self, position: int) -> DraftNoise | None:
+        """For an executor that chooses the token there; None where that takes more than its noise."""
 
 
 class Draft(NamedTuple):
