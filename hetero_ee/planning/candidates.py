@@ -60,7 +60,7 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
         try:
             found.append(_best_candidate(each, context_tokens))
         except UsageError as error:
-            refusal = error
+            refusal = refusal or error
     if found:
         return min(found, key=lambda candidate: candidate.request_s)
     assert refusal is not None, "what has no candidate was refused"
