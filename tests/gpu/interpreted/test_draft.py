@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee.decoding.sampling import gumbel_noise
+from hetero_ee.runtime.choice import gumbel_noise
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.draft import PIECE, draft
