@@ -129,5 +129,6 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    step = sequence_step(length, drafts.acceptance_at, drafts.draft_s, partial(times.verify_s, 0))
+    draft_s = drafts.seconds(head_on_gpu=times.head_on_gpu)
+    step = sequence_step(length, drafts.acceptance_at, draft_s, partial(times.verify_s, 0))
     return Schedule("exact", SEQUENCE, 0, length, step)

@@ -70,10 +70,11 @@ class DraftRates:
 
     source: str  # where it comes from, for people
     acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
-    draft_s: float  # seconds to draft a token
+    draft_s: float  # seconds to draft a token, the model's head on the CPU
     reading: PromptReading | None = None  # None: it reads no prompts
     memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
     by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
+    gpu_head_draft_s: float | None = None  # draft_s with that on the GPU, None for the same
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -82,6 +83,10 @@ class DraftRates:
             raise ValueError("acceptance holds chances from 0 to 1")
         if not 0 <= self.draft_s < math.inf:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
+
+    def seconds(self, *, head_on_gpu: bool) -> float:
+        """To draft a token, with the model's head there."""
+        return self.gpu_head_draft_s if head_on_gpu and self.gpu_head_draft_s is not None else self.draft_s
 
     def acceptance_at(self, position: int) -> float:
         """Of the draft at this position of a sequence, counted from 0."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from hetero_ee.weights.weight import Weight
 
 NO_TOKEN = -1  # of a row whose logits are not finite
 DRAFTED_BYTES = 8  # of a row that crosses the link: int32 id, fp32 confidence
+LEAST_TEMPERATURE = 1e-5  # below it fp32 has no room for the noise beside the logits
 NOISE_BYTES = 20  # of a row towards the GPU: seed, sequence, position, temperature
 
 
@@ -74,6 +76,18 @@ class DraftEnd:
     state_map: StateMap | None = None
     judge: Judge | None = None  # None: the chosen token's probability is the confidence
     vocabulary: DraftVocabulary | None = None  # None: the model's
+
+
+def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
+    """int32 (m, 5) on the CPU, as the GPU's kernels take it: seed, low word first, sequence, position, and the bits of
+    1 / temperature, 0 where it is 0 or so small that the noise no longer counts."""
+    words = np.empty((len(noise), 5), np.int32)
+    for row, one in zip(words, noise, strict=True):
+        inverse = 0.0 if one.temperature < LEAST_TEMPERATURE else 1 / one.temperature
+        row[:2] = np.array([one.seed], np.uint64).view(np.int32)
+        row[2:4] = one.sequence, one.position
+        row[4:] = np.array([inverse], np.float32).view(np.int32)
+    return torch.from_numpy(words)
 
 
 def drafted_of(rows: Tensor) -> list[Drafted]:

@@ -1,6 +1,6 @@
 """What a model's drafts can be made from, told to the planner; and the drafting of a plan, ready to run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
-from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
@@ -81,7 +81,7 @@ class OpenDrafting:
     @property
     def origin(self) -> str:
         """Where drafts come from, in a few words."""
-        if self.drafting.exit_head is not None:
+        if self.drafting.exit_end is not None:
             return f"exit after layer {self.drafting.exit_layer}"
         return self.drafting.sources[-1].name
 
@@ -108,9 +108,7 @@ def open_drafting(
     if plan.mode == "full" or plan.exit_layer is None:
         return None
     wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
-    switch = (
-        None if opened.is_emulated or wants_exact else SpeculationSwitch()
-    )  # emulated clocks know no Python
+    switch = None if opened.is_emulated or wants_exact else SpeculationSwitch()  # emulated clocks know no Python
     if plan.drafts == SEQUENCE:
         return _sequences(knowledge, opened, profile, warn, switch)
     return OpenDrafting(_exits(knowledge.calibration, opened, profile, warn, switch))
@@ -134,16 +132,15 @@ def _exits(
         times = step_times(opened.executor.spec, profile, plan)
         rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
         async_layers = times.layers_ahead(plan.exit_layer)
-    head = _exit_head(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
-    return Drafting(plan.exit_layer, plan.draft_length, rule, head, (), warn, switch, async_layers)
+    end = _exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
+    return Drafting(plan.exit_layer, plan.draft_length, rule, end, (), warn, switch, async_layers)
 
 
-def _exit_head(fitted: FittedExitLayer, *, compiled: bool) -> ExitHead:
-    """The map computes on the CPU, wherever the states lie. compiled: the CPU kernels may be used."""
-    exit_map: ExitMap | None = fitted.exit_map
-    judged = ExitConfidence(fitted.predictor, compiled=compiled)
-    mapped = None if exit_map is None else lambda normed: exit_map.apply(normed.cpu())
-    return ExitHead(mapped, lambda normed, logits: judged.of_row(logits))
+def _exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
+    """compiled: the model runs on kernels, which multiply with tiles."""
+    exit_map = fitted.exit_map
+    state_map = None if exit_map is None else exit_map.packed(compiled=compiled)
+    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
 
 
 def _sequences(
@@ -179,7 +176,8 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
         head = open_draft_head(folder, executor, opened.running, request.warn)
         if profile is not None:
             costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)
-            head.draft_s = costs.draft_s(on_gpu=opened.plan.draft_device == GPU)
+            head_on_gpu = opened.plan.decode_placements[-1] in ON_GPU
+            head.draft_s = costs.draft_s(on_gpu=opened.plan.draft_device == GPU, head_on_gpu=head_on_gpu)
     except HeteroError as error:
         if knowledge.is_asked:
             raise

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError, UsageError
-from hetero_ee.runtime.drafted import DraftNoise
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sources.source import Draft, DraftSource
 from hetero_ee.speculation.stop_rule import StopRule
@@ -20,15 +21,15 @@ class SequenceDrafter:
 
     def __init__(
         self,
+        executor: Executor,
         sources: Sequence[DraftSource],
         rule: StopRule,
         sampler: DraftSampler,
-        vocab_size: int,
         warn: Callable[[str], None],
     ) -> None:
         self._free = [source for source in sources if source.is_free]
         self._computing = [source for source in sources if not source.is_free]
-        self._rule, self._sampler, self._vocab_size, self._warn = rule, sampler, vocab_size, warn
+        self._executor, self._rule, self._sampler, self._warn = executor, rule, sampler, warn
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Adds each step's drafts; all its tokens wait before the first layer."""
@@ -43,8 +44,7 @@ class SequenceDrafter:
         chances = [self._rule.mean_chance] * step.max_drafts
         computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
         for source in self._free:
-            choice = _Choice(self._sampler, step.text, self._warn)
-            drafts = list(islice(source.drafts(step.text.cached_as, step.history, choice), step.max_drafts))
+            drafts = list(islice(self._drafts(step, source), step.max_drafts))
             n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
             if saved_s > computed_s:
                 for draft in drafts[:n_best]:
@@ -56,8 +56,7 @@ class SequenceDrafter:
         """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
         that its chance stays known."""
         first = len(step.origins)
-        choice = _Choice(self._sampler, step.text, self._warn)
-        with closing(source.drafts(step.text.cached_as, step.history, choice)) as drafts:
+        with closing(self._drafts(step, source)) as drafts:
             while step.has_room:
                 is_another = not source.is_free and len(step.origins) > first
                 if is_another and not self._is_worth(step, source, self._rule.mean_chance):
@@ -66,6 +65,9 @@ class SequenceDrafter:
                 if draft is None or (source.is_free and not self._is_worth(step, source, draft.confidence)):
                     return
                 self._add(step, source, draft)
+
+    def _drafts(self, step: DraftStep, source: DraftSource) -> Generator[Draft]:
+        return source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))
 
     def _is_worth(self, step: DraftStep, source: DraftSource, chance: float) -> bool:
         return self._rule.is_worth([*step.chances, chance], source.draft_s)
@@ -82,7 +84,7 @@ class SequenceDrafter:
         if not step.has_room:
             return
         chance = draft.confidence
-        if not 0 <= draft.token_id < self._vocab_size:
+        if not 0 <= draft.token_id < self._executor.spec.vocab_size:
             self._warn(f"{source.name} drafts token {draft.token_id}, which this model does not have")
             step.end()
             return
@@ -95,21 +97,5 @@ class SequenceDrafter:
         else:
             step.add(draft.token_id, source.name, chance)
 
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A text's sampling, see Choose."""
-
-    sampler: DraftSampler
-    text: Text
-    warn: Callable[[str], None]
-
-    def __call__(self, logits: Tensor, history: Sequence[int]) -> int | None:
-        try:
-            return self.sampler.choose(self.text, history, logits)
-        except HeteroError:
-            self.warn("the draft source's logits are not finite")
-            return None
-
-    def noise_at(self, position: int) -> DraftNoise | None:
-        return self.sampler.noise_at(self.text, position)
+    def _choose(self, text: Text, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        return self._sampler.drafted(self._executor, hidden, end, [(text, history)])[0]

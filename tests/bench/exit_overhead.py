@@ -20,10 +20,11 @@ from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
 from hetero_ee.decoding import sampling, texts
-from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.runtime.choice import all_finite, gumbel_noise
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation import drafts, exact, exit_drafter
 from hetero_ee.speculation.drafting import Drafting
@@ -32,7 +33,7 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
-PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "lm_head_on_cpu", "sliced")
+PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "sliced")
 LAYER = ("guess", "embed", "logits")
 RULE = ("is_worth", "best_length", "audit", "settle", "spend", "chance")
 BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512

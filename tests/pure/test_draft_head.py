@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.speculation.sources.draft_head import ABSENT, DraftHeadSource
+from hetero_ee.speculation.drafts import ABSENT
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
-from hetero_ee.weights.weight import DenseWeight
 from tests.draft_heads import (
     HEAD_DIM,
     HEADS,
@@ -37,8 +37,7 @@ TOKENS, STATES = random_text(N_TOKENS)
 
 
 def fresh(**changes: Any) -> DraftHeadSource:
-    max_tokens, lm_head = changes.pop("max_tokens", MAX_TOKENS), changes.pop("lm_head", None)
-    layer = draft_head_layer(head_weights(), max_tokens, lm_head=lm_head)
+    layer = draft_head_layer(head_weights(), changes.pop("max_tokens", MAX_TOKENS))
     return head_source(layer, BareTarget(), **changes)
 
 
@@ -225,7 +224,7 @@ def test_no_draft_is_computed_before_it_is_asked_for(n_wanted: int) -> None:
 
 def test_a_trimmed_vocabulary_drafts_its_tokens_alone() -> None:
     ids = torch.tensor([2, 5, 17, 40, 60])
-    source = fresh(lm_head=DenseWeight(BareTarget().head[ids]), draft_token_ids=ids)
+    source = fresh(draft_token_ids=ids)
     source.observe(0, 0, TOKENS, STATES)
     seen: list[Tensor] = []
     for each in (source, observed(N_TOKENS)):

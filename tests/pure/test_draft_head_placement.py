@@ -12,7 +12,6 @@ from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import draft_head_works
 from hetero_ee.speculation.sources.source import Draft
-from hetero_ee.weights.weight import DenseWeight
 from tests.device_support import EmulatedMachine
 from tests.draft_heads import (
     FFN,
@@ -26,10 +25,9 @@ from tests.draft_heads import (
     head_weights,
     random_text,
 )
-from tests.draft_sources import Sampling, greedy, taken
+from tests.draft_sources import greedy, sampling, taken
 
 SPEC = dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,))
-DRAFT_TOKENS = torch.tensor([2, 5, 17])
 TOKENS, STATES = random_text(6)
 N_DRAFTS = 3
 
@@ -39,29 +37,21 @@ def drafts_of(source: DraftHeadSource, states: torch.Tensor = STATES) -> list[Dr
     return taken(source, [*TOKENS, 4], N_DRAFTS)
 
 
-def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bool = False) -> DraftHeadSource:
-    rows = DenseWeight(BareTarget().head[DRAFT_TOKENS]) if trimmed else None
+def source_of(devices: EmulatedMachine | None, on_gpu: bool = False) -> DraftHeadSource:
     machine = None if devices is None else Machine(devices.cpu, devices.gpu, devices.link, EmulatedCopier())
-    layer = draft_head_layer(head_weights(), 64, lm_head=rows, machine=machine, on_gpu=on_gpu)
-    return head_source(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
+    layer = draft_head_layer(head_weights(), 64, machine=machine, on_gpu=on_gpu)
+    return head_source(layer, BareTarget())
 
 
 @pytest.mark.parametrize("states_on_gpu", [False, True])
-@pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_each_draft_takes_the_devices_time_and_changes_no_number(
-    on_gpu: bool, trimmed: bool, states_on_gpu: bool
-) -> None:
+def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, states_on_gpu: bool) -> None:
     devices = EmulatedMachine(spec=SPEC)
     states = EmulatedCopier().to_gpu(STATES) if states_on_gpu else STATES
-    found, others = drafts_of(source_of(devices, on_gpu, trimmed), states), drafts_of(source_of(None, trimmed=trimmed))
-    assert [draft.token_id for draft in found] == [draft.token_id for draft in others]
-    assert [draft.confidence for draft in found] == pytest.approx([draft.confidence for draft in others])
+    assert drafts_of(source_of(devices, on_gpu), states) == drafts_of(source_of(None))
     spans = [(span.lane, span.name) for span in devices.timeline.spans if span.end_s > span.start_s]
     device = "gpu" if on_gpu else "cpu"
     expected = [(device, "draft_head.attention"), (device, "draft_head.ffn")]
-    if trimmed and not on_gpu:  # beside the model's head its executor drafts
-        expected.append((device, "draft_head.vocabulary"))
     for one in expected:
         assert spans.count(one) == N_DRAFTS, spans
     transfers = [(lane, name) for lane, name in spans if lane not in ("cpu", "gpu")]
@@ -84,7 +74,7 @@ def test_another_layer_begins_with_nothing() -> None:
     now: list[Any] = layers[:1]
     source = DraftHeadSource(lambda: now[0], BareTarget())
     expected = drafts_of(source)
-    drafting = source.drafts(0, [*TOKENS, 4], Sampling(greedy))
+    drafting = source.drafts(0, [*TOKENS, 4], sampling(source, greedy))
     assert next(drafting) == expected[0]
     now[0] = layers[1]
     assert list(drafting) == [] and taken(source, [*TOKENS, 4], N_DRAFTS) == []

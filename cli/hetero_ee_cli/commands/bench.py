@@ -250,7 +250,8 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     known = subject.spec, subject.profile, made
     found: DraftStatistics | None = None  # None where nothing was drafted or read
     predicted_s: float | None
-    predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, running.statistics.of_plan(made).reading(made.drafts))
+    reading = running.statistics.of_plan(made).reading(made.drafts)
+    predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, reading)
     if running.drafting is not None and (n_gen or running.sources):
         counts, drafted = DraftCounts(), partial(generate_exact, drafting=running.drafting)
         closing = [source.close for source in running.sources]

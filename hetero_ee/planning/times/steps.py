@@ -113,6 +113,11 @@ class StepTimes:
         self._known_sums: dict[int, list[float]] = {}
         self._simulated: dict[int, tuple[float, list[float]]] = {}
 
+    @property
+    def head_on_gpu(self) -> bool:
+        """Where drafts are chosen."""
+        return self._on_gpu[-1]
+
     def draft_s(self, exit_layer: int) -> float:
         """One token through the layers before the exit layer and the exit head."""
         if self._is_simulated:

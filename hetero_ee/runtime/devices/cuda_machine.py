@@ -88,9 +88,7 @@ def cuda_machine(
     ) -> PinnedBlocks:
         return PinnedBlocks(blocks, weights, device, over)
 
-    def open_beside(
-        other: ModelSpec, weights: ModelWeights, blocks: Sequence[Block], max_tokens: int
-    ) -> GpuExecutor:
+    def open_beside(other: ModelSpec, weights: ModelWeights, blocks: Sequence[Block], max_tokens: int) -> GpuExecutor:
         with driver_errors("the draft head", gpu.driver.free_bytes):
             shape = (other.n_layers, other.n_kv_heads, other.head_dim)
             cache = GpuKvCache(shape, max_tokens, gpu.device, n_slots=N_SLOTS, kind=BESIDE_KV_TYPE)

@@ -55,7 +55,7 @@ OpenBeside = Callable[[ModelSpec, ModelWeights, Sequence[Block], int], "BlockExe
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """gpu, link, make_source: None where there is no GPU. open_beside: None where the CPU's executor computes for it."""
+    """gpu, link, make_source: None where there is no GPU. open_beside: None where the CPU computes in its place."""
 
     cpu: Device
     gpu: Device | None

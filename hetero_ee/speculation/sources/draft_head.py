@@ -15,13 +15,12 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, DraftVocabulary
+from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd, DraftVocabulary
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.source import Choose, Draft
 from hetero_ee.speculation.sources.state_rows import StateRows
 
 CHUNK_TOKENS = 512  # computed together at most: a chunk of a prompt in most plans
-ABSENT = -1e30  # logit of a token that the head does not draft: finite, for what tempers, penalizes and adds it up
 NOT_FINITE = "the draft head computed values that are not finite; decoding continues without its drafts there."
 
 
@@ -32,12 +31,6 @@ class Target(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor: ...
-
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor: ...
-
-    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor: ...
-
-    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]: ...
 
 
 @dataclass(slots=True)
@@ -58,11 +51,8 @@ class _Sequence:
 
 
 class DraftHeadSource:
-    """A DraftSource that computes.
-
-    Where its layer is on the GPU, so are the verified tokens' states, and the model's executor drafts; what comes back
-    of a draft are 8 bytes.
-    """
+    """A DraftSource that computes. The verified tokens' states lie where its layer is, and what chooses a draft where
+    the model's head is: on a GPU what comes back of a draft is its id and how sure it is."""
 
     name = "draft head"
     is_free = False
@@ -171,18 +161,14 @@ class DraftHeadSource:
         return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held.slot, [token_id], state)
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
-        """The token that this state (1, hidden) leads to; None for a sampling that takes none."""
-        layer = self._current()
-        noise = choose.noise_at(len(history)) if layer.on_gpu else None
-        if noise is not None:
-            found = Draft(*self._target.draft(state, [noise], self._end)[0])
-            return found if self._is_finite(found.confidence) else None
-        logits = self._logits(state)
-        # A sum shows a NaN or an infinity too, in an eighth of the time of looking at each number.
-        if not self._is_finite(logits.sum().item() + (0.0 if layer.on_gpu else state.sum().item())):
-            return None
-        token_id = choose(logits, history)
-        return None if token_id is None else Draft(token_id, torch.softmax(logits, 0)[token_id].item())
+        """The token that this state (1, hidden) leads to; None where a number is not finite."""
+        token_id, confidence = choose(state, self._end, history)
+        if token_id != NO_TOKEN and math.isfinite(confidence):
+            return Draft(token_id, confidence)
+        if self._warn and not self._has_warned:
+            self._warn(NOT_FINITE)
+        self._has_warned = True
+        return None
 
     @torch.inference_mode()
     def _catch_up(self, held: _Sequence, *newest: int) -> None:
@@ -219,25 +205,3 @@ class DraftHeadSource:
         if embedded is None:
             embedded = self._target.run(batch, None, range(0))
         return layer.guess(embedded, states, batch)
-
-    def _logits(self, state: Tensor) -> Tensor:
-        """Of this state, on the CPU, over the whole vocabulary."""
-        layer, vocabulary = self._current(), self._end.vocabulary
-        if layer.on_gpu:
-            logits = self._target.draft_logits(state, self._end)
-        elif vocabulary is None:
-            logits = self._target.lm_head_on_cpu(state)
-        else:
-            logits = layer.logits(state)
-        if vocabulary is None:
-            return logits[0]
-        return torch.full((self._target.spec.vocab_size,), ABSENT).index_copy_(0, vocabulary.token_ids, logits[0])
-
-    def _is_finite(self, number: float) -> bool:
-        """Warns, once, of one that is not."""
-        if math.isfinite(number):
-            return True
-        if self._warn and not self._has_warned:
-            self._warn(NOT_FINITE)
-        self._has_warned = True
-        return False

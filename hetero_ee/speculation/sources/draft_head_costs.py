@@ -2,26 +2,20 @@
 on the GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from hetero_ee.models.blocks import TensorRole, TensorSpec
+from hetero_ee.models.blocks import TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
 from hetero_ee.planning.statistics import DraftRates, PromptReading
 from hetero_ee.planning.times.memory import layers_room_terms, rounded
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
-from hetero_ee.runtime.work import Work, work_s
+from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
-from hetero_ee.speculation.sources.draft_head_layer import (
-    EMBEDDING,
-    LM_HEAD,
-    draft_head_works,
-    fc_block,
-    layer_blocks,
-    vocabulary_work,
-)
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, draft_head_works, fc_block, layer_blocks
 from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -40,16 +34,19 @@ class HeadCosts:
 
     def rates(self, source: str) -> DraftRates:
         """As the planner takes them: by the CPU, and by the GPU where there is one."""
-        by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
+        by_gpu = self._rates(source, on_gpu=True) if self._has_gpu else None
         return self._rates(source, on_gpu=False, by_gpu=by_gpu)
 
-    def draft_s(self, *, on_gpu: bool) -> float:
-        """Seconds of one draft: the head's layer and the logits; on a GPU also the token's embedding on its way there
-        and the draft on its way back."""
+    def draft_s(self, *, on_gpu: bool, head_on_gpu: bool) -> float:
+        """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
+        token's embedding to the layer, the state from it, and the draft to the CPU."""
         works = draft_head_works(self.facts.spec, Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
-        works.append(vocabulary_work(1, self.facts.n_draft_tokens, self.spec.hidden_size))
-        link = self.profile.link
-        return self._works_s(works, on_gpu=on_gpu) + (2 * link.transfer.value if on_gpu and link is not None else 0.0)
+        head = decoder_blocks(replace(self.spec, vocab_size=self.facts.n_draft_tokens))[-1]
+        end = DraftEnd(is_normed=True)
+        choice = draft_works(head, 1, end) if head_on_gpu else logits_works(head, 1, end)
+        link, n_transfers = self.profile.link, on_gpu + (on_gpu != head_on_gpu) + head_on_gpu
+        seconds = self._works_s(works, on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
+        return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
         """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
@@ -64,7 +61,7 @@ class HeadCosts:
         tensors = [(tensor, "int4") for block in blocks for tensor in block.tensors.values()]
         if self.facts.n_draft_tokens < self.spec.vocab_size:
             shape = (self.facts.n_draft_tokens, spec.hidden_size)
-            tensors.append((TensorSpec(LM_HEAD, TensorRole.VOCABULARY, shape), "int8"))
+            tensors.append((TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8"))
         if self.facts.has_embedding and not on_gpu:
             shape = (spec.vocab_size, spec.hidden_size)
             tensors.append((TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape), "int8"))
@@ -79,7 +76,12 @@ class HeadCosts:
     def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
         reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu)
         memory = cache(partial(self.memory_bytes, on_gpu=on_gpu))
-        return DraftRates(source, self.facts.acceptance, self.draft_s(on_gpu=on_gpu), reading, memory, by_gpu)
+        alone_s, beside_s = (self.draft_s(on_gpu=on_gpu, head_on_gpu=there) for there in (False, self._has_gpu))
+        return DraftRates(source, self.facts.acceptance, alone_s, reading, memory, by_gpu, beside_s)
+
+    @property
+    def _has_gpu(self) -> bool:
+        return self.profile.gpu is not None
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)

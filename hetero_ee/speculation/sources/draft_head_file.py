@@ -42,8 +42,8 @@ _EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
 class DraftHeadFacts:
     """What a head's config.json says, before its weights are read.
 
-    has_embedding: its own, in place of the model's. acceptance: for each position of a draft sequence the measured chance that its draft is right where all before it
-    are; empty where nobody measured it.
+    has_embedding: its own, in place of the model's. acceptance: for each position of a draft sequence the measured
+    chance that its draft is right where all before it are; empty where nobody measured it.
     """
 
     spec: ModelSpec  # of the head's layer
@@ -64,7 +64,8 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     n_tokens = len(draft_token_ids(config, model, folder) or range(model.vocab_size))
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     has_embedding = file is not None and OWN_EMBEDDING in read_header(file)
-    return DraftHeadFacts(spec, n_tokens, has_embedding, tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS]))
+    acceptance = tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS])
+    return DraftHeadFacts(spec, n_tokens, has_embedding, acceptance)
 
 
 def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:

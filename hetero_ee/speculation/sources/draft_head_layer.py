@@ -17,10 +17,11 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import Event, T
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor
-from hetero_ee.runtime.work import Overhead, Work, block_works
+from hetero_ee.runtime.work import Work, block_works
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
 
-FC, EMBEDDING, LM_HEAD = "fc", "embedding.tokens", "head.tokens"  # matrices beside those of the layer's blocks
+FC, EMBEDDING = "fc", "embedding.tokens"  # matrices beside those of the layer's blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +54,16 @@ def fc_block(spec: ModelSpec) -> Block:
 class DraftHeadLayer:
     """Computes a head on the CPU or the GPU of a machine, where its keys and values lie too.
 
-    executor: of fc_block and layer_blocks on that device. spec: of its one layer. weights: of the head; LM_HEAD in
-    them: the model's rows for its vocabulary. A token's bits depend on that token and its sequence alone.
+    executor: of fc_block and layer_blocks on that device. spec: of its one layer. embedding: its own, None for the
+    model's. A token's bits depend on that token and its sequence alone.
     """
 
     def __init__(
-        self, executor: BlockExecutor, spec: ModelSpec, weights: ModelWeights, machine: Machine, *, on_gpu: bool
+        self, executor: BlockExecutor, spec: ModelSpec, embedding: Weight | None, machine: Machine, *, on_gpu: bool
     ) -> None:
-        self.cache, self.on_gpu = executor.cache, on_gpu
-        self._executor, self._machine, self._spec = executor, machine, spec
-        self._blocks, self._embedding = layer_blocks(spec), weights.matrices.get(EMBEDDING)
-        self.own_rows = weights.matrices.get(LM_HEAD)
+        self.cache, self._executor = executor.cache, executor
+        self._spec, self._blocks, self._embedding = spec, layer_blocks(spec), embedding
+        self._machine, self._on_gpu = machine, on_gpu
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """The next states, (m, d) fp32 on its device: of the tokens' embeddings and the states before them."""
@@ -74,7 +74,7 @@ class DraftHeadLayer:
         def compute() -> Tensor:
             x = self._executor.linear(torch.cat([entered, here], 1), FC)
             found = self._executor.forward(x, batch, self._blocks)
-            return self._machine.copier.to_gpu(found) if self.on_gpu else found
+            return self._machine.copier.to_gpu(found) if self._on_gpu else found
 
         return self._run(draft_head_works(self._spec, batch), compute, (*ready, *entered_ready))
 
@@ -87,12 +87,6 @@ class DraftHeadLayer:
         """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Of its own vocabulary by a head on the CPU, (m, k)."""
-        assert self.own_rows is not None and not self.on_gpu, "there the model's executor drafts"
-        works = [vocabulary_work(len(states), self.own_rows.shape[0], self._spec.hidden_size)]
-        return self._run(works, lambda: self._executor.linear(states, LM_HEAD))
-
     def warm_up(self) -> None:
         """Computes once what a token takes, so that memory runs out now or not at all."""
         sequence, state = self.cache.open_new(), torch.zeros(1, self._spec.hidden_size)
@@ -102,23 +96,19 @@ class DraftHeadLayer:
             self.cache.close(sequence)
 
     def _moved(self, name: str, x: Tensor) -> tuple[Tensor, tuple[Event, ...]]:
-        return self._machine.moved(name, x, to_gpu=self.on_gpu)
+        return self._machine.moved(name, x, to_gpu=self._on_gpu)
 
     @torch.inference_mode()
     def _run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> T:
-        return self._machine.device(on_gpu=self.on_gpu).run(works, compute, after)[0]
+        return self._machine.device(on_gpu=self._on_gpu).run(works, compute, after)[0]
 
 
 def draft_head_works(spec: ModelSpec, batch: Batch) -> list[Work]:
     """What one guess of each token takes: fc and the layer of this spec, in 4 bits."""
-    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=kv_bytes_per_token(spec, BESIDE_KV_TYPE))
+    kv_bytes = kv_bytes_per_token(spec, BESIDE_KV_TYPE)
+    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=kv_bytes)
     fc = "int4", spec.hidden_size, 2 * spec.hidden_size
     return [
         replace(attention, name="draft_head.attention", products=(fc, *attention.products)),
         replace(ffn, name="draft_head.ffn"),
     ]
-
-
-def vocabulary_work(m: int, n_tokens: int, hidden_size: int) -> Work:
-    """What the logits of m guesses take over so many tokens."""
-    return Work("draft_head.vocabulary", m, (("int8", n_tokens, hidden_size),), None, Overhead.PASS)

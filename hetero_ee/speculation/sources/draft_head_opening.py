@@ -2,7 +2,6 @@
 now."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import (
     EMBEDDING,
-    LM_HEAD,
     DraftHead,
     DraftHeadLayer,
     fc_block,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 Running = Callable[[], PlannedExecutor]
+
 
 class DraftHeadOpener:
     """The head's layer on the machine that runs the model now: opened again after another plan was.
@@ -66,7 +65,8 @@ class DraftHeadOpener:
             blocks, max_tokens = [fc_block(self._spec), *layer_blocks(self._spec)], self._target.cache.max_tokens
             executor = machine.open_beside(self._spec, self._weights, blocks, max_tokens)
             machine.opened_beside.append(executor)
-        layer = DraftHeadLayer(executor, self._spec, self._weights, machine, on_gpu=on_gpu)
+        embedding = self._weights.matrices.get(EMBEDDING)
+        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=on_gpu)
         if on_gpu and machine.open_beside is not None:
             layer.warm_up()
         return layer
@@ -81,33 +81,25 @@ def open_draft_head(
     where the plan has room for the head there. warn: see DraftHeadSource. Raises ModelError, CheckpointError.
     """
     head = read_draft_head(folder, target.spec)
-    rows = _lm_head_rows(target, head.draft_token_ids)
-    weights = head_weights(head, rows, compiled=target.weights.quantizer != UNQUANTIZED)
-    vocabulary = None
-    if rows is not None and head.draft_token_ids is not None:
-        vocabulary = DraftVocabulary(weights.matrices[LM_HEAD], head.draft_token_ids)
-    opener = DraftHeadOpener(_layer_spec(head.spec), weights, target, running)
-    return DraftHeadSource(opener, target, vocabulary, warn)
+    weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
+    vocabulary = None if head.draft_token_ids is None else draft_vocabulary(target, head.draft_token_ids)
+    return DraftHeadSource(DraftHeadOpener(head.spec, weights, target, running), target, vocabulary, warn)
 
 
-def head_weights(
-    head: DraftHead, lm_head: Weight | None = None, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool
-) -> ModelWeights:
-    """compiled: in tiles, for the CPU kernels and the GPU; LM head and embedding are int8 there, as the model's, and
-    the rest is by `quantizer`. lm_head: rows of the model's for the head's vocabulary."""
-    matrices = head.weights.matrices | ({} if lm_head is None else {LM_HEAD: lm_head})
+def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
+    """compiled: in tiles, for the CPU kernels and the GPU; the embedding is int8 there, as the model's, and the rest is
+    by `quantizer`."""
     if not compiled:
-        return ModelWeights(matrices, head.weights.vectors)
-    tiles: dict[str, Weight] = {}
-    for name, weight in matrices.items():
-        kind = "int8" if name in (EMBEDDING, LM_HEAD) else quantizer
-        tiles[name] = weight if isinstance(weight, TileWeight) else quantize(weight.dequantize(), kind)
+        return head.weights
+    tiles: dict[str, Weight] = {
+        name: quantize(weight.dequantize(), "int8" if name == EMBEDDING else quantizer)
+        for name, weight in head.weights.matrices.items()
+    }
     return ModelWeights(tiles, head.weights.vectors, quantizer)
 
 
 def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "ThreadPool | None") -> HostExecutor:
     """What computes a head of these weights there; pool: threads for weights in tiles, None for plain torch."""
-    spec = _layer_spec(spec)
     cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, max_tokens, kind=BESIDE_KV_TYPE)
     if pool is None:
         return ReferenceExecutor(spec, expanded(weights), max_tokens, cache=cache)
@@ -116,15 +108,9 @@ def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "
     return CpuExecutor(spec, weights, max_tokens, pool, cache=cache)
 
 
-def _layer_spec(spec: ModelSpec) -> ModelSpec:
-    """Of an executor of the head: nothing is normed after its layer, and LM_HEAD is a matrix of its own."""
-    return replace(spec, final_norm=False, tied_head=False)
-
-
 @torch.inference_mode()
-def _lm_head_rows(target: Executor, token_ids: Tensor | None) -> Weight | None:
-    """The model's head for these tokens alone, (k, hidden)."""
-    if token_ids is None:
-        return None
+def draft_vocabulary(target: Executor, token_ids: Tensor) -> DraftVocabulary:
+    """The model's head for these tokens alone."""
     matrix = target.weights.matrices[target.blocks[-1].tensors["tokens"].name]
-    return matrix.gathered(token_ids) if isinstance(matrix, TileWeight) else DenseWeight(matrix.rows(token_ids))
+    rows = matrix.gathered(token_ids) if isinstance(matrix, TileWeight) else DenseWeight(matrix.rows(token_ids))
+    return DraftVocabulary(rows, token_ids)

@@ -1,21 +1,14 @@
 """DraftSource: what proposes tokens without the model's layers. A new one is one file here and a line in opening.py."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from hetero_ee.runtime.drafted import DraftNoise
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
 
-
-class Choose(Protocol):
-    """How one sequence is sampled."""
-
-    def __call__(self, logits: Tensor, history: Sequence[int]) -> int | None:
-        """The token by logits (vocab,) and every token before; None for logits not finite."""
-
-    def noise_at(self, position: int) -> DraftNoise | None:
-        """For an executor that chooses the token there; None where that takes more than its noise."""
+# What a sequence's sampling takes after a state (1, hidden), by this end and every token before; see Drafted.
+Choose = Callable[[Tensor, DraftEnd, Sequence[int]], Drafted]
 
 
 class Draft(NamedTuple):
