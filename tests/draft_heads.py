@@ -162,9 +162,9 @@ class BareTarget:
         return torch.stack([rows @ row for row in hidden.as_subclass(Tensor)])
 
 
-def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
-    """A head that knows nothing, and drafts every third token of the executor's model alone."""
-    spec, generator = dataclasses.replace(executor.spec, n_layers=1, sliding_windows=(None,)), torch.Generator()
+def random_head(model: ModelSpec, seed: int) -> DraftHead:
+    """A head that knows nothing, and drafts every third token alone."""
+    spec, generator = dataclasses.replace(model, n_layers=1, sliding_windows=(None,)), torch.Generator()
     generator.manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -181,8 +181,13 @@ def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
     }
     if spec.qkv_bias:
         parts["qkv_bias"] = torch.zeros(spec.query_size + 2 * spec.kv_size)
-    token_ids = torch.arange(0, spec.vocab_size, 3)
-    return head_source(draft_head_layer(draft_head_of(spec, parts), executor.cache.max_tokens), executor, token_ids)
+    return draft_head_of(spec, parts, torch.arange(0, spec.vocab_size, 3))
+
+
+def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
+    """Drafts of such a head, in plain torch."""
+    head = random_head(executor.spec, seed)
+    return head_source(draft_head_layer(head, executor.cache.max_tokens), executor, head.draft_token_ids)
 
 
 def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:

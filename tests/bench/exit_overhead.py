@@ -203,12 +203,12 @@ def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUN
 
 @contextmanager
 def _clocked_head(sources: Sequence[DraftSource], watch: Stopwatch) -> Iterator[None]:
-    """The time inside of a draft head's layer, and of the lm_head on its states, is the watch's meanwhile."""
+    """The time inside of a draft head's layer is the watch's meanwhile."""
     with ExitStack() as patched:
         for head in (source for source in sources if isinstance(source, DraftHeadSource)):
-            patched.enter_context(patch.object(head, "_layer", Clocked(head._layer, LAYER, watch)))
+            layer = Clocked(head._layer_now(), LAYER, watch)
+            patched.enter_context(patch.object(head, "_layer_now", lambda layer=layer: layer))
             patched.enter_context(patch.object(head, "_target", Clocked(head._target, PASSES, watch)))
-            patched.enter_context(patch.object(head, "_lm_head", watch.timed(head._lm_head)))
         yield
 
 

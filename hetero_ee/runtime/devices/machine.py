@@ -81,7 +81,7 @@ class Machine:
         The host waits for what comes to the CPU. On the other device it lies in a buffer, see Copier.
         """
         if self.copier.is_on_gpu(x) == to_gpu:
-            return x, ready
+            return (x if self.link is not None else x.cpu()), ready  # it may come from a GPU that was given up
         assert self.link is not None, "something is to be moved to a GPU that is not there"
         move, target = (self.copier.to_gpu, GPU) if to_gpu else (self.copier.to_cpu, CPU)
         after = ready or (self.device(on_gpu=True).run([], lambda: None)[1],)  # all work the GPU was given so far
