@@ -10,6 +10,7 @@ from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
+PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
@@ -79,15 +80,27 @@ class Costs:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
+    def draft_end_s(self, placement: str, map_rank: int) -> float:
+        """What judging a token at an exit layer takes besides the head's own: the exit map, of rank 0 for none; on a
+        GPU the choice, which reads the logits once, and the predictor."""
+        times, width = self._device(placement), self.spec.hidden_size
+        shapes = [(map_rank, width)] if map_rank not in (0, width) else []
+        shapes += [(width, map_rank)] if map_rank else []
+        if placement in ON_GPU:
+            shapes += [(self.spec.vocab_size, FLOAT_BYTES), (PREDICTOR_UNITS, PREDICTOR_FEATURES)]
+        return sum(times.matmul_s("int8", n_rows, n_columns, 1) for n_rows, n_columns in shapes)
+
     def logits_transfer_s(self, m: int) -> float:
         """Bringing the logits of m tokens from the GPU's head to the CPU."""
         return self._way_s(m, self.spec.vocab_size)
 
     def _way_s(self, m: int, n_values: int) -> float:
+        """One token's hidden state was measured."""
         link = self.profile.link
         if link is None:
             return 0.0
-        return link.transfer.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
+        n_more = max(0, m * n_values - self.spec.hidden_size)
+        return link.transfer.value + n_more * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
         """Of few tokens in proportion to the bytes of the keys and values read, where another type was timed."""
