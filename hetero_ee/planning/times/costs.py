@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, kv_bytes_per_token
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
@@ -83,12 +83,11 @@ class Costs:
     def draft_end_s(self, placement: str, map_rank: int) -> float:
         """What judging a token at an exit layer takes besides the head's own: the exit map, of rank 0 for none; on a
         GPU the choice, which reads the logits once, and the predictor."""
-        times, width = self._device(placement), self.spec.hidden_size
-        shapes = [(map_rank, width)] if map_rank not in (0, width) else []
-        shapes += [(width, map_rank)] if map_rank else []
+        times, products = self._device(placement), exit_map_products(self.spec.hidden_size, map_rank)
         if placement in ON_GPU:
-            shapes += [(self.spec.vocab_size, FLOAT_BYTES), (PREDICTOR_UNITS, PREDICTOR_FEATURES)]
-        return sum(times.matmul_s("int8", n_rows, n_columns, 1) for n_rows, n_columns in shapes)
+            products.append(Product("int8", self.spec.vocab_size, FLOAT_BYTES))
+            products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
+        return sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in products)
 
     def logits_transfer_s(self, m: int) -> float:
         """Bringing the logits of m tokens from the GPU's head to the CPU."""
