@@ -103,6 +103,15 @@ class Lanes:
         """The host waits for these logits of m tokens, which come over the link where the GPU has computed them."""
         self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
 
+    def finish_draft(self, flow: Flow, end_s: float) -> None:
+        """The host waits for a token that was judged where the flow is, end_s after the head."""
+        if flow.on_gpu:
+            self._gpu_s = max(self._gpu_s, flow.ready_s) + end_s
+            self.wait(Flow(self._gpu_s), self._costs.transfer_s(1))
+        else:
+            self._cpu_s = max(self._cpu_s, flow.ready_s) + end_s
+            self._spend()
+
     def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
         """The host waits for the hidden states where they are, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s

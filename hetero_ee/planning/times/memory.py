@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
 from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, SPLIT, STREAMED
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
@@ -45,13 +45,22 @@ def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 
 
 def gpu_reserve_terms(
-    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_length: int
+    spec: ModelSpec,
+    parts: Sequence[Part],
+    context_tokens: int,
+    chunk_tokens: int,
+    draft_length: int,
+    map_rank: int = 0,
 ) -> list[MemoryTerm]:
-    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU."""
+    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU. map_rank:
+    of the largest exit map."""
     head = [
         MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
     ]
+    map_bytes = sum(rounded(product.n_bytes) for product in exit_map_products(spec.hidden_size, map_rank))
+    if map_bytes:
+        head.append(MemoryTerm("gpu", "exit map", map_bytes))
     return [
         *(head if draft_length else []),
         *layers_room_terms(spec, context_tokens, chunk_tokens),
