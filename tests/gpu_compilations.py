@@ -5,11 +5,11 @@ from typing import Any
 
 from hetero_ee_kernels import (
     activate,
-    argmax,
     attention,
-    exit_predictor,
+    draft,
     kv_write,
     matmul,
+    noise,
     norm,
     quantize,
     sliced_head,
@@ -22,7 +22,7 @@ from tests.gpu_compilation import Compilation
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    for listed in (_activate, _argmax, _attention, _exit_predictor, _kv_write, _matmul, _norm, _quantize, _sliced_head):
+    for listed in (_activate, _attention, _draft, _kv_write, _matmul, _norm, _quantize, _sliced_head):
         yield from listed()
 
 
@@ -39,16 +39,6 @@ def _activate() -> list[Compilation]:
             is_memory_bound=True,
         )
         for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
-    ]
-
-
-def _argmax() -> list[Compilation]:
-    """Both launches for a vocabulary of 128,000."""
-    pieces = {"logits_ptr": "*fp32", "best_ptr": "*i64", "n": "i32"}
-    rows = {"best_ptr": "*i64", "out_ptr": "*i64", "n_pieces": "i32"}
-    return [
-        Compilation("argmax_pieces", argmax.piece_kernel, pieces, {"PIECE": argmax.PIECE}, argmax.N_WARPS),
-        Compilation("argmax_rows", argmax.row_kernel, rows, {"PIECES": 32}, argmax.ROW_WARPS),
     ]
 
 
@@ -92,19 +82,20 @@ def _attention() -> list[Compilation]:
     return records
 
 
-def _exit_predictor() -> list[Compilation]:
-    """4 candidates, 512 hidden units (the paper's) and 64."""
-    arguments = {"logits_ptr": "*fp32", "previous_ptr": "*fp32", "first_ptr": "*fp16", "first_bias_ptr": "*fp16"}
-    arguments |= {"second_ptr": "*fp16", "second_bias_ptr": "*fp16", "out_ptr": "*fp32"}
+def _draft() -> list[Compilation]:
+    """Both launches for a vocabulary of 128,000: with a network of 64 hidden units, and without, of chosen tokens."""
+    shared = {"logits_ptr": "*fp32", "best_ptr": "*i64", "sums_ptr": "*fp32", "n": "i32"}
+    pieces, rows = shared | {"noise_ptr": "*i32"}, shared | {"out_ptr": "*i32", "n_pieces": "i32"}
+    network = dict.fromkeys(("first_ptr", "first_bias_ptr", "second_ptr", "second_bias_ptr"), "*fp32")
+    size = {"N_WORDS": noise.N_WORDS, "PIECE": draft.PIECE}
+    some, every, sizes = {"ids_ptr": "*i32"}, {"ids_ptr": None}, draft._sizes(32, 64)
+    none = dict.fromkeys(network)
+    n_warps, row_warps = draft.N_WARPS, draft.ROW_WARPS
     return [
-        Compilation(
-            f"exit_predictor_{h}",
-            exit_predictor.exit_predictor_kernel,
-            arguments,
-            exit_predictor._sizes(4, h),
-            exit_predictor.N_WARPS,
-        )
-        for h in (512, 64)
+        Compilation("draft_pieces", draft.pieces_kernel, pieces, every | size, n_warps),
+        Compilation("draft_pieces_of_ids", draft.pieces_kernel, pieces | some, size, n_warps),
+        Compilation("draft_rows", draft.rows_kernel, rows | network, every | sizes, row_warps),
+        Compilation("draft_rows_of_ids", draft.rows_kernel, rows | some, none | sizes, row_warps),
     ]
 
 

@@ -28,7 +28,17 @@ from tests.stand_in_cuda import StandInCuda
 
 PLENTY = 2**40
 MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
-COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "partial_logits", "to_logits")
+COMPUTED = (
+    "forward",
+    "forward_with",
+    "attend_uploaded",
+    "final_norm",
+    "lm_head",
+    "partial_logits",
+    "to_logits",
+    "draft_rows",
+    "draft_logits",
+)
 
 
 class StandInCopier(CudaCopier):

@@ -13,10 +13,11 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams, all_finite
+from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting

@@ -16,12 +16,11 @@ from hetero_ee.planning.statistics import DraftRates, PromptReading, Statistics
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.runtime.work import Work, work_s
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
-from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts
 from hetero_ee.speculation.sources.draft_head_layer import draft_head_works, vocabulary_work
@@ -91,7 +90,7 @@ class OpenDrafting:
     @property
     def origin(self) -> str:
         """Where drafts come from, in a few words."""
-        if self.drafting.exit_head is not None:
+        if self.drafting.exit_end is not None:
             return f"exit after layer {self.drafting.exit_layer}"
         return self.drafting.sources[-1].name
 
@@ -149,16 +148,15 @@ def _exits(
         times = step_times(opened.executor.spec, profile, plan)
         rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
         async_layers = times.layers_ahead(plan.exit_layer)
-    head = _exit_head(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
-    return Drafting(plan.exit_layer, plan.draft_length, rule, head, (), warn, switch, async_layers)
+    end = _exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
+    return Drafting(plan.exit_layer, plan.draft_length, rule, end, (), warn, switch, async_layers)
 
 
-def _exit_head(fitted: FittedExitLayer, *, compiled: bool) -> ExitHead:
-    """The map computes on the CPU, wherever the states lie. compiled: the CPU kernels may be used."""
-    exit_map: ExitMap | None = fitted.exit_map
-    judged = ExitConfidence(fitted.predictor, compiled=compiled)
-    mapped = None if exit_map is None else lambda normed: exit_map.apply(normed.cpu())
-    return ExitHead(mapped, lambda normed, logits: judged.of_row(logits))
+def _exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
+    """compiled: the model runs on kernels, which multiply with tiles."""
+    exit_map = fitted.exit_map
+    state_map = None if exit_map is None else exit_map.packed(compiled=compiled)
+    return DraftEnd(state_map=state_map, judge=ExitConfidence(fitted.predictor, compiled=compiled))
 
 
 def _sequences(

@@ -20,19 +20,32 @@ from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
 from hetero_ee.decoding import sampling, texts
-from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.runtime.choice import all_finite, gumbel_noise
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.speculation import drafts, exact, exit_drafter
+from hetero_ee.speculation import drafts, exact
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
-PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "lm_head_on_cpu", "sliced")
+PASSES = (
+    "run",
+    "prompt",
+    "logits",
+    "hidden",
+    "head",
+    "embed",
+    "final_norm",
+    "lm_head",
+    "lm_head_on_cpu",
+    "draft",
+    "draft_logits",
+)
 LAYER = ("guess", "embed", "logits")
 RULE = ("is_worth", "best_length", "audit", "settle", "spend", "chance")
 BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512
@@ -42,7 +55,7 @@ CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL, SOURCE = "choose", "noise", "finit
 PLACES = {
     CHOOSE: [(module, "choose_token") for module in (texts, drafts)],
     NOISE: [(sampling, "gumbel_noise")],
-    FINITE: [(module, "all_finite") for module in (exit_drafter, exact)],
+    FINITE: [(module, "all_finite") for module in (drafts, exact)],
 }
 
 
@@ -171,9 +184,9 @@ class Loop:
         if how is not None:
             rule: Any = Clocked(how.rule, RULE, watches[RULE_CALL])
             how = replace(how, rule=rule, sources=tuple(ClockedSource(each, watches[SOURCE]) for each in how.sources))
-            if how.exit_head is not None:
-                confidence = watches[CONFIDENCE].timed(how.exit_head.confidence)
-                how = replace(how, exit_head=replace(how.exit_head, confidence=confidence))
+            if how.exit_end is not None:
+                judge: Any = Clocked(how.exit_end.judge, ("of_row",), watches[CONFIDENCE])
+                how = replace(how, exit_end=replace(how.exit_end, judge=judge))
         with ExitStack() as patched:
             for part, places in PLACES.items():
                 for module, name in places:
@@ -249,9 +262,9 @@ def _looks_s(loop: Loop, name: str, n_tokens: int) -> dict[str, float]:
         NOISE: lambda: gumbel_noise(n_tokens, 1, 2, 3),
         FINITE: lambda: all_finite(logits),
     }
-    exit_head = None if loop.how is None else loop.how.exit_head
-    if exit_head is not None:
-        calls[CONFIDENCE] = lambda: exit_head.confidence(logits, logits)
+    judge = loop.how.exit_end.judge if loop.how is not None and loop.how.exit_end is not None else None
+    if judge is not None:
+        calls[CONFIDENCE] = lambda: judge.of_row(logits)
     return {part: _call_s(call) for part, call in calls.items()}
 
 

@@ -27,6 +27,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -34,7 +35,6 @@ from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import block_work, work_s
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import Confidence, ExitHead
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
 from hetero_ee.speculation.statistics import DraftCounts
@@ -43,6 +43,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
 PROMPT_TOKENS = 16
+SURE = 2.0  # the likeliest logit of a row that exits
 
 
 class Fates:
@@ -94,7 +95,7 @@ class ReplayedRunner(DummyExecutor):
         """See Executor.lm_head."""
         logits = torch.zeros(len(normed), self.spec.vocab_size)
         for index, state in enumerate(normed):
-            logits[index, self._token(state)] = 1.0
+            logits[index, self._token(state)] = SURE if self.fates.exits(int(state[POSITION])) else 1.0
         return logits
 
     def _token(self, state: Tensor) -> int:
@@ -105,6 +106,16 @@ class ReplayedRunner(DummyExecutor):
         else:
             is_right = depth == self.spec.n_layers or self.fates.exit_is_right(position)
         return true_id if is_right else true_id ^ 1
+
+
+class ReplayedJudge:
+    """Says 1 of a row that exits, else 0, for the time that a predictor takes."""
+
+    network = torch.zeros(64, 12), torch.zeros(64), torch.zeros(64), torch.zeros(1)
+
+    def of_row(self, logits: Tensor) -> float:
+        """See Judge.of_row."""
+        return float(logits.max() == SURE)
 
 
 class ReplayedHeadLayer:
@@ -195,10 +206,10 @@ class Replay:
 
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
         if plan.drafts == EXIT and plan.exit_layer is not None:
-            exit_head = ExitHead(None, _confidence(fates))
+            end = DraftEnd(judge=ReplayedJudge())
             n_layers = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
             rule = FixedThreshold(0.5)
-            return Drafting(plan.exit_layer, plan.draft_length, rule, exit_head, async_layers=n_layers)
+            return Drafting(plan.exit_layer, plan.draft_length, rule, end, async_layers=n_layers)
         machine, head_spec = executor.machine, draft_head_spec(self.spec)
         layer = ReplayedHeadLayer(plan.context_tokens)
         on_gpu = plan.n_bytes(GPU) > 0
@@ -219,11 +230,6 @@ def head_draft_s(spec: ModelSpec, profile: HardwareProfile, *, on_gpu: bool) -> 
 def draft_head_spec(spec: ModelSpec) -> ModelSpec:
     """A draft head of the model's shapes: one of its layers."""
     return replace(spec, n_layers=1, sliding_windows=(None,))
-
-
-def _confidence(fates: Fates) -> Confidence:
-    """1 where the token exits, else 0."""
-    return lambda normed, logits: float(fates.exits(int(normed[POSITION])))
 
 
 def _decode(token_ids: Sequence[int]) -> str:

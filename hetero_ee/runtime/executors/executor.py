@@ -15,10 +15,13 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.choice import drafted
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
 
 Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), on the CPU
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
@@ -44,6 +47,14 @@ class HeadExecutor(Protocol):
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
         return self.lm_head(self.final_norm(hidden))
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        """Drafts after states (m, hidden): int32 (m, 2) for drafted_of, on the CPU from an Executor."""
+        ...
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        """What drafts are chosen from: (m, hidden) after any layer -> fp32 logits (m, vocab), or of the end's rows."""
+        ...
 
     def close(self) -> None:
         """Ends what the executor keeps running, and gives its memory back."""
@@ -83,6 +94,15 @@ class Executor(HeadExecutor, Protocol):
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """lm_head by the CPU, wherever the head lies, for what is there anyway."""
         ...
+
+    @property
+    def head_on_gpu(self) -> bool:
+        """Whether drafts are best chosen and judged by draft(), where the head lies."""
+        return False
+
+    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
+        """A draft after each of the states (m, hidden), chosen and judged where the head lies."""
+        return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
     def most_tokens(self) -> int:
@@ -146,6 +166,22 @@ class HostExecutor(Executor, BlockExecutor):
     @abstractmethod
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+
+    @abstractmethod
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        x, state_map = hidden if end.is_normed else self.final_norm(hidden), end.state_map
+        if state_map is not None:
+            inner = x if state_map.down is None else self.product(x, state_map.down)
+            x = x + self.product(inner, state_map.up) + state_map.bias
+        return self.lm_head(x) if end.vocabulary is None else self.product(x, end.vocabulary.rows)
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        logits = self.draft_logits(hidden, end)
+        token_ids = None if end.vocabulary is None else end.vocabulary.token_ids
+        return drafted_rows([drafted(row, one, end.judge, token_ids) for row, one in zip(logits, noise, strict=True)])
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"

@@ -11,8 +11,10 @@ from torch import Tensor
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
+from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
@@ -45,11 +47,13 @@ class GpuExecutor(BlockExecutor):
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
+        self._ends: dict[DraftEnd, GpuDraftEnd] = {}
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
         """Gives the memory back, whoever still holds this."""
         self._segments.clear()
+        self._ends.clear()
         self._borrowed.clear()
         self._resident.release()
         for cache in (self.cache, self._visiting):
@@ -109,6 +113,22 @@ class GpuExecutor(BlockExecutor):
                 self._whole(normed[first : first + MAX_ROWS]), linear.matrix
             )
         return logits
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""
+        return self._end(end).run(hidden, noise)
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return self._end(end).logits(hidden)
+
+    def _end(self, end: DraftEnd) -> GpuDraftEnd:
+        """Made once: its weights stay on the GPU."""
+        if end not in self._ends:
+            head = self._resident.linear(self._model_blocks[-1], "tokens") if end.vocabulary is None else None
+            self._ends[end] = GpuDraftEnd(
+                end, self.final_norm, head, self._spec.hidden_size, self._operations, self._recorder, self._device
+            )
+        return self._ends[end]
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

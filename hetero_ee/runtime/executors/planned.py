@@ -20,11 +20,12 @@ from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
 from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import Work, block_work, block_works
+from hetero_ee.runtime.work import Work, block_work, block_works, draft_works, logits_works
 from hetero_ee.weights.model_weights import ModelWeights
 
 
@@ -133,12 +134,12 @@ class PlannedExecutor(Executor):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm. On the head's device; its time is counted with the head's."""
-        flow, (executor, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._executor(self._head_on_gpu)
+        flow, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
         return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self.spec.vocab_size)
+        return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         """See Executor.lm_head_on_cpu. Weights that the GPU holds are mapped as well."""
@@ -147,12 +148,23 @@ class PlannedExecutor(Executor):
         return self.machine.cpu.run(works, lambda: self._cpu_executor.lm_head(x))[0]
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        return self._logits(
-            _Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), token_ids.shape[1]
+        works = self._head_works(len(normed)) if token_ids.shape[1] == self.spec.vocab_size else []
+        return self._logits(_Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), works)
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        moved, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
+        works = draft_works(self.blocks[-1], len(noise), end)
+        found, event = device.run(
+            works, lambda: self._marked(executor.draft_rows(moved.hidden, noise, end)), moved.ready
         )
+        return self._moved(_Flow(found, (event,)), False, "drafts").hidden
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        works = logits_works(self.blocks[-1], hidden.shape[0], end)
+        return self._logits(_Flow(hidden), lambda executor, x: executor.draft_logits(x, end), works)
 
     @property
-    def _head_on_gpu(self) -> bool:
+    def head_on_gpu(self) -> bool:
         return self._route.place(self.blocks[-1]) in ON_GPU
 
     def _executor(self, on_gpu: bool) -> tuple[BlockExecutor, Device]:
@@ -221,15 +233,15 @@ class PlannedExecutor(Executor):
             disk_bytes=lambda block: self._part_bytes[block.name] if on_disk else 0,
         )
 
-    def _moved(self, flow: _Flow, to_gpu: bool) -> _Flow:
-        """The hidden states on that device. The host waits for what it brings to the CPU."""
+    def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
+        """The rows on that device. The host waits for what it brings to the CPU."""
         copier, hidden = self.machine.copier, flow.hidden
         if copier.is_on_gpu(hidden) == to_gpu:
             return flow
         move, target = (copier.to_gpu, GPU) if to_gpu else (copier.to_cpu, CPU)
         ready = flow.ready or self._gpu_done()
         n_rows, row_bytes = hidden.shape[0], hidden.shape[1] * FLOAT_BYTES
-        found, event = self._link.transfer("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
+        found, event = self._link.transfer(name, n_rows, row_bytes, target, partial(move, hidden), ready)
         if to_gpu:
             return _Flow(found, (event,))
         event.wait()
@@ -240,17 +252,18 @@ class PlannedExecutor(Executor):
         return (self._gpu.run([], lambda: None)[1],)
 
     def _to_logits(self, flow: _Flow) -> Tensor:
-        return self._logits(flow, lambda executor, x: executor.to_logits(x), self.spec.vocab_size)
+        return self._logits(flow, lambda executor, x: executor.to_logits(x), self._head_works(len(flow.hidden)))
 
-    def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], n_columns: int) -> Tensor:
+    def _head_works(self, m: int) -> list[Work]:
+        return [block_work(self.blocks[-1], m)]
+
+    def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
         """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""
-        moved, (executor, device) = self._moved(flow, self._head_on_gpu), self._executor(self._head_on_gpu)
-        m = moved.hidden.shape[0]
-        works = [block_work(self.blocks[-1], m)] if n_columns == self.spec.vocab_size else []
+        moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
         found, event = device.run(works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
-        logits = self._moved(_Flow(found, (event,)), False).hidden
-        return logits.clone() if self._head_on_gpu else logits  # as above
+        logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
+        return logits.clone() if self.head_on_gpu else logits  # as above
 
     def _marked(self, x: Tensor) -> Tensor:
         """x as a tensor of the head's device, which computed it."""
-        return self.machine.copier.to_gpu(x) if self._head_on_gpu else x
+        return self.machine.copier.to_gpu(x) if self.head_on_gpu else x

@@ -10,6 +10,7 @@ from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
@@ -125,6 +126,16 @@ class ReplanningExecutor(Executor):
 
     def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.lm_head_on_cpu(x), normed)
+
+    @property
+    def head_on_gpu(self) -> bool:
+        return self.inner.head_on_gpu
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        return self._step(lambda inner, x: inner.draft_rows(x, noise, end), hidden)
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return self._step(lambda inner, x: inner.draft_logits(x, end), hidden)
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.partial_logits(x, token_ids), normed)

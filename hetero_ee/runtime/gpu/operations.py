@@ -14,6 +14,7 @@ NAMES = (
     "kv_write",
     "attention",
     "sliced_head",
+    "draft",
     "matmul_int4",
     "matmul_int8",
 )
@@ -34,6 +35,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     sliced_head: Callable[..., Any]
+    draft: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]
     add: Callable[..., Any]

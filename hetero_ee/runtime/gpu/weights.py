@@ -57,9 +57,13 @@ class GpuWeights:
         self._linears.clear()
 
     def _linear(self, name: str, weight: Any) -> GpuLinear:
-        if not isinstance(weight, TileWeight):
-            raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
-        ops, bias = self._ops, self.vectors.get(f"{name}_bias")
-        if weight.codebook is None:
-            return GpuLinear(ops.matmul_int8, ops.prepare_int8(weight, self._device), bias)
-        return GpuLinear(ops.matmul_int4, ops.prepare_int4(weight, self._device), bias)
+        return gpu_linear(name, weight, self.vectors.get(f"{name}_bias"), self._ops, self._device)
+
+
+def gpu_linear(name: str, weight: Any, bias: Tensor | None, operations: GpuOperations, device: Any) -> GpuLinear:
+    """The matrix as the operations take it. Raises TypeError where it is not in tiles."""
+    if not isinstance(weight, TileWeight):
+        raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
+    if weight.codebook is None:
+        return GpuLinear(operations.matmul_int8, operations.prepare_int8(weight, device), bias)
+    return GpuLinear(operations.matmul_int4, operations.prepare_int4(weight, device), bias)
