@@ -79,8 +79,7 @@ def cuda_machine(
     device = CudaDevice(gpu.driver, plan.vram_budget_bytes, trace)
     link = CudaLink(gpu.driver, cpu.free_bytes, trace)
     with driver_errors("buffers of hidden states", gpu.driver.free_bytes):
-        n_rows = max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)
-        copier = CudaCopier(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
+        copier = CudaCopier(gpu.driver, link, _n_rows(plan), spec.hidden_size * FLOAT_BYTES)
 
     def make_source(
         blocks: Sequence[Block], weights: ModelWeights, over: Link, _: Callable[[int], int]
@@ -106,4 +105,11 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
             kind=plan.kv_type,
             layers=layers,
         )
-        return GpuExecutor(spec, weights, kept, cache, gpu.operations, plan.kv_type if visits else None)
+        return GpuExecutor(
+            spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None
+        )
+
+
+def _n_rows(plan: Plan) -> int:
+    """The most of a pass that memory is taken for."""
+    return max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)
