@@ -43,26 +43,27 @@ def _activate() -> list[Compilation]:
 
 
 def _attention() -> list[Compilation]:
-    """Heads of 128 in groups of 1 and 4 over 4096 positions."""
+    """Heads of 128 in groups of 1 and 4 over 4096 positions: a part a program, and whole rows."""
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
-    pointers |= {"sums_ptr": "*fp32", "states_ptr": "*fp32", "factor": "fp32", "layer": "i32"}
+    pointers |= {"out_ptr": "*fp32", "factor": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
     layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
-    for kind, code, group in (
-        ("fp16", "*fp16", 1),
-        ("fp16", "*fp16", 4),
-        ("fp32", "*fp32", 4),
-        ("int8", "*i8", 4),
-        ("int8", "*i8", 1),
+    for kind, code, group, whole in (
+        ("fp16", "*fp16", 1, False),
+        ("fp16", "*fp16", 4, False),
+        ("fp16", "*fp16", 1, True),
+        ("fp16", "*fp16", 4, True),
+        ("fp32", "*fp32", 1, False),
+        ("fp32", "*fp32", 1, True),
+        ("int8", "*i8", 1, False),
+        ("int8", "*i8", 1, True),
     ):
-        signature = pointers | {"codes_ptr": code}
-        constants: dict[str, Any] = layout | common | attention._sizes(group, 128)
-        if kind == "int8":
-            signature["scales_ptr"] = "*fp32"
-        else:
-            constants["scales_ptr"] = None
-        name = f"attention_{kind}_group_{group}"
+        signature, constants = pointers | {"codes_ptr": code}, layout | common | attention._sizes(group, 128)
+        optional: dict[str, Any] = {"scales_ptr": kind == "int8", "states_ptr": not whole}
+        signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
+        constants |= {name: None for name, is_there in optional.items() if not is_there}
+        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}"
         records.append(
             Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
         )

@@ -48,6 +48,7 @@ class CpuCopier:
 
 # Makes the source of streamed blocks: their weights, the link, and bytes of what comes along with each, by number.
 MakeSource = Callable[[Sequence[Block], ModelWeights, Link, Callable[[int], int]], BlockSource]
+BESIDE_ROWS = 128  # of one pass there: more take more memory, fewer read its weights more often
 BESIDE_KV_TYPE = "fp16"  # of a model beside: its last bits change no text
 # Opens on the GPU what computes these blocks of another, small model, with room for so many tokens.
 OpenBeside = Callable[[ModelSpec, ModelWeights, Sequence[Block], int], "BlockExecutor"]

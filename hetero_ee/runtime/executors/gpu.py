@@ -13,7 +13,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
+from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
@@ -26,7 +26,8 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 class GpuExecutor(BlockExecutor):
     """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
-    visits: the kind of keys and values that are uploaded from a CpuKvCache, None for none. Matrices must be in tiles.
+    n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
+    for none. Matrices must be in tiles.
     """
 
     cache: GpuKvCache
@@ -38,12 +39,13 @@ class GpuExecutor(BlockExecutor):
         blocks: Iterable[Block],
         cache: GpuKvCache,
         operations: GpuOperations,
+        n_rows: int,
         visits: str | None = None,
     ) -> None:
         self._spec, self._model_blocks = spec, decoder_blocks(spec)
         self.cache, self._device, self._operations = cache, cache.pages.codes.device, operations
         self._resident = GpuWeights(weights, blocks, operations, self._device)
-        self._room = SegmentRoom(spec, cache)
+        self._room = SegmentRoom(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
@@ -93,9 +95,8 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def linear(self, x: Tensor, name: str) -> Tensor:
-        linear, m = self._resident.linears[name], len(x)
-        rows = [slice(first, min(first + MAX_ROWS, m)) for first in range(0, m, MAX_ROWS)]
-        product = torch.cat([linear.multiply(self._whole(x[each]), linear.matrix) for each in rows])
+        linear = self._resident.linears[name]
+        product: Tensor = linear.multiply(self._whole(x), linear.matrix)
         if linear.bias is not None:
             self._operations.add(product, linear.bias)
         return product

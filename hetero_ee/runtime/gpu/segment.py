@@ -1,4 +1,5 @@
-"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay.
+"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay where
+they are few: a prompt's chunk takes longer than its launches.
 
 Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded again
 when contexts grow. Without a recorder the launches are made one by one, with the same results.
@@ -60,7 +61,7 @@ class Replays:
             replay()
             return
         self._compute(m)
-        if self._record is not None:
+        if self._record is not None and m <= MAX_ROWS:
             self._known[m] = self._record(lambda: self._compute(m))
 
 
@@ -107,8 +108,8 @@ class GpuSegment:
     def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
         out = torch.empty(hidden.shape, device=self._device)
         slots = self.cache.slots(batch) if self._attends else [0] * len(batch)
-        for first in range(0, len(batch), MAX_ROWS):
-            end = min(first + MAX_ROWS, len(batch))
+        for first in range(0, len(batch), self._room.n_rows):
+            end = min(first + self._room.n_rows, len(batch))
             self._room.place(hidden[first:end], slots[first:end], batch.positions[first:end])
             self._replays.run(end - first)
             out[first:end] = self._room.buffers.x[: end - first]

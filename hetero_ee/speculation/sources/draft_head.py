@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices.machine import BESIDE_ROWS
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd, DraftVocabulary
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.sources.source import Choose, Draft
 from hetero_ee.speculation.sources.state_rows import StateRows
 
-CHUNK_TOKENS = 512  # computed together at most: a chunk of a prompt in most plans
 NOT_FINITE = "the draft head computed values that are not finite; decoding continues without its drafts there."
 
 
@@ -184,8 +184,8 @@ class DraftHeadSource:
         ):
             self._forget(held, len(held.inputs) - 1)
             following.insert(0, held.token_ids[len(held.inputs)])
-        for start in range(1, len(following), CHUNK_TOKENS):
-            tokens, first = following[start : start + CHUNK_TOKENS], len(held.inputs)
+        for start in range(1, len(following), BESIDE_ROWS):
+            tokens, first = following[start : start + BESIDE_ROWS], len(held.inputs)
             held.tip = self._predicted(held.slot, tokens, held.states.rows(first, first + len(tokens)))[-1:].clone()
             held.inputs += tokens
 

@@ -11,7 +11,7 @@ from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_byt
 from hetero_ee.planning.statistics import DraftRates, PromptReading
 from hetero_ee.planning.times.memory import layers_room_terms, rounded
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
@@ -20,7 +20,6 @@ from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
 from hetero_ee_profiles.hardware import HardwareProfile
 
 TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
-CHUNK_TOKENS = 16  # that its layer on a GPU has buffers for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,9 @@ class HeadCosts:
 
     def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
         """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
-        works = draft_head_works(self.facts.spec, Batch.of_sequence(0, context_tokens - m, [0] * m))
-        return self._works_s(works, on_gpu=on_gpu)
+        firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
+        pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
+        return sum(self._works_s(draft_head_works(self.facts.spec, each), on_gpu=on_gpu) for each in pieces)
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
         """Weights, keys and values, the verified tokens' states, and on a GPU the buffers of its layer. Its own
@@ -70,7 +70,7 @@ class HeadCosts:
         parts += [kv_bytes_per_token(spec, BESIDE_KV_TYPE) * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)
-        room = layers_room_terms(spec, context_tokens, CHUNK_TOKENS)
+        room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)
         return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
 
     def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
