@@ -11,7 +11,7 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.reference import reference_profile
 
 FOLDER = Path(__file__).parents[1] / "bench"
@@ -41,8 +41,8 @@ def exits(exit_rate: float, precision: float, refused_precision: float = 0.0) ->
 
 
 def chains(bench: Any, acceptance: tuple[float, ...], on_gpu: bool) -> Statistics:
-    draft_s = bench.head_draft_s(SPEC, PROFILE, on_gpu=on_gpu)
-    return Statistics(None, DraftRates("asked for", acceptance, draft_s))
+    rates = bench.head_rates(SPEC, PROFILE, acceptance)
+    return Statistics(None, rates.by_gpu if on_gpu else replace(rates, by_gpu=None))
 
 
 def replay(bench: Any, gpu_layers: int = BOUNDARY, **limits: Any) -> Any:
