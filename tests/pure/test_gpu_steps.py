@@ -3,6 +3,7 @@ operations. A new step needs its line here."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.device import CPU
@@ -104,7 +106,7 @@ def decode(executor: PlannedExecutor) -> None:
 
 def draft_with_head(executor: PlannedExecutor, folder: Path) -> None:
     """A text whose drafts a head on the GPU makes."""
-    head = open_draft_head(save_head(folder), executor, machine=lambda: executor.machine, on_gpu=True)
+    head = open_draft_head(save_head(folder), executor, lambda: executor)
     how = Drafting(0, 3, FixedThreshold(0.0), None, (head,))
     common: Any = executor, [[3, 4, 5]], SamplingParams(8), Ending(frozenset(), 60), str, lambda: 0.0
     assert len(list(generate_exact(*common, how))) == 8
@@ -154,9 +156,9 @@ def test_what_is_charged_is_run(model: Model, places: str) -> None:
     assert expected is None or ("gpu", expected) in logs[0].names
 
 
-@pytest.mark.xfail(strict=True, reason="a draft head's layer computes on the CPU, wherever it is charged")
 def test_a_draft_head_that_is_charged_to_the_gpu_runs_there(tmp_path: Path) -> None:
     plan = planned(MODEL, overrides=PLACES["all on the GPU"], context_tokens=60)
+    plan = replace(plan, memory=(*plan.memory, MemoryTerm("gpu", DRAFT_HEAD, 2**20)))
     logs = []
     for executor, log in both((MODEL, tiles_of(MODEL)), plan):
         draft_with_head(executor, tmp_path / "head")
@@ -167,7 +169,7 @@ def test_a_draft_head_that_is_charged_to_the_gpu_runs_there(tmp_path: Path) -> N
 
 
 def tiles_of(spec: Any) -> ModelWeights:
-    draw, weights = torch.Generator().manual_seed(2), ModelWeights({}, {})
+    draw, weights = torch.Generator().manual_seed(2), ModelWeights({}, {}, "codebook")
     for tensor in all_tensors(decoder_blocks(spec)):
         values = torch.randn(*tensor.shape, generator=draw) * 0.1
         if is_quantized(tensor.role):

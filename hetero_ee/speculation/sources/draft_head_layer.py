@@ -89,9 +89,10 @@ class DraftHeadLayer:
 
     def warm_up(self) -> None:
         """Computes once what a token takes, so that memory runs out now or not at all."""
-        sequence, state = self.cache.open_new(), torch.zeros(1, self._spec.hidden_size)
+        sequence = self.cache.open_new()
         try:
-            self.guess(state, state, Batch.of_sequence(sequence, 0, [0]))
+            row, _ = self._moved("draft embedding", torch.zeros(1, self._spec.hidden_size))
+            self.guess(row, row, Batch.of_sequence(sequence, 0, [0]))
         finally:
             self.cache.close(sequence)
 
