@@ -160,8 +160,8 @@ class OneSecondLayers:
     def logits_transfer_s(self, m: int) -> float:
         return float(m)
 
-    def draft_end_s(self, placement: str, map_rank: int) -> float:
-        return 0.001 * map_rank + 0.03
+    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+        return 0.5 + 0.001 * map_rank + 0.03
 
 
 def times_of(layers: str, cpu_factor: float = 1.0) -> StepTimes:

@@ -80,14 +80,20 @@ class Costs:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
-    def draft_end_s(self, placement: str, map_rank: int) -> float:
-        """What judging a token at an exit layer takes besides the head's own: the exit map, of rank 0 for none; on a
-        GPU the choice, which reads the logits once, and the predictor."""
-        times, products = self._device(placement), exit_map_products(self.spec.hidden_size, map_rank)
+    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+        """Judging one token at an exit layer: the exit map, of rank 0 for none, and the head.
+
+        On a GPU the choice, which reads the logits once, and the predictor too, with half a layer's small kernels.
+        """
+        spec, times = self.spec, self._device(placement)
+        products, seconds = exit_map_products(spec.hidden_size, map_rank), 0.0
         if placement in ON_GPU:
-            products.append(Product("int8", self.spec.vocab_size, FLOAT_BYTES))
+            products += [*head.products, Product("int8", spec.vocab_size, FLOAT_BYTES)]
             products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
-        return sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in products)
+            seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2
+        else:
+            seconds = self.part_s(head, placement, 1, context_tokens=1)
+        return seconds + sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in products)
 
     def logits_transfer_s(self, m: int) -> float:
         """Bringing the logits of m tokens from the GPU's head to the CPU."""

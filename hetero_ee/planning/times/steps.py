@@ -145,11 +145,10 @@ class StepTimes:
         confidence back to the CPU, which wait as one hidden state does."""
         head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
-        head_s = self._costs.part_s(self._parts[-1], self._placements[-1], 1, self._context_tokens)
-        return head_s + self._end_s(exit_layer) + n_transfers * self._costs.transfer_s(1)
+        return self._end_s(exit_layer) + n_transfers * self._costs.transfer_s(1)
 
     def _end_s(self, exit_layer: int) -> float:
-        return self._costs.draft_end_s(self._placements[-1], self._map_ranks.get(exit_layer, 0))
+        return self._costs.exit_end_s(self._parts[-1], self._placements[-1], self._map_ranks.get(exit_layer, 0))
 
     def layers_ahead(self, exit_layer: int) -> int:
         """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would
@@ -202,7 +201,7 @@ class StepTimes:
         n_parts = _n_parts(exit_layer)
         flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
         if n_parts:
-            lanes.finish_draft(self._through(lanes, slice(-1, None), 1, flow), self._end_s(exit_layer))
+            lanes.finish_draft(flow, self._end_s(exit_layer), on_gpu=self._on_gpu[-1])
         return flow
 
     def _verify(self, lanes: Lanes, n_parts: int, m: int, flow: Flow) -> None:

@@ -1,6 +1,7 @@
 """Drafts from logits: the token with NumPy's noise, the lowest id of equals, no token where a logit is not finite; the
 network against float64, 1e-5 of a probability."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,12 @@ import triton
 import triton.language as tl
 
 from hetero_ee.runtime.choice import gumbel_noise
-from hetero_ee.runtime.drafted import DraftNoise, noise_words
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, StateMap, noise_words
+from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
+from hetero_ee.runtime.gpu.operations import gpu_operations
+from hetero_ee.runtime.gpu.registry import Registry
+from hetero_ee.runtime.gpu.weights import gpu_linear
+from hetero_ee.weights.quantizers import quantize
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.draft import PIECE, draft
 from hetero_ee_kernels.noise import gumbel, philox
@@ -173,3 +179,41 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(ValueError):
             wrong()
     assert draft(random(2, 0, 4), words[:0]).shape == (0, 2)
+
+
+# The whole end: norm, map, head and choice by these kernels.
+
+
+def end_on(operations: Any, end: DraftEnd, head: Any, recorder: Any = None) -> GpuDraftEnd:
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = operations.rms_norm(x.clone(), None, 1e-5)
+        return found
+
+    linear = gpu_linear("head", head, None, operations, torch.device(DEVICE))
+    return GpuDraftEnd(end, normed, linear, head.n_columns, operations, recorder, torch.device(DEVICE))
+
+
+def test_an_end_by_these_kernels_is_that_of_plain_torch() -> None:
+    size, n_tokens, rank, m = 64, 600, 8, 3
+    up, down = random(1, size, rank, scale=0.1).cpu(), random(2, rank, size, scale=0.1).cpu()
+    head = quantize(random(3, n_tokens, size).cpu(), "int8")
+    state_map = StateMap(quantize(up, "int8"), quantize(down, "int8"), random(4, size, scale=0.1).cpu())
+    judge: Any = SimpleNamespace(network=tuple(part.cpu() for part in network(5, 64)))
+    end, hidden = DraftEnd(state_map=state_map, judge=judge), random(6, m, size)
+    noise = [GREEDY, DraftNoise(0.8, 3, 0, 9), DraftNoise(1.0, 2**64 - 1, 1, 2)]
+    found, expected = (
+        end_on(gpu_operations(Registry(lambda name, by=by: name == by), "cuda"), end, head).run(hidden, noise)
+        for by in ("triton", "torch")
+    )
+    assert [token for token, _ in pairs(found)] == [token for token, _ in pairs(expected)]
+    assert [sure for _, sure in pairs(found)] == pytest.approx([sure for _, sure in pairs(expected)], abs=1e-4)
+    recorded: list[Any] = []
+
+    def recorder(work: Any) -> Any:
+        recorded.append(work)
+        return work
+
+    replayed = end_on(gpu_operations(Registry(), "cuda"), end, head, recorder)
+    for n_rows in (1, m, m, 1, m):
+        assert torch.equal(replayed.run(hidden[:n_rows], noise[:n_rows]), found[:n_rows])
+    assert len(recorded) == 2  # for each number of rows once
