@@ -48,9 +48,9 @@ class Lanes:
         self._context_tokens = 0
         self.spent = PassTime()  # everything so far; seconds: where the host is
 
-    def entered(self) -> Flow:
-        """Tokens that begin on the CPU now."""
-        return Flow(self._cpu_s)
+    def entered(self, on_gpu: bool = False) -> Flow:
+        """Tokens that begin now, on the CPU or where the embedding lies."""
+        return Flow(self._cpu_s, on_gpu)
 
     def begin(self, parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> None:
         """A pass through these parts follows, so that their copies may begin."""
@@ -81,6 +81,8 @@ class Lanes:
                 on_gpu, n_transfers = None, n_transfers + 2
                 continue
             computes_on_gpu = placement in ON_GPU
+            if part.kind is BlockKind.EMBEDDING:
+                on_gpu = computes_on_gpu  # ids come with the launches
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s

@@ -89,7 +89,7 @@ class _Chunk:
     def begin(self) -> Flow:
         """Through the early parts."""
         self.lanes.begin(self.layers, self.placements, self.context_tokens)
-        return self._through(slice(self.n_early), self.lanes.entered())
+        return self._through(slice(self.n_early), self.lanes.entered(self.every[0] in ON_GPU))
 
     def finish(self, flow: Flow) -> Flow:
         """Through the others; then drafts read it."""

@@ -103,7 +103,8 @@ class StepTimes:
         self._context_tokens, self._max_tokens = context_tokens, max_tokens
         self.has_streams = any(placement in STREAMED for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
-        self._on_gpu = [False, *(placement in ON_GPU for placement in placements)]  # before each part, and at the end
+        on_gpu = [placement in ON_GPU for placement in placements]
+        self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter where the embedding lies
         self._overlap = overlap(placements)
         alone_s = (
             0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)

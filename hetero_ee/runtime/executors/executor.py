@@ -129,6 +129,10 @@ class Executor(HeadExecutor, Protocol):
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
 
+    def embed(self, batch: Batch) -> Tensor:
+        """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
+        ...
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
         ...
@@ -158,10 +162,6 @@ class HostExecutor(Executor, BlockExecutor):
     ) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
         self.cache = cache or CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
-
-    @abstractmethod
-    def embed(self, batch: Batch) -> Tensor:
-        """(m, hidden) before the first layer."""
 
     @abstractmethod
     def linear(self, x: Tensor, name: str) -> Tensor:
