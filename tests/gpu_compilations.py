@@ -102,14 +102,24 @@ def _draft() -> list[Compilation]:
 
 def _embed() -> list[Compilation]:
     """Rows of 4096 from int8 and int4 tiles, and with learned positions."""
-    arguments = {"tiles_ptr": "*i8", "scales_ptr": "*fp16", "codebook_ptr": "*i8", "ids_ptr": "*i32", "out_ptr": "*fp32"}
+    arguments = {
+        "tiles_ptr": "*i8",
+        "scales_ptr": "*fp16",
+        "codebook_ptr": "*i8",
+        "ids_ptr": "*i32",
+        "out_ptr": "*fp32",
+    }
     arguments |= {"positions_ptr": "*i32", "factor": "fp32", "n_columns": "i32", "n_groups": "i32"}
     size = {"OFFSET": 2, "BLOCK": embed.BLOCK}
     int8, int4, learned = size | {"IS_INT8": True}, size | {"IS_INT8": False}, {"learned_ptr": "*fp32"}
     return [
         Compilation("embed_int8", embed.embed_kernel, arguments, int8 | {"learned_ptr": None}, embed.N_WARPS),
         Compilation(
-            "embed_int4", embed.embed_kernel, arguments | {"tiles_ptr": "*u8"}, int4 | {"learned_ptr": None}, embed.N_WARPS
+            "embed_int4",
+            embed.embed_kernel,
+            arguments | {"tiles_ptr": "*u8"},
+            int4 | {"learned_ptr": None},
+            embed.N_WARPS,
         ),
         Compilation("embed_int8_learned", embed.embed_kernel, arguments | learned, int8, embed.N_WARPS),
     ]

@@ -55,7 +55,14 @@ def embed_kernel(
 
 
 def embed(
-    ids: Any, weight: TileMatrix, n_columns: int, out: Any = None, *, learned: Any = None, positions: Any, offset: int = 0
+    ids: Any,
+    weight: TileMatrix,
+    n_columns: int,
+    out: Any = None,
+    *,
+    learned: Any = None,
+    positions: Any,
+    offset: int = 0,
 ) -> Any:
     """ids, positions: int32 (m,), ids below weight.n_rows; learned: fp32 (n, n_columns) with every position + offset, or
     None; out: fp32 (m, n_columns), allocated where None. Returns out. Raises ValueError where they don't fit."""

@@ -33,7 +33,14 @@ def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
 
 
 def embed(
-    ids: Any, weight: TileMatrix, n_columns: int, out: Any = None, *, learned: Any = None, positions: Any, offset: int = 0
+    ids: Any,
+    weight: TileMatrix,
+    n_columns: int,
+    out: Any = None,
+    *,
+    learned: Any = None,
+    positions: Any,
+    offset: int = 0,
 ) -> Any:
     ids = ids.long()
     rows = dequantize(weight, ids // 16).view(len(ids), 16, 32 * weight.n_groups)
