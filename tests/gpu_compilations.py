@@ -7,6 +7,7 @@ from hetero_ee_kernels import (
     activate,
     attention,
     draft,
+    embed,
     kv_write,
     matmul,
     noise,
@@ -22,7 +23,7 @@ from tests.gpu_compilation import Compilation
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    for listed in (_activate, _attention, _draft, _kv_write, _matmul, _norm, _quantize, _sliced_head):
+    for listed in (_activate, _attention, _draft, _embed, _kv_write, _matmul, _norm, _quantize, _sliced_head):
         yield from listed()
 
 
@@ -96,6 +97,31 @@ def _draft() -> list[Compilation]:
         Compilation("draft_pieces_of_ids", draft.pieces_kernel, pieces | some, size, n_warps),
         Compilation("draft_rows", draft.rows_kernel, rows | network, every | sizes, row_warps),
         Compilation("draft_rows_of_ids", draft.rows_kernel, rows | some, none | sizes, row_warps),
+    ]
+
+
+def _embed() -> list[Compilation]:
+    """Rows of 4096 from int8 and int4 tiles, and with learned positions."""
+    arguments = {
+        "tiles_ptr": "*i8",
+        "scales_ptr": "*fp16",
+        "codebook_ptr": "*i8",
+        "ids_ptr": "*i32",
+        "out_ptr": "*fp32",
+    }
+    arguments |= {"positions_ptr": "*i32", "factor": "fp32", "n_columns": "i32", "n_groups": "i32"}
+    size = {"OFFSET": 2, "BLOCK": embed.BLOCK}
+    int8, int4, learned = size | {"IS_INT8": True}, size | {"IS_INT8": False}, {"learned_ptr": "*fp32"}
+    return [
+        Compilation("embed_int8", embed.embed_kernel, arguments, int8 | {"learned_ptr": None}, embed.N_WARPS),
+        Compilation(
+            "embed_int4",
+            embed.embed_kernel,
+            arguments | {"tiles_ptr": "*u8"},
+            int4 | {"learned_ptr": None},
+            embed.N_WARPS,
+        ),
+        Compilation("embed_int8_learned", embed.embed_kernel, arguments | learned, int8, embed.N_WARPS),
     ]
 
 

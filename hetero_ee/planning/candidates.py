@@ -90,7 +90,7 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     fitting = [each for each in placed if _ram_bytes(problem, *each) <= problem.ram_budget_bytes]
     if not fitting:
         raise UsageError(_too_little_ram(problem, min(_ram_bytes(problem, *each) for each in placed)))
-    fitting = [each for each in fitting if _fits_gpu(problem, *each)]
+    fitting = [(every, chunk) for each, chunk in fitting for every in _with_embedding(problem, each, chunk)]
     if not fitting:
         raise UsageError(_does_not_fit(problem, options))
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
@@ -154,10 +154,11 @@ def _split_candidates(
         if chain is None or not chain.n_blocks:
             continue
         split = with_splits(problem, chain.n_blocks)
-        decode = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
-        if _ram_bytes(split, decode, chunk) <= problem.ram_budget_bytes and _fits_gpu(split, decode, chunk):
-            schedule = best_schedule(split, decode, context_tokens)
-            yield completed(split, decode, chunk, context_tokens, schedule)
+        placed = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
+        if _ram_bytes(split, placed, chunk) <= problem.ram_budget_bytes:
+            for decode in _with_embedding(split, placed, chunk):
+                schedule = best_schedule(split, decode, context_tokens)
+                yield completed(split, decode, chunk, context_tokens, schedule)
 
 
 def _placements(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Placement]:
@@ -182,6 +183,7 @@ def _rooms(
     """What may be chosen and the bytes left for it: without streaming, with buffers for weights, and with buffers for
     weights and keys and values."""
     budget = problem.vram_budget_bytes - sum(term.n_bytes for term in _reserve(problem, head, chunk))
+    budget -= _embedding_bytes(problem, head) if problem.limits.pinned("embedding") == "gpu" else 0
     buffers = [
         stream_buffer_bytes(problem.layers, [placement] * len(options), problem.context_tokens)
         for placement in ("stream", "visit")
@@ -255,6 +257,24 @@ def _with_disk(problem: Problem, decode: Placement, chunk: int) -> Placement:
     return moved(bisect_left(range(len(movable)), True, key=fits))
 
 
+def _with_embedding(problem: Problem, decode: Placement, chunk: int) -> Iterator[Placement]:
+    """The embedding on the CPU, and on the GPU where the first layer is computed there, as far as there is room: then
+    tokens enter without hidden states on the link. Where nothing is left for prompts to visit, on the GPU alone."""
+    pinned, on_gpu = problem.limits.pinned("embedding"), ("gpu", *decode[1:])
+    may_enter = pinned == "gpu" or (pinned is None and decode[1] in ON_GPU)
+    enters = may_enter and any(placement in ON_GPU for placement in decode) and _fits_gpu(problem, on_gpu, chunk)
+    if enters:
+        yield on_gpu
+    is_all = enters and all(placement in ON_GPU for placement in decode[1:])
+    if not is_all and pinned != "gpu" and _fits_gpu(problem, decode, chunk):
+        yield decode
+
+
+def _embedding_bytes(problem: Problem, head: str) -> int:
+    """GPU memory of the embedding there: none where it is the head's matrix too."""
+    return 0 if problem.spec.tied_head and head == "gpu" else rounded(problem.parts[0].weight_bytes)
+
+
 def _fits_gpu(problem: Problem, decode: Placement, chunk: int) -> bool:
     return _n_bytes(_memory_terms(problem, decode, decode, chunk), "gpu") <= problem.vram_budget_bytes
 
@@ -293,6 +313,8 @@ def _memory_terms(problem: Problem, decode: Placement, prefill: Placement, chunk
     buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (decode, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
     terms += [MemoryTerm("gpu", "stream buffers", buffers)] if buffers else []
+    embedding_bytes = _embedding_bytes(problem, decode[-1]) if decode[0] == "gpu" else 0
+    terms += [MemoryTerm("gpu", "embedding", embedding_bytes)] if embedding_bytes else []
     return terms + _reserve(problem, decode[-1], chunk)
 
 

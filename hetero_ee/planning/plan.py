@@ -12,7 +12,7 @@ from hetero_ee.planning.times.costs import ON_GPU, SPLIT
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 # By the placement when decoding those that a prompt may have: keys and values stay on one device.
@@ -28,7 +28,7 @@ DECIDED = (
     *("shapes_sha256", "threads", "context_tokens", "kv_type", "mode", "drafts", "exit_layer", "draft_length"),
     *("prefill_chunk_tokens", "ram_budget_bytes"),
 )  # with placements and the VRAM budget, where the GPU is used: what makes two plans the same
-OUTER_PLACEMENTS = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
+OUTER_PLACEMENTS = {"embedding": ("gpu", "cpu", "disk"), "head": ("gpu", "cpu", "disk")}
 
 
 @dataclass(frozen=True, slots=True)

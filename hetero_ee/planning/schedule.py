@@ -131,6 +131,5 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    draft_s = drafts.seconds(head_on_gpu=times.head_on_gpu)
-    step = sequence_step(length, drafts.acceptance_at, draft_s, partial(times.verify_s, 0))
+    step = sequence_step(length, drafts.acceptance_at, drafts.seconds(times.placements), partial(times.verify_s, 0))
     return Schedule("exact", SEQUENCE, 0, length, step)

@@ -1,7 +1,7 @@
 """What calibration knows of a model: how often tokens exit and are right then, how good drafts are, what neurons do."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.plan import SEQUENCE, Plan
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
@@ -69,6 +70,7 @@ class PromptReading:
 
     chunk_s: Callable[[int, int], float]  # seconds of a chunk of m tokens, with so many in the context then
     on_gpu: bool = False  # where that is computed
+    own_embedding: bool = False  # on the CPU; else the model's is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,11 @@ class DraftRates:
 
     source: str  # where it comes from, for people
     acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
-    draft_s: float  # seconds to draft a token, the model's head on the CPU
+    draft_s: float  # seconds to draft a token, the model's head and embedding on the CPU
     reading: PromptReading | None = None  # None: it reads no prompts
     memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
     by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
-    gpu_head_draft_s: float | None = None  # draft_s with that on the GPU, None for the same
+    placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -91,9 +93,11 @@ class DraftRates:
         if not 0 <= self.draft_s < math.inf:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
 
-    def seconds(self, *, head_on_gpu: bool) -> float:
-        """To draft a token, with the model's head there."""
-        return self.gpu_head_draft_s if head_on_gpu and self.gpu_head_draft_s is not None else self.draft_s
+    def seconds(self, placements: Sequence[str]) -> float:
+        """To draft a token with the model's parts there."""
+        if self.placed_draft_s is None:
+            return self.draft_s
+        return self.placed_draft_s(placements[-1] in ON_GPU, placements[0] in ON_GPU)
 
     def acceptance_at(self, position: int) -> float:
         """Of the draft at this position of a sequence, counted from 0."""

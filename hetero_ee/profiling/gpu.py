@@ -97,9 +97,7 @@ def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Se
     rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, measuring.clock)
     products = probe_gpu_products(platform, shapes, preset.tokens, kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
-    attentions = probe_gpu_attention(
-        platform, heads, spec.n_layers, points, operations.attention, can_record, sampling
-    )
+    attentions = probe_gpu_attention(platform, heads, spec.n_layers, points, operations.attention, can_record, sampling)
     return DeviceTimes(
         threads=0,
         free_bytes=free_bytes,

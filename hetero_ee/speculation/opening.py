@@ -177,8 +177,9 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
         head = open_draft_head(folder, executor, opened.running, request.warn)
         if profile is not None:
             costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)
-            head_on_gpu = opened.plan.decode_placements[-1] in ON_GPU
-            head.draft_s = costs.draft_s(on_gpu=opened.plan.draft_device == GPU, head_on_gpu=head_on_gpu)
+            places = opened.plan.decode_placements
+            on_gpu = opened.plan.draft_device == GPU
+            head.draft_s = costs.draft_s(places[-1] in ON_GPU, places[0] in ON_GPU, on_gpu=on_gpu)
     except HeteroError as error:
         if knowledge.is_asked:
             raise

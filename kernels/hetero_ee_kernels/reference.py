@@ -16,18 +16,37 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
 
 
-def dequantize(weight: TileMatrix) -> Any:
-    """All of W with its padding, fp32 (N padded to 16, K padded to 32): (scale x 2^exponent) x entry."""
-    n_blocks, n_groups = weight.n_blocks, weight.n_groups
+def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
+    """All of W with its padding, or of these blocks of 16 rows, fp32 (N padded to 16, K padded to 32):
+    (scale x 2^exponent) x entry."""
+    tiles, scales = weight.tiles[blocks], weight.scales[blocks]
+    n_blocks, n_groups = len(tiles), weight.n_groups
     if weight.codebook is None:
-        lines = weight.tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
+        lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
         entries = lines.permute(0, 3, 1, 2, 4)
     else:
-        lines = weight.tiles.view(n_blocks, n_groups, 4, 16, 4)
+        lines = tiles.view(n_blocks, n_groups, 4, 16, 4)
         codes = torch.stack([lines & 15, lines >> 4], dim=2).permute(0, 4, 1, 2, 3, 5)  # b r g half j c
         entries = torch.tensor(weight.codebook, device=codes.device)[codes.int()]
-    factors = weight.scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
+    factors = scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
     return (entries.reshape(n_blocks * 16, n_groups, 32).float() * factors).view(n_blocks * 16, n_groups * 32)
+
+
+def embed(
+    ids: Any,
+    weight: TileMatrix,
+    n_columns: int,
+    out: Any = None,
+    *,
+    learned: Any = None,
+    positions: Any,
+    offset: int = 0,
+) -> Any:
+    ids = ids.long()
+    rows = dequantize(weight, ids // 16).view(len(ids), 16, 32 * weight.n_groups)
+    x = rows[torch.arange(len(ids), device=ids.device), ids % 16, :n_columns]
+    x = x if learned is None else x + learned[positions.long() + offset]
+    return x.contiguous() if out is None else out.copy_(x)
 
 
 def quantize(x: Any) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting
@@ -126,8 +125,7 @@ def _row(
     spec, plan = stories.engine.spec, opened.plan
     knowledge = stories.knowledge(described.asked)
     drafts = knowledge.statistics(spec, profile, plan.threads).of_plan(plan).drafts
-    head_on_gpu = plan.decode_placements[-1] in ON_GPU
-    draft_s = drafts.seconds(head_on_gpu=head_on_gpu) if drafts else 0.0
+    draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
     costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, draft_s)
     if drafting is None or plan.drafts is None:
         return full_row(described, costs, full)

@@ -22,7 +22,6 @@ from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import DraftRates, ExitRates, Statistics
-from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
@@ -155,7 +154,7 @@ class Replay:
         machine = f"{self.profile.name}, emulated"
         described = described_row(REPLAYED, self.model, machine, self.cpu_share, asked, "greedy", plan)
         drafts = statistics.of_plan(plan).drafts
-        draft_s = drafts.seconds(head_on_gpu=plan.decode_placements[-1] in ON_GPU) if drafts else 0.0
+        draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
         costs = planned_costs(self.spec, self.profile, plan, PROMPT_TOKENS + self.n_tokens // 2, draft_s)
         full = self._run(plan, statistics, None)
         if plan.drafts is None:

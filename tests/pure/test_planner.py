@@ -211,7 +211,7 @@ def test_exact_mode_is_planned_where_it_pays_and_declined_where_not() -> None:
     assert replace(declined.prediction, other_mode_tokens_per_s=None) == full.prediction
     (reason,) = [reason for reason in declined.reasons if reason.startswith("Exact mode was declined")]
     assert f"with bad it would reach {other:.2f} tokens/s at best" in reason and "full mode" in reason
-    assert pays.prediction.other_mode_tokens_per_s == pytest.approx(full.prediction.generated_tokens_per_s, rel=0.02)
+    assert pays.prediction.other_mode_tokens_per_s == pytest.approx(full.prediction.generated_tokens_per_s, rel=0.08)
     assert plan(spec, profile, replace(limits, mode="exact", draft_length=3), bad).draft_length == 3
 
 

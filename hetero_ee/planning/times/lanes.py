@@ -48,9 +48,9 @@ class Lanes:
         self._context_tokens = 0
         self.spent = PassTime()  # everything so far; seconds: where the host is
 
-    def entered(self) -> Flow:
-        """Tokens that begin on the CPU now."""
-        return Flow(self._cpu_s)
+    def entered(self, on_gpu: bool = False) -> Flow:
+        """Tokens that begin now, on the CPU or where the embedding lies."""
+        return Flow(self._cpu_s, on_gpu)
 
     def begin(self, parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> None:
         """A pass through these parts follows, so that their copies may begin."""
@@ -81,6 +81,8 @@ class Lanes:
                 on_gpu, n_transfers = None, n_transfers + 2
                 continue
             computes_on_gpu = placement in ON_GPU
+            if part.kind is BlockKind.EMBEDDING:
+                on_gpu = computes_on_gpu  # ids come with the launches
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
@@ -123,19 +125,26 @@ class Lanes:
         self._spend(transfer_s)
 
     def read_states(
-        self, reading: PromptReading, flow: Flow, m: int, context_tokens: int, *, normed_on_gpu: bool
+        self,
+        reading: PromptReading,
+        flow: Flow,
+        m: int,
+        context_tokens: int,
+        *,
+        normed_on_gpu: bool,
+        embedded_on_gpu: bool,
     ) -> None:
-        """m tokens' states are normed on that device, and drafts read them on theirs. The host goes on where the GPU
-        does that."""
+        """m tokens' states are normed on that device, and drafts read them, and the tokens' embeddings, on theirs. The
+        host goes on where the GPU does that."""
         transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
         start = normed_on_gpu if flow.on_gpu is None else flow.on_gpu
-        for here, there in pairwise((start, normed_on_gpu, reading.on_gpu)):
+        states = pairwise((start, normed_on_gpu, reading.on_gpu))
+        for here, there in (*states, (embedded_on_gpu and not reading.own_embedding, reading.on_gpu)):
             if there and not here:
                 self._to_gpu(transfer_s)
             elif here and not there:
                 self.wait(Flow(max(self._gpu_s, flow.ready_s)), transfer_s)
         if reading.on_gpu:
-            self._to_gpu(transfer_s)  # of the tokens' embeddings
             self._gpu_s += seconds
         else:
             self._cpu_s += seconds

@@ -97,8 +97,7 @@ def predicted_step(
         rates, draft_s = exits.rates_at(exit_layer), times.draft_s(exit_layer)
         return exit_steps(rates, n, draft_s, verify_s, times.ahead_s(exit_layer))[-1]
     if made.drafts == SEQUENCE and drafts is not None:
-        draft_s = drafts.seconds(head_on_gpu=made.decode_placements[-1] in ON_GPU)
-        return sequence_step(n, drafts.acceptance_at, draft_s, verify_s)
+        return sequence_step(n, drafts.acceptance_at, drafts.seconds(made.decode_placements), verify_s)
     return None
 
 

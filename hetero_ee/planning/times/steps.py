@@ -101,12 +101,13 @@ class StepTimes:
         copies_ahead: bool = True,
         map_ranks: Mapping[int, int] | None = None,
     ) -> None:
-        self._costs, self._parts, self._placements = costs, parts, placements
+        self._costs, self._parts, self.placements = costs, parts, placements
         self._context_tokens, self._max_tokens = context_tokens, max_tokens
         self._map_ranks = map_ranks or {}
         self.has_streams = any(placement in STREAMED for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
-        self._on_gpu = [False, *(placement in ON_GPU for placement in placements)]  # before each part, and at the end
+        on_gpu = [placement in ON_GPU for placement in placements]
+        self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter where the embedding lies
         self._overlap = overlap(placements)
         alone_s = (
             0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)
@@ -115,11 +116,6 @@ class StepTimes:
         self._cpu_s = [*accumulate(alone_s, initial=0.0)][::-1]  # one token through the CPU's parts from each one on
         self._known_sums: dict[int, list[float]] = {}
         self._simulated: dict[int, tuple[float, list[float]]] = {}
-
-    @property
-    def head_on_gpu(self) -> bool:
-        """Where drafts are chosen."""
-        return self._on_gpu[-1]
 
     def draft_s(self, exit_layer: int) -> float:
         """One token through the layers before the exit layer and the exit head."""
@@ -148,7 +144,7 @@ class StepTimes:
         return self._end_s(exit_layer) + n_transfers * self._costs.transfer_s(1)
 
     def _end_s(self, exit_layer: int) -> float:
-        return self._costs.exit_end_s(self._parts[-1], self._placements[-1], self._map_ranks.get(exit_layer, 0))
+        return self._costs.exit_end_s(self._parts[-1], self.placements[-1], self._map_ranks.get(exit_layer, 0))
 
     def layers_ahead(self, exit_layer: int) -> int:
         """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would
@@ -167,7 +163,7 @@ class StepTimes:
         """m tokens through the first 0, 1, ... parts, transfers included; last with the way back of the logits."""
         if m not in self._known_sums:
             costs, transfer_s, seconds = self._costs, self._costs.transfer_s(m), []
-            for part, placement, devices in zip(self._parts, self._placements, pairwise(self._on_gpu), strict=True):
+            for part, placement, devices in zip(self._parts, self.placements, pairwise(self._on_gpu), strict=True):
                 part_s = costs.part_s(part, placement, m, self._context_tokens)
                 if placement == "stream":
                     part_s = max(part_s, costs.copy_s(part))
@@ -209,7 +205,7 @@ class StepTimes:
         lanes.finish_logits(self._through(lanes, slice(n_parts, None), m, waiting), m)
 
     def _through(self, lanes: Lanes, which: slice, m: int, flow: Flow) -> Flow:
-        parts, placements = self._parts[which], self._placements[which]
+        parts, placements = self._parts[which], self.placements[which]
         lanes.begin(parts, placements, self._context_tokens)
         return lanes.through(parts, placements, m, self._context_tokens, flow)
 

@@ -113,9 +113,7 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
             kind=plan.kv_type,
             layers=layers,
         )
-        return GpuExecutor(
-            spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None
-        )
+        return GpuExecutor(spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None)
 
 
 def _n_rows(plan: Plan) -> int:

@@ -133,6 +133,10 @@ class Executor(HeadExecutor, Protocol):
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
 
+    def embed(self, batch: Batch) -> Tensor:
+        """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
+        ...
+
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
         ...
@@ -166,10 +170,6 @@ class HostExecutor(Executor, BlockExecutor):
     ) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
         self.cache = cache or CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
-
-    @abstractmethod
-    def embed(self, batch: Batch) -> Tensor:
-        """(m, hidden) before the first layer."""
 
     @abstractmethod
     def product(self, x: Tensor, weight: Weight) -> Tensor:

@@ -16,7 +16,7 @@ from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.operations import GpuOperations
-from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
+from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -24,7 +24,7 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuExecutor(BlockExecutor):
-    """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
+    """blocks: whose weights stay on the GPU, the embedding in tiles among them or not. cache: of the layers attended there, on that GPU.
 
     n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
     for none. Matrices must be in tiles.
@@ -61,6 +61,23 @@ class GpuExecutor(BlockExecutor):
         for cache in (self.cache, self._visiting):
             if cache is not None:
                 cache.release()
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> Tensor:
+        """See BlockExecutor.embed. Of an embedding that stays on the GPU; the host does not wait."""
+        block, spec = self._model_blocks[0], self._spec
+        if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < spec.vocab_size:
+            raise ValueError(f"tokens {batch.token_ids} are not all of the {spec.vocab_size} there are.")
+        pin_memory = self._device.type == "cuda"
+        ids, positions = (
+            torch.tensor(numbers, dtype=torch.int32, pin_memory=pin_memory).to(self._device, non_blocking=True)
+            for numbers in (batch.token_ids, batch.positions)
+        )
+        matrix, learned = self._resident.linear(block, "tokens").matrix, self._resident.vector(block, "positions")
+        place = {"learned": learned, "positions": positions, "offset": spec.learned_position_offset or 0}
+        with entered(self._device):
+            found: Tensor = self._operations.embed(ids, matrix, spec.hidden_size, **place)
+        return found
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""

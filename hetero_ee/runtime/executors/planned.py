@@ -90,7 +90,8 @@ class PlannedExecutor(Executor):
         try:
             return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
         except BaseException:
-            self._take_back(batch, layers)
+            if layers:
+                self._take_back(batch, layers)
             raise
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
@@ -184,10 +185,15 @@ class PlannedExecutor(Executor):
     def _entered(self, batch: Batch, hidden: Tensor | None) -> _Flow:
         if hidden is not None:
             return _Flow(hidden)
-        found, _ = self.machine.cpu.run(
-            [block_work(self.blocks[0], len(batch))], lambda: self._cpu_executor.embed(batch)
-        )
-        return _Flow(found)
+        on_gpu = self._route.place(self.blocks[0]) in ON_GPU
+        executor, device = self._executor(on_gpu)
+
+        def embed() -> Tensor:
+            found = executor.embed(batch)
+            return self.machine.copier.to_gpu(found) if on_gpu else found
+
+        found, event = device.run([block_work(self.blocks[0], len(batch))], embed)
+        return _Flow(found, (event,) if on_gpu else ())
 
     def _through(self, batch: Batch, flow: _Flow, segments: Sequence[Segment]) -> _Flow:
         for segment in segments:

@@ -7,6 +7,7 @@ from typing import Any
 from hetero_ee.runtime.gpu.registry import Registry
 
 NAMES = (
+    "embed",
     "rms_norm",
     "layer_norm",
     "rms_norm_heads",
@@ -28,6 +29,7 @@ class GpuOperations:
     graph.
     """
 
+    embed: Callable[..., Any]
     rms_norm: Callable[..., Any]
     layer_norm: Callable[..., Any]
     rms_norm_heads: Callable[..., Any]

@@ -123,6 +123,7 @@ IMPLEMENTATIONS = (
     *_pair("matmul_int8", "matmul:matmul"),
     *_pair("sliced_head", "sliced_head:sliced_head"),
     *_pair("draft", "draft:draft"),
+    *_pair("embed", "embed:embed"),
     *_pair("rms_norm", "norm:rms_norm"),
     *_pair("layer_norm", "norm:layer_norm"),
     *_pair("rms_norm_heads", "norm:rms_norm_heads"),

@@ -33,17 +33,18 @@ class HeadCosts:
 
     def rates(self, source: str) -> DraftRates:
         """As the planner takes them: by the CPU, and by the GPU where there is one."""
-        by_gpu = self._rates(source, on_gpu=True) if self._has_gpu else None
+        by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
         return self._rates(source, on_gpu=False, by_gpu=by_gpu)
 
-    def draft_s(self, *, on_gpu: bool, head_on_gpu: bool) -> float:
+    def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, *, on_gpu: bool) -> float:
         """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
         token's embedding to the layer, the state from it, and the draft to the CPU."""
         works = draft_head_works(self.facts.spec, Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
         head = decoder_blocks(replace(self.spec, vocab_size=self.facts.n_draft_tokens))[-1]
         end = DraftEnd(is_normed=True)
         choice = draft_works(head, 1, end) if head_on_gpu else logits_works(head, 1, end)
-        link, n_transfers = self.profile.link, on_gpu + (on_gpu != head_on_gpu) + head_on_gpu
+        embedded_on_gpu = embedding_on_gpu and not self.facts.has_embedding
+        link, n_transfers = self.profile.link, (embedded_on_gpu != on_gpu) + (on_gpu != head_on_gpu) + head_on_gpu
         seconds = self._works_s(works, on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
         return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
 
@@ -74,14 +75,10 @@ class HeadCosts:
         return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
 
     def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
-        reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu)
+        reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu, self.facts.has_embedding)
         memory = cache(partial(self.memory_bytes, on_gpu=on_gpu))
-        alone_s, beside_s = (self.draft_s(on_gpu=on_gpu, head_on_gpu=there) for there in (False, self._has_gpu))
-        return DraftRates(source, self.facts.acceptance, alone_s, reading, memory, by_gpu, beside_s)
-
-    @property
-    def _has_gpu(self) -> bool:
-        return self.profile.gpu is not None
+        draft_s = cache(partial(self.draft_s, on_gpu=on_gpu))
+        return DraftRates(source, self.facts.acceptance, draft_s(False, False), reading, memory, by_gpu, draft_s)
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)
