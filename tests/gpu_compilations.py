@@ -89,7 +89,7 @@ def _draft() -> list[Compilation]:
     pieces, rows = shared | {"noise_ptr": "*i32"}, shared | {"out_ptr": "*i32", "n_pieces": "i32"}
     network = dict.fromkeys(("first_ptr", "first_bias_ptr", "second_ptr", "second_bias_ptr"), "*fp32")
     size = {"N_WORDS": noise.N_WORDS, "PIECE": draft.PIECE}
-    some, every, sizes = {"ids_ptr": "*i32"}, {"ids_ptr": None}, draft._sizes(32, 64)
+    some, every, sizes = {"ids_ptr": "*i32"}, {"ids_ptr": None}, draft._sizes(250, 64)
     none = dict.fromkeys(network)
     n_warps, row_warps = draft.N_WARPS, draft.ROW_WARPS
     return [

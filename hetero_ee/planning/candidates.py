@@ -182,7 +182,9 @@ def _prefix(options: Sequence[PartOptions], budget_bytes: int) -> Placement | No
 
 def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
     drafts = 0 if head != "gpu" else max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
-    return gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
+    exits = problem.statistics.exits
+    map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
+    return gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts, map_rank)
 
 
 def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:

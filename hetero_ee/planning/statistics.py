@@ -21,6 +21,7 @@ class ExitRates:
     exit_rate: float  # chance that a token exits
     precision: float  # chance that an exited token's draft is the full model's token
     refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
+    map_rank: int = 0  # of the exit map, 0 for none
 
     def __post_init__(self) -> None:
         for name in ("exit_rate", "precision", "refused_precision"):
@@ -45,6 +46,11 @@ class ExitStatistics:
         ):
             raise ValueError(f"exit layers must ascend between 1 and {self.n_layers - 1}")
 
+    @property
+    def map_ranks(self) -> Mapping[int, int]:
+        """Ranks of exit maps by exit layer, of those that have one."""
+        return {exit_layer: each.map_rank for exit_layer, each in self.rates.items() if each.map_rank}
+
     def rates_at(self, exit_layer: int) -> ExitRates:
         """Linear between the exit layers that are known; no exits before the first, the last one's rates after it."""
         if exit_layer in self.rates:
@@ -53,7 +59,8 @@ class ExitStatistics:
         columns = zip(
             *((each.exit_rate, each.precision, each.refused_precision) for each in self.rates.values()), strict=True
         )
-        return ExitRates(*(float(np.interp(exit_layer, known, column, left=0.0)) for column in columns))
+        found = [float(np.interp(exit_layer, known, column, left=0.0)) for column in columns]
+        return ExitRates(found[0], found[1], found[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,9 +102,10 @@ def logits_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
 
 
 def draft_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
-    """The same, and what chooses and judges: it reads the logits once, as a product with 4 columns would be read, and
-    the judge's network."""
+    """The same on a GPU, and what chooses and judges: it reads the logits once, as a product with 4 columns would be
+    read, and the judge's network. Norm and other small kernels are as in half a layer: the host has nothing to do."""
     works = logits_works(block, m, end)
+    works[-1] = replace(works[-1], overhead=Overhead.HALF_LAYER)
     works.append(Work(CHOICE, m, ((VOCABULARY_LAYOUT, works[-1].products[-1][1], FLOAT_BYTES),)))
     if end.judge is not None:
         works.append(Work(JUDGE, m, ((VOCABULARY_LAYOUT, *end.judge.network[0].shape),)))

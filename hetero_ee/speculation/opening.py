@@ -145,7 +145,8 @@ def _exits(
     rule: MarginalRule | FixedThreshold = FixedThreshold(fitted.threshold)
     async_layers = 0
     if profile is not None:
-        times = step_times(opened.executor.spec, profile, plan)
+        ranks = {} if fitted.exit_map is None else {plan.exit_layer: fitted.exit_map.rank}
+        times = step_times(opened.executor.spec, profile, plan, map_ranks=ranks)
         rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
         async_layers = times.layers_ahead(plan.exit_layer)
     end = _exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)

@@ -8,8 +8,8 @@ Without a network: the token's probability, softmax(logits)[id].
 
 A value becomes an integer key of the same order (sign and magnitude to two's complement, -0 to +0), and the winner of
 any set of (key, place) is the greatest of key * 2^32 - place: that is the same however the set is cut. What is not
-finite counts as greater than everything. Layout: rows contiguous; 1 <= n < 2^31. Two launches: one program for each
-4096 logits, then one for each row.
+finite counts as greater than everything. Layout: rows contiguous; 1 <= n < 2^31. Two launches: one program for each 512
+logits, then one for each row.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ import triton.language as tl
 from hetero_ee_kernels.checks import check
 from hetero_ee_kernels.noise import N_WORDS, row_noise
 
-PIECE = 4096  # logits a program: 16 of each thread, and 32,000 are 8 programs a row
+PIECE = 512  # logits a program: 2 of each thread, as noise takes many registers; 32,000 are 63 programs a row
 CANDIDATES = tl.constexpr(4)
 KEPT = tl.constexpr(5)  # of a piece: its winner with noise, its candidates
 LOWEST = tl.constexpr(-(2**63))
 UNSOUND_KEY = tl.constexpr(2**31 - 1)  # above every number's; as a value it is NaN
 MAX_HIDDEN = 4096
-N_WARPS, ROW_WARPS = 8, 4
+N_WARPS, ROW_WARPS = 8, 8
 
 
 @triton.jit

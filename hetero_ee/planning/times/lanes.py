@@ -105,6 +105,20 @@ class Lanes:
         """The host waits for these logits of m tokens, which come over the link where the GPU has computed them."""
         self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
 
+    def finish_draft(self, flow: Flow, end_s: float, *, on_gpu: bool) -> None:
+        """The host waits for a token that is judged on that device, in end_s."""
+        transfer_s, cpu, gpu, ready = self._costs.transfer_s(1), self._cpu_s, self._gpu_s, flow.ready_s
+        crosses = flow.on_gpu is not None and flow.on_gpu != on_gpu
+        if crosses:
+            ready = (max(cpu, gpu) if on_gpu else max(cpu, ready)) + transfer_s
+            self._spend(transfer_s)
+        if on_gpu:
+            self._gpu_s = max(cpu, gpu, ready) + end_s
+            self.wait(Flow(self._gpu_s), transfer_s)
+        else:
+            self._cpu_s = max(cpu, ready) + end_s
+            self._spend()
+
     def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
         """The host waits for the hidden states where they are, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s

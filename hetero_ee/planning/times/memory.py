@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, SPLIT, STREAMED
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
 GRAPH_BYTES = 64 * 2**20  # kernels and library workspaces: an allowance, not measured
-GRAPH_LAYER_BYTES = (
-    2**14
-)  # the graph of one layer for one number of rows, some ten launches: an allowance, not measured
+GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some ten launches: likewise
 N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
 CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
 
@@ -56,13 +54,22 @@ def gpu_working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 
 
 def gpu_reserve_terms(
-    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_length: int
+    spec: ModelSpec,
+    parts: Sequence[Part],
+    context_tokens: int,
+    chunk_tokens: int,
+    draft_length: int,
+    map_rank: int = 0,
 ) -> list[MemoryTerm]:
-    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU."""
+    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU. map_rank:
+    of the largest exit map."""
     head = [
         MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
     ]
+    map_bytes = sum(rounded(product.n_bytes) for product in exit_map_products(spec.hidden_size, map_rank))
+    if map_bytes:
+        head.append(MemoryTerm("gpu", "exit map", map_bytes))
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     graph_bytes = MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES
     terms = [

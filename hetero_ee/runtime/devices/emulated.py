@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
@@ -62,10 +63,13 @@ class EmulatedDevice(Device):
 
 
 class EmulatedLink:
-    """The link of a profile. Raises ValueError for a profile without one."""
+    """The link of a profile. row_bytes: of one token's hidden state, whose transfer was measured.
 
-    def __init__(self, timeline: Timeline, profile: HardwareProfile) -> None:
-        self._timeline, self._times = timeline, _link(profile)
+    Raises ValueError for a profile without one.
+    """
+
+    def __init__(self, timeline: Timeline, profile: HardwareProfile, row_bytes: int) -> None:
+        self._timeline, self._times, self._row_bytes = timeline, _link(profile), row_bytes
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
@@ -79,10 +83,11 @@ class EmulatedLink:
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.transfer: what one row was measured to take, and the rest at the rate towards the CPU, the
-        slower."""
+        """See Link.transfer: what a hidden state was measured to take, what is beyond its bytes at the rate towards
+        the CPU, the slower."""
         value = compute()
-        seconds = self._times.transfer.value + (n_rows - 1) * row_bytes / self._times.to_cpu_bytes_per_s.value
+        more_bytes = max(0, n_rows * row_bytes - self._row_bytes)
+        seconds = self._times.transfer.value + more_bytes / self._times.to_cpu_bytes_per_s.value
         return value, self._timeline.occupy(ROW_LANES[to], name, seconds, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
@@ -112,7 +117,9 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
     if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
     gpu = EmulatedDevice(GPU, timeline, profile, spec, plan.vram_budget_bytes)
-    return Machine(cpu, gpu, EmulatedLink(timeline, profile), EmulatedCopier(), MappedBlocks)
+    return Machine(
+        cpu, gpu, EmulatedLink(timeline, profile, spec.hidden_size * FLOAT_BYTES), EmulatedCopier(), MappedBlocks
+    )
 
 
 def _times(name: str, profile: HardwareProfile, threads: int) -> DeviceTimes:
