@@ -108,9 +108,9 @@ def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
     plan's verifications take.
 
     What the first long prompt would have no memory for fails at once; kernels are compiled and graphs recorded on the
-    way, so that the first steps of a text need not; nothing stays in the cache. A plan without a GPU is left as it is: the CPU's memory is not refused a pass, and
-    opening would take as long as a prompt. Raises what the passes raise, DeviceMemoryError where memory runs out, and
-    has closed the executor then.
+    way, so that the first steps of a text need not; nothing stays in the cache. A plan without a GPU is left as it is:
+    the CPU's memory is not refused a pass, and opening would take as long as a prompt. Raises what the passes raise,
+    DeviceMemoryError where memory runs out, and has closed the executor then.
     """
     if not executor.plan.n_bytes(GPU):
         return executor

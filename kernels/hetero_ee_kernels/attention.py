@@ -3,17 +3,18 @@
 out[r, h] = sum over p of softmax_p(q[r, h] k[p] / sqrt(d)) v[p],  p = max(0, position + 1 - window) .. position,
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
-A program takes 4 lines, a line being a row's query head: up to 4 heads of a key head, and where those are fewer several
-rows of one sequence that follow each other. Its lines share the loads. It goes through 256 absolute positions at a
-time, a part: its lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867,
-2205.14135) of its own, so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are added
-up in order of position. Of few rows each part
-has a program of its own, and a second launch adds them up; of many, a prompt's, a program does both, and needs no
-workspace. What lies where follows from absolute positions alone: a row's bits depend on its query, position, window and
-the keys and values it sees, never on other rows, pages, slots, the longest context or how many launches there are. (A
-value that is not finite spoils the few other rows of its sequence that share its program: 0 times it is no 0.)
-fp32 multiplies and sums: tensor cores, which Turing and fp32 caches could not use, would need queries and weights in
-two halves each, for one row as for many; with 4 lines a program multiplies about as long as the L2 cache takes to feed it.
+A program takes 2 or 4 lines, a line being a row's query head: up to 4 heads of a key head, or where there is one, two
+rows of a sequence that follow each other. Its lines share the loads. It goes through 256 absolute positions at a time,
+a part: its lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867,
+2205.14135) of its own, so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are
+added up in order of position. Of few rows each part has a program of its own, and a second launch adds them up; of
+many, a prompt's, a program does both and needs no workspace. What lies where follows from absolute positions alone: a
+row's bits depend on its query, position, window and the keys and values it sees, never on other rows, pages, slots, the
+longest context or how many launches there are. (A value that is not finite spoils the row that shares its program, be
+it seen there or not: 0 times it is no 0.) Pages outside the rows' windows are never loaded.
+fp32 multiplies and sums. Tensor cores would take fp16 queries and weights in two halves each, to be accurate, and for
+one row too, to have the same bits; Turing and fp32 caches could not use them, and registers would be spilled (compiled,
+Triton 3.9: 120 bytes on sm_86 for heads of 128).
 
 Layout: pages.py; queries (m, features) fp32, heads side by side from `first` on. Any d up to 256; any number of heads.
 Slots and positions are read from device memory. Programs of parts beyond a row's position, and of rows that another
@@ -239,8 +240,8 @@ def attention(
 
     def attend(sums: Any, states: Any, n_parts: int) -> None:
         attention_kernel[(*grid, n_parts)](
-            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer, m,
-            **sizes, **common, num_warps=N_WARPS, **options,
+            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
+            m, **sizes, **common, num_warps=N_WARPS, **options,
         )  # fmt: skip
 
     if m > FEW_ROWS:

@@ -1,4 +1,4 @@
-"""Rows of an embedding matrix: out[r] = W[ids[r]], with learned positions where there are any: + P[positions[r] + offset].
+"""Rows of an embedding matrix: out[r] = W[ids[r]], + P[positions[r] + offset] where positions are learned.
 
 W[n, k] = (scale x 2^e) x entry, each product and the sum rounded to fp32: the bits are those of the CPU's embed.py.
 Layout: int4 or int8 tiles (docs/FORMAT.md); P fp32 (positions, K); ids and positions int32 in device memory, whose
@@ -64,8 +64,9 @@ def embed(
     positions: Any,
     offset: int = 0,
 ) -> Any:
-    """ids, positions: int32 (m,), ids below weight.n_rows; learned: fp32 (n, n_columns) with every position + offset, or
-    None; out: fp32 (m, n_columns), allocated where None. Returns out. Raises ValueError where they don't fit."""
+    """ids, positions: int32 (m,), ids below weight.n_rows; learned: fp32 (n, n_columns), a row for each position +
+    offset, or None; out: fp32 (m, n_columns), allocated where None. Returns out. Raises ValueError where they don't fit.
+    """
     m = len(ids)
     check("ids", ids, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)

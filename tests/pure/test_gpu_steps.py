@@ -42,6 +42,7 @@ PROMPTS = [[1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64, 8, 9, 10, 3, 2, 55,
 LAYER = r"layers\.\d+\."
 # What the GPU is charged for -> what it must have computed then.
 STEPS = {
+    "embedding": {"embed"},
     f"{LAYER}attention": {"matmul_int4", "kv_write", "attention"},
     f"{LAYER}ffn": {"matmul_int4", "activate"},
     "head": {"matmul_int8"},

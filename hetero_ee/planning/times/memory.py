@@ -11,9 +11,7 @@ ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large ten
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
 GRAPH_BYTES = 64 * 2**20  # kernels and library workspaces: an allowance, not measured
-GRAPH_LAYER_BYTES = (
-    2**14
-)  # the graph of one layer for one number of rows, some ten launches: an allowance, not measured
+GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some ten launches: likewise
 N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
 CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
 DRAFT_HEAD = "draft head"  # the term that says where it is computed

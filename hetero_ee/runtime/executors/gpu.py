@@ -24,7 +24,7 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuExecutor(BlockExecutor):
-    """blocks: whose weights stay on the GPU, the embedding in tiles among them or not. cache: of the layers attended there, on that GPU.
+    """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
     n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
     for none. Matrices must be in tiles.
