@@ -252,7 +252,7 @@ def test_a_draft_by_exit_moves_at_most_64_bytes(model: Model) -> None:
     log.clear()
     noise = DraftNoise(0.8, 1, 0, 1)
     executor.draft(hidden, [noise], end_of(model[0]))
-    assert [each.name for each in embedded] == ["hidden states"]
+    assert embedded == []  # the embedding is read on the GPU
     assert log.crossings == [Crossing("transfer", "drafts", CPU, DRAFTED_BYTES)]
     assert noise_words([noise]).nbytes == NOISE_BYTES
     place = torch.tensor([[0], [1]], dtype=torch.int32)  # slot and position, as SegmentRoom.place copies them

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
@@ -68,7 +69,10 @@ class DraftHeadOpener:
         embedding = self._weights.matrices.get(EMBEDDING)
         layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=on_gpu)
         if on_gpu and machine.open_beside is not None:
-            layer.warm_up()
+            embedded = layer.embed([0])
+            if embedded is None:
+                embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
+            layer.warm_up(embedded)
         return layer
 
 
