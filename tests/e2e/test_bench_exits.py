@@ -110,7 +110,7 @@ def test_the_demo_models_lines_and_the_document(bench: Any, stories: Any) -> Non
 
 @pytest.mark.parametrize("gpu_layers", [0, 6])
 def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_layers: int) -> None:
-    """The demo model's is too small for a GPU, and a plan without one has no use for it there."""
+    """Beside the model's head on the GPU, where there is one; a plan without one has no use for it there."""
     exit_demo = importlib.import_module("exit_demo")
     knowledge = stories.knowledge(exit_demo.HEAD)
     limits = Limits(gpu_layers=gpu_layers, context_tokens=512, mode="exact")
@@ -118,9 +118,11 @@ def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_l
     drafting = exit_demo.open_drafting(knowledge, opened, PROFILE, pytest.fail)
     stories.told(opened, "greedy", drafting.drafting)
     spans = opened.spans()
-    assert {span.lane for span in spans if span.name.startswith("draft_head.")} == {"cpu"}
+    where = "gpu" if gpu_layers else "cpu"
+    assert opened.plan.draft_device == where
+    assert {span.lane for span in spans if span.name.startswith(("draft_head.", "draft_vocabulary"))} == {where}
     n_passes = sum(span.name == "draft_head.ffn" for span in spans)
-    assert 1 < n_passes == 1 + sum(span.name == "draft_head.vocabulary" for span in spans)  # one reads the prompt
+    assert 1 < n_passes == 1 + sum(span.name == "draft_vocabulary" for span in spans)  # one reads the prompt
     assert any(span.lane == "gpu" for span in spans) == (gpu_layers > 0)
     opened.executor.close()
 
