@@ -211,10 +211,8 @@ class Drawing(ScriptedSource):
         history = list(token_ids)
         while len(history) < len(token_ids) + MAX_DRAFTS:
             state = torch.tensor([[history[-1], len(history) - 1, N_LAYERS]], dtype=torch.float32)
-            token_id = choose(self._model.lm_head(state)[0], history)
-            assert token_id is not None
-            history.append(token_id)
-            yield token_id
+            history.append(choose(state, DraftEnd(is_normed=True), history).token_id)
+            yield history[-1]
 
 
 @both_kinds
