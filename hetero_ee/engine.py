@@ -315,8 +315,6 @@ class Engine:
         for conversation in list(self._conversations):
             conversation.close()
         self._turns.close()
-        if self._drafting is not None:
-            self._drafting.close()
         if self._executor is not None:
             self._executor.close()
         self._executor = None

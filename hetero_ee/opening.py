@@ -125,7 +125,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         return None
     calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
-    statistics = knowledge.statistics(spec, profile, threads, on_gpu=request.emulates)
+    statistics = knowledge.statistics(spec, profile, threads)
     placement = request.placement(profile, files.weights.quantizer, statistics)
     opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
     opened = replace(opened, placement=placement)

@@ -10,7 +10,6 @@ drafts that are right among those whose predecessors are. Greedy, and sampled wi
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import time
 from collections.abc import Sequence
@@ -23,13 +22,14 @@ from typing import Any
 import torch
 from draft_head_teacher import Teacher
 from stories import read_stories
-from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
-from hetero_ee.decoding.sampling import choose_token
+from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
+from hetero_ee.speculation.sources.source import Choose
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def acceptance(
     drafting_s = 0.0
     for number, tokens in enumerate(teacher.continued(beginnings, size.new_tokens, [params])):
         states = teacher.trace(tokens).states
-        choose = functools.partial(_chosen, params, number)
+        choose = _choice(teacher.executor, params, number, tokens)
         for position in range(len(beginnings[number]), len(tokens)):
             first = 0 if position == len(beginnings[number]) else position - 1
             source.observe(number, first, tokens[first:position], states[first:position])
@@ -76,8 +76,11 @@ def acceptance(
     }
 
 
-def _chosen(params: SamplingParams, sequence: int, logits: Tensor, history: Sequence[int]) -> int:
-    return choose_token(logits, history, params, sequence, len(history))
+def _choice(executor: Executor, params: SamplingParams, number: int, tokens: Sequence[int]) -> Choose:
+    """As drafts of the text are chosen."""
+    text = Text.of_prompt(number, list(tokens), params, str, cached_as=number)
+    sampler = DraftSampler(params, Ending(frozenset(), len(tokens)))
+    return lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]
 
 
 @torch.inference_mode()
@@ -85,16 +88,15 @@ def measure(
     model: Path, head: Path, text: Path, size: Size, temperatures: Sequence[float], threads: int
 ) -> dict[str, Any]:
     """Metrics by temperature."""
-    texts, pool = read_stories([text]), ThreadPool(threads)
+    texts = read_stories([text])
     with Engine.from_pretrained(model, threads=threads, profile="off") as engine:
-        teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor, pool)
+        teacher, source = Teacher(engine, model), open_draft_head(head, engine.executor)
         metrics = {
             f"temperature {temperature:g}": acceptance(
                 teacher, source, texts, size, SamplingParams(temperature=temperature)
             )
             for temperature in temperatures
         }
-    pool.close()
     return metrics
 
 

@@ -104,7 +104,7 @@ class EmulatedMachine:
         self.timeline = Timeline()
         self.cpu = EmulatedDevice(CPU, self.timeline, profile, spec, 2000)
         self.gpu = EmulatedDevice(GPU, self.timeline, profile, spec, gpu_bytes)
-        self.link = EmulatedLink(self.timeline, profile)
+        self.link = EmulatedLink(self.timeline, profile, ROW_BYTES)
 
     def on_cpu(self, name: str, size: int = 1, after: Sequence[Event] = ()) -> Event:
         return self.cpu.run([work(name, size)], lambda: None, after)[1]

@@ -10,14 +10,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices.cpu import host_machine
+from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary, head_on_cpu
+from hetero_ee.speculation.sources.draft_head_opening import head_weights as prepared_weights
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
 from hetero_ee.weights.weight import DenseWeight
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 61, 48, 76, 6, 2, 8  # awkward: no multiples of a tile
@@ -109,6 +115,29 @@ def part_of(head: DraftHead, short: str) -> Tensor | None:
     return head.weights.vectors.get(NAMES[short]) if matrix is None else matrix.dequantize()
 
 
+def draft_head_layer(
+    head: DraftHead,
+    max_tokens: int,
+    pool: Any = None,
+    quantizer: str = DEFAULT_QUANTIZER,
+    *,
+    machine: Machine | None = None,
+    on_gpu: bool = False,
+) -> DraftHeadLayer:
+    """By the CPU's code: the kernels with a pool, else plain torch in fp32. on_gpu: counts as the machine's GPU's."""
+    weights = prepared_weights(head, quantizer, compiled=pool is not None)
+    executor, embedding = head_on_cpu(head.spec, weights, max_tokens, pool), weights.matrices.get(EMBEDDING)
+    return DraftHeadLayer(executor, head.spec, embedding, machine or host_machine(), on_gpu=on_gpu)
+
+
+def head_source(
+    layer: DraftHeadLayer, target: Any, draft_token_ids: Tensor | None = None, **more: Any
+) -> DraftHeadSource:
+    """draft_token_ids: of its vocabulary, None for the model's."""
+    vocabulary = None if draft_token_ids is None else draft_vocabulary(target, draft_token_ids)
+    return DraftHeadSource(lambda: layer, target, vocabulary, **more)
+
+
 class BareTarget:
     """An embedding and a head, exact in fp32."""
 
@@ -118,21 +147,24 @@ class BareTarget:
         self.cache = CpuKvCache(1, 1, 1, max_tokens=0)
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.head = torch.randn(VOCAB, HIDDEN, generator=generator)
+        self.blocks = decoder_blocks(MODEL)
+
+    @property
+    def weights(self) -> ModelWeights:
+        return ModelWeights({self.blocks[-1].tensors["tokens"].name: DenseWeight(self.head)}, {})
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         assert hidden is None and not layers, "a draft head asks for the embedding alone"
         return self.embedding[list(batch.token_ids)]
 
-    def lm_head(self, normed: Tensor) -> Tensor:
-        return torch.stack([self.head @ row for row in normed])
-
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        return self.lm_head(normed)
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        rows = self.head if end.vocabulary is None else end.vocabulary.rows.dequantize()
+        return torch.stack([rows @ row for row in hidden.as_subclass(Tensor)])
 
 
-def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
-    """A head that knows nothing, and drafts every third token of the executor's model alone."""
-    spec, generator = dataclasses.replace(executor.spec, n_layers=1, sliding_windows=(None,)), torch.Generator()
+def random_head(model: ModelSpec, seed: int) -> DraftHead:
+    """A head that knows nothing, and drafts every third token alone."""
+    spec, generator = dataclasses.replace(model, n_layers=1, sliding_windows=(None,)), torch.Generator()
     generator.manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -149,10 +181,13 @@ def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
     }
     if spec.qkv_bias:
         parts["qkv_bias"] = torch.zeros(spec.query_size + 2 * spec.kv_size)
-    token_ids = torch.arange(0, spec.vocab_size, 3)
-    head = executor.weights.matrices[executor.blocks[-1].tensors["tokens"].name].rows(token_ids)
-    layer = draft_head_layer(draft_head_of(spec, parts), executor.cache.max_tokens, lm_head=DenseWeight(head))
-    return DraftHeadSource(layer, executor, token_ids)
+    return draft_head_of(spec, parts, torch.arange(0, spec.vocab_size, 3))
+
+
+def random_head_source(executor: Executor, seed: int) -> DraftHeadSource:
+    """Drafts of such a head, in plain torch."""
+    head = random_head(executor.spec, seed)
+    return head_source(draft_head_layer(head, executor.cache.max_tokens), executor, head.draft_token_ids)
 
 
 def random_text(n_tokens: int, seed: int = 2) -> tuple[list[int], Tensor]:

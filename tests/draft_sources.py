@@ -1,16 +1,41 @@
 """Draft sources for tests: drafts of every quality, and a check of what the sources are told."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from hetero_ee.runtime.choice import confidence_of
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
+from hetero_ee.speculation.drafts import ABSENT
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 
 MAX_DRAFTS = 16
+Chooses = Callable[[Tensor, Sequence[int]], int | None]
 Propose = Callable[[Sequence[int]], Sequence[int]]  # every token so far -> what may follow
+
+
+def sampling(source: Any, chooses: Chooses) -> Choose:
+    """As the source's model is sampled by this choice from whole logits; None: none of them."""
+
+    def choose(hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        logits = source._target.draft_logits(hidden, end)[0].as_subclass(Tensor)
+        if end.vocabulary is not None:
+            whole = torch.full((source._target.spec.vocab_size,), ABSENT)
+            logits = whole.index_copy_(0, end.vocabulary.token_ids, logits)
+        token_id = chooses(logits, history) if torch.isfinite(logits).all() else None
+        return (
+            Drafted(NO_TOKEN, math.nan)
+            if token_id is None
+            else Drafted(token_id, confidence_of(logits, token_id, None))
+        )
+
+    return choose
 
 
 def greedy(logits: Tensor, history: Sequence[int]) -> int:
@@ -18,15 +43,15 @@ def greedy(logits: Tensor, history: Sequence[int]) -> int:
 
 
 def taken(
-    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Chooses = greedy, sequence: int = 0
 ) -> list[Draft]:
     """Up to n of the source's drafts."""
-    with closing(source.drafts(sequence, token_ids, choose)) as drafts:
+    with closing(source.drafts(sequence, token_ids, sampling(source, choose))) as drafts:
         return list(itertools.islice(drafts, n))
 
 
 def taken_ids(
-    source: DraftSource, token_ids: Sequence[int], n: int, choose: Choose = greedy, sequence: int = 0
+    source: DraftSource, token_ids: Sequence[int], n: int, choose: Chooses = greedy, sequence: int = 0
 ) -> list[int]:
     """Their tokens."""
     return [draft.token_id for draft in taken(source, token_ids, n, choose, sequence)]

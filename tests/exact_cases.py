@@ -11,14 +11,16 @@ from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead, largest_probability
+from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.sources.ngram import NgramSource
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
+from hetero_ee.weights.model_weights import UNQUANTIZED
 from tests.draft_heads import random_head_source
 from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
 from tests.e2e.test_trained_models import OPENINGS
@@ -136,7 +138,8 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
     if case.drafts != "exit":
         return Drafting(0, case.n_drafts + 1, rule, None, sources_of(case, run, texts))
     exit_layer = 1 + round(case.depth * (n_layers - 2))
-    head = ExitHead(nearly_itself if case.mapped else None, largest_probability)
+    spec, compiled = run.engine.spec, run.engine.executor.weights.quantizer != UNQUANTIZED
+    head = DraftEnd(state_map=nearly_itself(spec.hidden_size, compiled=compiled) if case.mapped else None)
     return Drafting(exit_layer, case.n_drafts + 1, rule, head, async_layers=exit_layer if case.is_async else 0)
 
 
@@ -162,9 +165,10 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
     return sources[case.drafts]()
 
 
-def nearly_itself(normed: torch.Tensor) -> torch.Tensor:
+def nearly_itself(hidden_size: int, *, compiled: bool) -> StateMap:
     """A map that is no identity and spoils little."""
-    return normed + 0.05 * normed.roll(1, dims=1)
+    shifted = 0.05 * torch.eye(hidden_size).roll(1, dims=0)
+    return ExitMap(None, shifted, torch.zeros(hidden_size)).packed(compiled=compiled)
 
 
 def check_identity(expected: list[list[GeneratedToken]], found: list[list[GeneratedToken]]) -> None:

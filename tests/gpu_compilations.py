@@ -5,11 +5,12 @@ from typing import Any
 
 from hetero_ee_kernels import (
     activate,
-    argmax,
     attention,
-    exit_predictor,
+    draft,
+    embed,
     kv_write,
     matmul,
+    noise,
     norm,
     quantize,
     sliced_head,
@@ -24,7 +25,7 @@ KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    for listed in (_activate, _argmax, _attention, _exit_predictor, _kv_write, _matmul, _norm, _quantize, _sliced_head):
+    for listed in (_activate, _attention, _draft, _embed, _kv_write, _matmul, _norm, _quantize, _sliced_head):
         yield from listed()
 
 
@@ -44,37 +45,28 @@ def _activate() -> list[Compilation]:
     ]
 
 
-def _argmax() -> list[Compilation]:
-    """Both launches for a vocabulary of 128,000."""
-    pieces = {"logits_ptr": "*fp32", "best_ptr": "*i64", "n": "i32"}
-    rows = {"best_ptr": "*i64", "out_ptr": "*i64", "n_pieces": "i32"}
-    return [
-        Compilation("argmax_pieces", argmax.piece_kernel, pieces, {"PIECE": argmax.PIECE}, argmax.N_WARPS),
-        Compilation("argmax_rows", argmax.row_kernel, rows, {"PIECES": 32}, argmax.ROW_WARPS),
-    ]
-
-
 def _attention() -> list[Compilation]:
-    """Heads of 128 in groups of 1 and 4 over 4096 positions."""
+    """Heads of 128 in groups of 1 and 4 over 4096 positions: a part a program, and whole rows."""
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
-    pointers |= {"sums_ptr": "*fp32", "states_ptr": "*fp32", "factor": "fp32", "layer": "i32"}
+    pointers |= {"out_ptr": "*fp32", "factor": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
     layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
-    for kind, code, group in (
-        ("fp16", "*fp16", 1),
-        ("fp16", "*fp16", 4),
-        ("fp32", "*fp32", 4),
-        ("int8", "*i8", 4),
-        ("int8", "*i8", 1),
+    for kind, code, group, whole in (
+        ("fp16", "*fp16", 1, False),
+        ("fp16", "*fp16", 4, False),
+        ("fp16", "*fp16", 1, True),
+        ("fp16", "*fp16", 4, True),
+        ("fp32", "*fp32", 1, False),
+        ("fp32", "*fp32", 1, True),
+        ("int8", "*i8", 1, False),
+        ("int8", "*i8", 1, True),
     ):
-        signature = pointers | {"codes_ptr": code}
-        constants: dict[str, Any] = layout | common | attention._sizes(group, 128)
-        if kind == "int8":
-            signature["scales_ptr"] = "*fp32"
-        else:
-            constants["scales_ptr"] = None
-        name = f"attention_{kind}_group_{group}"
+        signature, constants = pointers | {"codes_ptr": code}, layout | common | attention._sizes(group, 128)
+        optional: dict[str, Any] = {"scales_ptr": kind == "int8", "states_ptr": not whole}
+        signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
+        constants |= {name: None for name, is_there in optional.items() if not is_there}
+        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}"
         records.append(
             Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
         )
@@ -93,19 +85,45 @@ def _attention() -> list[Compilation]:
     return records
 
 
-def _exit_predictor() -> list[Compilation]:
-    """4 candidates, 512 hidden units (the paper's) and 64."""
-    arguments = {"logits_ptr": "*fp32", "previous_ptr": "*fp32", "first_ptr": "*fp16", "first_bias_ptr": "*fp16"}
-    arguments |= {"second_ptr": "*fp16", "second_bias_ptr": "*fp16", "out_ptr": "*fp32"}
+def _draft() -> list[Compilation]:
+    """Both launches for a vocabulary of 128,000: with a network of 64 hidden units, and without, of chosen tokens."""
+    shared = {"logits_ptr": "*fp32", "best_ptr": "*i64", "sums_ptr": "*fp32", "n": "i32"}
+    pieces, rows = shared | {"noise_ptr": "*i32"}, shared | {"out_ptr": "*i32", "n_pieces": "i32"}
+    network = dict.fromkeys(("first_ptr", "first_bias_ptr", "second_ptr", "second_bias_ptr"), "*fp32")
+    size = {"N_WORDS": noise.N_WORDS, "PIECE": draft.PIECE}
+    some, every, sizes = {"ids_ptr": "*i32"}, {"ids_ptr": None}, draft._sizes(250, 64)
+    none = dict.fromkeys(network)
+    n_warps, row_warps = draft.N_WARPS, draft.ROW_WARPS
     return [
+        Compilation("draft_pieces", draft.pieces_kernel, pieces, every | size, n_warps),
+        Compilation("draft_pieces_of_ids", draft.pieces_kernel, pieces | some, size, n_warps),
+        Compilation("draft_rows", draft.rows_kernel, rows | network, every | sizes, row_warps),
+        Compilation("draft_rows_of_ids", draft.rows_kernel, rows | some, none | sizes, row_warps),
+    ]
+
+
+def _embed() -> list[Compilation]:
+    """Rows of 4096 from int8 and int4 tiles, and with learned positions."""
+    arguments = {
+        "tiles_ptr": "*i8",
+        "scales_ptr": "*fp16",
+        "codebook_ptr": "*i8",
+        "ids_ptr": "*i32",
+        "out_ptr": "*fp32",
+    }
+    arguments |= {"positions_ptr": "*i32", "factor": "fp32", "n_columns": "i32", "n_groups": "i32"}
+    size = {"OFFSET": 2, "BLOCK": embed.BLOCK}
+    int8, int4, learned = size | {"IS_INT8": True}, size | {"IS_INT8": False}, {"learned_ptr": "*fp32"}
+    return [
+        Compilation("embed_int8", embed.embed_kernel, arguments, int8 | {"learned_ptr": None}, embed.N_WARPS),
         Compilation(
-            f"exit_predictor_{h}",
-            exit_predictor.exit_predictor_kernel,
-            arguments,
-            exit_predictor._sizes(4, h),
-            exit_predictor.N_WARPS,
-        )
-        for h in (512, 64)
+            "embed_int4",
+            embed.embed_kernel,
+            arguments | {"tiles_ptr": "*u8"},
+            int4 | {"learned_ptr": None},
+            embed.N_WARPS,
+        ),
+        Compilation("embed_int8_learned", embed.embed_kernel, arguments | learned, int8, embed.N_WARPS),
     ]
 
 

@@ -14,11 +14,11 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Observe
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import ScriptedSource, following
@@ -39,6 +39,17 @@ class Pass:
 
 
 @dataclass
+class Says:
+    """A judge that is always as sure."""
+
+    confidence: float
+    network: Any = (torch.zeros(64, 12), torch.zeros(64), torch.zeros(64), torch.zeros(1))
+
+    def of_row(self, logits: Tensor) -> float:
+        return self.confidence
+
+
+@dataclass
 class ScriptedModel:
     """A hidden state is (token, position, layers passed)."""
 
@@ -50,6 +61,7 @@ class ScriptedModel:
     prompt_chunk_tokens: int = 256
     progress: None = None
     overlap: Overlap | None = None  # as an executor has it
+    head_on_gpu: bool = False
     passes: list[Pass] = field(default_factory=list)
     n_logits: int = 0  # states that the lm_head was asked about
 
@@ -96,6 +108,11 @@ class ScriptedModel:
         self.n_logits += len(normed)
         return torch.stack([self._logits(*(int(x) for x in state)) for state in normed])
 
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        """By the end's map, any callable."""
+        state_map: Any = end.state_map
+        return self.lm_head(hidden if state_map is None else state_map(hidden))
+
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.final_norm(hidden))
 
@@ -133,10 +150,10 @@ def drafted(
     kind: str, drafts: Next = successor, draft_length: int = 4, **changes: Any
 ) -> tuple[ScriptedModel, Drafting]:
     """A model that counts, and drafting of this kind without end: what follows is said by `drafts`."""
-    exits, sequences = (ExitHead(), ()), (None, (ScriptedSource(following(drafts), HIDDEN),))
-    exit_head, sources = exits if kind == "exits" else sequences
-    options = {"rule": FixedThreshold(0.0), "exit_head": exit_head, "sources": sources} | changes
-    exit_layer = 0 if options["exit_head"] is None else EXIT_LAYER
+    exits, sequences = (DraftEnd(), ()), (None, (ScriptedSource(following(drafts), HIDDEN),))
+    exit_end, sources = exits if kind == "exits" else sequences
+    options = {"rule": FixedThreshold(0.0), "exit_end": exit_end, "sources": sources} | changes
+    exit_layer = 0 if options["exit_end"] is None else EXIT_LAYER
     return ScriptedModel(successor, drafts), Drafting(exit_layer, draft_length, **options)
 
 

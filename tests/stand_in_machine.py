@@ -28,7 +28,18 @@ from tests.stand_in_cuda import StandInCuda
 
 PLENTY = 2**40
 MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
-COMPUTED = ("forward", "forward_with", "attend_uploaded", "final_norm", "lm_head", "partial_logits", "to_logits")
+COMPUTED = (
+    "linear",
+    "forward",
+    "forward_with",
+    "attend_uploaded",
+    "final_norm",
+    "lm_head",
+    "partial_logits",
+    "to_logits",
+    "draft_rows",
+    "draft_logits",
+)
 
 
 class StandInCopier(CudaCopier):
@@ -52,6 +63,8 @@ class OnStandIn:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
+        if name == "embed":
+            return lambda batch: found(batch).as_subclass(EmulatedGpuTensor)
         if name not in COMPUTED:
             return found
 
@@ -92,7 +105,10 @@ def on_stand_in(
     gpu = gpu or stand_in_gpu()
     machine = cuda_machine(gpu, spec, plan, time.perf_counter, None, lambda: PLENTY)
     if machine.link is not None:
-        machine = replace(machine, copier=StandInCopier(gpu.driver, machine.link, 1, 4 * spec.hidden_size))
+        copier, open_beside = StandInCopier(gpu.driver, machine.link, 1, 4 * spec.hidden_size), machine.open_beside
+        assert open_beside is not None
+        marked: Any = lambda *arguments: OnStandIn(open_beside(*arguments))  # noqa: E731
+        machine = replace(machine, copier=copier, open_beside=marked)
 
     return open_plan(
         spec,

@@ -6,7 +6,7 @@ it were computed: a draft can later be checked against the very token that the f
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict
 
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hetero_ee.decoding import generation_keys
 from hetero_ee.errors import HeteroError, UsageError, meant, shown
-
-Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
+from hetero_ee.runtime.choice import Noise, all_finite, gumbel_noise, tempered
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
@@ -144,21 +143,6 @@ def choose_token(
     return int(noisy.numpy().argmax())
 
 
-def all_finite(logits: Tensor) -> bool:
-    """Whether every one is. A sum that is finite says so, and takes an eighth of the time of looking at each."""
-    return math.isfinite(logits.sum().item()) or bool(torch.isfinite(logits).all())
-
-
-def gumbel_noise(n_tokens: int, seed: int, sequence: int, position: int) -> Tensor:
-    """Standard Gumbel noise (n_tokens,), float64, the same for the same three numbers whatever was drawn before."""
-    key, counter = (np.array(words, np.uint64) for words in ((seed, 0), (0, 0, sequence, position)))
-    bits = np.random.Philox(key=key, counter=counter).random_raw(n_tokens)
-    bits >>= 12
-    # 52 bits and a half are exact in float64, so that neither 0 nor 1, whose noise is infinite, can come out.
-    uniform = torch.from_numpy(bits.view(np.int64).astype(np.float64)).add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_()
-
-
 class RememberedNoise:
     """gumbel_noise of drafts' positions, each computed once: where a draft is chosen, then where its token is."""
 
@@ -185,7 +169,7 @@ class RememberedNoise:
 def filtered_scores(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
     """float64 (vocab,) of whose softmax choose_token draws at temperature > 0; -inf for tokens that are left out."""
     scores = _penalized(logits, history, params.repeat_penalty)
-    return _filtered(_tempered(scores, params.temperature), params)
+    return _filtered(tempered(scores, params.temperature), params)
 
 
 def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
@@ -194,12 +178,6 @@ def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor
     seen = torch.tensor(sorted(set(history)))
     chosen = logits[seen]
     return logits.index_put((seen,), torch.where(chosen > 0, chosen / penalty, chosen * penalty))
-
-
-def _tempered(scores: Tensor, temperature: float) -> Tensor:
-    """scores / temperature, float64, shifted so that the best is 0: the smallest temperature can't make it infinite."""
-    values = scores.numpy(force=True)
-    return torch.from_numpy(values.astype(np.float64)).sub_(float(values.max())).div_(temperature)
 
 
 def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -131,6 +131,7 @@ def _simulation(
     text: str | None,
 ) -> Simulation:
     n_prompt, n_new = counts
+    reading = statistics.of_plan(plan).reading(plan.drafts)
     return Simulation(
         hardware=profile.name,
         hardware_kind=profile.kind,
@@ -140,7 +141,7 @@ def _simulation(
         n_generated_tokens=n_new,
         prompt_s=seconds[0],
         generation_s=seconds[1],
-        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0, statistics.reading(plan.drafts)),
+        predicted_prompt_s=predicted_run_s(spec, profile, plan, n_prompt, 0, 0, reading),
         predicted_generation_s=predicted_text_s(spec, profile, plan, statistics, n_new - 1, n_prompt),
         lanes=lane_times(spans, 0.0, *seconds),
     )

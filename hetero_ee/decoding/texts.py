@@ -7,9 +7,10 @@ from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.sampling import Noise, SamplingParams, choose_token
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.choice import Noise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
 

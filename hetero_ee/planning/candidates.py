@@ -9,11 +9,13 @@ from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain, split_times, with_splits
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
+from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
+    DRAFT_HEAD,
     MemoryTerm,
     gpu_reserve_terms,
     part_gpu_bytes,
@@ -51,20 +53,44 @@ class Candidate:
 
 
 def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
-    """The candidate of least request_s that keeps the budgets. Raises UsageError where none does.
+    """The candidate of least request_s that keeps the budgets, wherever its drafts are computed; without drafts where
+    none has room for their source. Raises UsageError where none keeps them."""
+    found, refusal = list[Candidate](), None
+    for each in _by_draft_device(problem):
+        try:
+            found.append(_best_candidate(each, context_tokens))
+        except UsageError as error:
+            refusal = refusal or error
+    if found:
+        return min(found, key=lambda candidate: candidate.request_s)
+    assert refusal is not None, "what has no candidate was refused"
+    if problem.limits.mode == "exact" or not _draft_terms(problem, "cpu"):
+        raise refusal
+    return _best_candidate(replace(problem, statistics=replace(problem.statistics, drafts=None)), context_tokens)
 
-    Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan.
-    """
+
+def _by_draft_device(problem: Problem) -> list[Problem]:
+    """With drafts by the CPU, and by the GPU where it can."""
+    drafts = problem.statistics.drafts
+    if drafts is None or drafts.by_gpu is None or not problem.has_gpu or problem.limits.mode == "full":
+        return [problem]
+    return [problem, replace(problem, statistics=replace(problem.statistics, drafts=drafts.by_gpu))]
+
+
+def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
+    """Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan."""
     options = problem.layer_options(1, context_tokens)
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
     chains = dict.fromkeys(chain for chunk in chunks for chain in _placements(problem, options, chunk))
+    if _draft_terms(problem, "gpu"):
+        chains = {chain: None for chain in chains if chain[-1] in ON_GPU}
     placed = dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks)
     if not placed:
         raise UsageError(_does_not_fit(problem, options))
     fitting = [each for each in placed if _ram_bytes(problem, *each) <= problem.ram_budget_bytes]
     if not fitting:
         raise UsageError(_too_little_ram(problem, min(_ram_bytes(problem, *each) for each in placed)))
-    fitting = [each for each in fitting if _fits_gpu(problem, *each)]
+    fitting = [(every, chunk) for each, chunk in fitting for every in _with_embedding(problem, each, chunk)]
     if not fitting:
         raise UsageError(_does_not_fit(problem, options))
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
@@ -107,6 +133,8 @@ def completed(problem: Problem, decode: Placement, chunk: int, context_tokens: i
         prefill, read_s = min(prompts_s.items(), key=lambda item: item[1])
         request_s = read_s + REQUEST_TEXT_TOKENS * each.token_s
         memory = _memory_terms(problem, decode, prefill, chunk)
+        if each.drafts != SEQUENCE:
+            memory = [term for term in memory if term.name != DRAFT_HEAD]
         found.append(Candidate(problem, context_tokens, chunk, decode, prefill, each, memory, read_s, request_s))
     return min(found, key=lambda candidate: candidate.request_s)
 
@@ -126,10 +154,11 @@ def _split_candidates(
         if chain is None or not chain.n_blocks:
             continue
         split = with_splits(problem, chain.n_blocks)
-        decode = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
-        if _ram_bytes(split, decode, chunk) <= problem.ram_budget_bytes and _fits_gpu(split, decode, chunk):
-            schedule = best_schedule(split, decode, context_tokens)
-            yield completed(split, decode, chunk, context_tokens, schedule)
+        placed = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
+        if _ram_bytes(split, placed, chunk) <= problem.ram_budget_bytes:
+            for decode in _with_embedding(split, placed, chunk):
+                schedule = best_schedule(split, decode, context_tokens)
+                yield completed(split, decode, chunk, context_tokens, schedule)
 
 
 def _placements(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Placement]:
@@ -154,6 +183,7 @@ def _rooms(
     """What may be chosen and the bytes left for it: without streaming, with buffers for weights, and with buffers for
     weights and keys and values."""
     budget = problem.vram_budget_bytes - sum(term.n_bytes for term in _reserve(problem, head, chunk))
+    budget -= _embedding_bytes(problem, head) if problem.limits.pinned("embedding") == "gpu" else 0
     buffers = [
         stream_buffer_bytes(problem.layers, [placement] * len(options), problem.context_tokens)
         for placement in ("stream", "visit")
@@ -180,7 +210,19 @@ def _prefix(options: Sequence[PartOptions], budget_bytes: int) -> Placement | No
 
 def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
     drafts = 0 if head != "gpu" else max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
-    return gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts)
+    exits = problem.statistics.exits
+    map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
+    terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts, map_rank)
+    return terms + _draft_terms(problem, "gpu")
+
+
+def _draft_terms(problem: Problem, device: str) -> list[MemoryTerm]:
+    """What the source of draft sequences takes there."""
+    drafts = problem.statistics.drafts
+    if drafts is None or drafts.memory_bytes is None or problem.limits.mode == "full":
+        return []
+    place = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
+    return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))] if place == device else []
 
 
 def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:
@@ -215,6 +257,24 @@ def _with_disk(problem: Problem, decode: Placement, chunk: int) -> Placement:
     return moved(bisect_left(range(len(movable)), True, key=fits))
 
 
+def _with_embedding(problem: Problem, decode: Placement, chunk: int) -> Iterator[Placement]:
+    """The embedding on the CPU, and on the GPU where the first layer is computed there, as far as there is room: then
+    tokens enter without hidden states on the link. Where nothing is left for prompts to visit, on the GPU alone."""
+    pinned, on_gpu = problem.limits.pinned("embedding"), ("gpu", *decode[1:])
+    may_enter = pinned == "gpu" or (pinned is None and decode[1] in ON_GPU)
+    enters = may_enter and any(placement in ON_GPU for placement in decode) and _fits_gpu(problem, on_gpu, chunk)
+    if enters:
+        yield on_gpu
+    is_all = enters and all(placement in ON_GPU for placement in decode[1:])
+    if not is_all and pinned != "gpu" and _fits_gpu(problem, decode, chunk):
+        yield decode
+
+
+def _embedding_bytes(problem: Problem, head: str) -> int:
+    """GPU memory of the embedding there: none where it is the head's matrix too."""
+    return 0 if problem.spec.tied_head and head == "gpu" else rounded(problem.parts[0].weight_bytes)
+
+
 def _fits_gpu(problem: Problem, decode: Placement, chunk: int) -> bool:
     return _n_bytes(_memory_terms(problem, decode, decode, chunk), "gpu") <= problem.vram_budget_bytes
 
@@ -233,6 +293,7 @@ def _ram_terms(problem: Problem, chunk: int, decode: Sequence[str], prefill: Seq
         MemoryTerm("cpu", "keys and values", kv_bytes),
         MemoryTerm("cpu", "activations", working_bytes(problem.spec, chunk)),
         *([MemoryTerm("cpu", "pinned buffers", pinned)] if pinned else []),
+        *_draft_terms(problem, "cpu"),
     ]
 
 
@@ -252,6 +313,8 @@ def _memory_terms(problem: Problem, decode: Placement, prefill: Placement, chunk
     buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (decode, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
     terms += [MemoryTerm("gpu", "stream buffers", buffers)] if buffers else []
+    embedding_bytes = _embedding_bytes(problem, decode[-1]) if decode[0] == "gpu" else 0
+    terms += [MemoryTerm("gpu", "embedding", embedding_bytes)] if embedding_bytes else []
     return terms + _reserve(problem, decode[-1], chunk)
 
 

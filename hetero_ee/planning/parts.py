@@ -102,6 +102,13 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
     return parts
 
 
+def exit_map_products(hidden_size: int, rank: int) -> list[Product]:
+    """What an exit map of this rank multiplies with, in 8 bits: nothing for 0, one matrix where the rank is full."""
+    if rank in (0, hidden_size):
+        return [Product("int8", hidden_size, hidden_size)] if rank else []
+    return [Product("int8", rank, hidden_size), Product("int8", hidden_size, rank)]
+
+
 def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
     """Bytes of a tensor in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):

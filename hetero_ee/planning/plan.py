@@ -9,10 +9,10 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_THREADS, MODES, is_whole
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT
-from hetero_ee.planning.times.memory import MemoryTerm
+from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 # By the placement when decoding those that a prompt may have: keys and values stay on one device.
@@ -28,7 +28,7 @@ DECIDED = (
     *("shapes_sha256", "threads", "context_tokens", "kv_type", "mode", "drafts", "exit_layer", "draft_length"),
     *("prefill_chunk_tokens", "ram_budget_bytes"),
 )  # with placements and the VRAM budget, where the GPU is used: what makes two plans the same
-OUTER_PLACEMENTS = {"embedding": ("cpu", "disk"), "head": ("gpu", "cpu", "disk")}
+OUTER_PLACEMENTS = {"embedding": ("gpu", "cpu", "disk"), "head": ("gpu", "cpu", "disk")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,18 @@ class Plan:
         placed = [(part.name, part.decode_placement, part.prefill_placement, part.gpu_neurons) for part in self.parts]
         vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
+        if self.draft_device == "gpu":
+            decided.append(DRAFT_HEAD)
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def n_bytes(self, device: str) -> int:
         """Memory of all terms on the device."""
         return sum(term.n_bytes for term in self.memory if term.device == device)
+
+    @property
+    def draft_device(self) -> str | None:
+        """The device that computes draft sequences, None where no memory is planned for that."""
+        return next((term.device for term in self.memory if term.name == DRAFT_HEAD), None)
 
     @property
     def decode_placements(self) -> tuple[str, ...]:

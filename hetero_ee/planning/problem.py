@@ -168,7 +168,6 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
             raise UsageError(
                 f"override {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head."
             )
-        if placement != "cpu" and "embedding" in names:
-            raise UsageError("the embedding is looked up on the CPU; let the override leave it out.")
-        if placement == "stream" and "head" in names:
-            raise UsageError("the head can't be streamed; pin it to gpu or cpu.")
+        outer = next((name for name in ("embedding", "head") if name in names), None)
+        if placement == "stream" and outer is not None:
+            raise UsageError(f"the {outer} can't be streamed; pin it to gpu or cpu, or let the override leave it out.")

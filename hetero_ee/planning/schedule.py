@@ -71,7 +71,8 @@ def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int
     if exits is None and drafts is None:
         return None
     longest = max(_draft_lengths(problem))
-    make_times = partial(StepTimes, problem.costs, problem.parts, placements, context_tokens, longest)
+    known = (problem.costs, problem.parts, placements, context_tokens, longest)
+    make_times = partial(StepTimes, *known, map_ranks=None if exits is None else exits.map_ranks)
     rough = make_times(copies_ahead=False)
     choices = [*_exit_schedules(problem, rough), *_sequence_schedules(problem, rough)]
     best = min(choices, key=attrgetter("token_s"), default=None)
@@ -87,7 +88,8 @@ def neighbours(
 ) -> dict[str, Schedule]:
     """The chosen schedule of exact mode with the exit a layer earlier and later, and a token a step fewer and more."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
-    times = StepTimes(problem.costs, problem.parts, placements, context_tokens, length + 1)
+    ranks = None if exits is None else exits.map_ranks
+    times = StepTimes(problem.costs, problem.parts, placements, context_tokens, length + 1, map_ranks=ranks)
     lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
     if chosen.drafts == SEQUENCE and drafts is not None:
         return {words: _sequence_schedule(times, drafts, n) for words, n in lengths.items()}
@@ -129,5 +131,5 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    step = sequence_step(length, drafts.acceptance_at, drafts.draft_s, partial(times.verify_s, 0))
+    step = sequence_step(length, drafts.acceptance_at, drafts.seconds(times.placements), partial(times.verify_s, 0))
     return Schedule("exact", SEQUENCE, 0, length, step)

@@ -1,14 +1,15 @@
 """What calibration knows of a model: how often tokens exit and are right then, how good drafts are, what neurons do."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.plan import SEQUENCE
+from hetero_ee.planning.plan import SEQUENCE, Plan
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
@@ -21,6 +22,7 @@ class ExitRates:
     exit_rate: float  # chance that a token exits
     precision: float  # chance that an exited token's draft is the full model's token
     refused_precision: float = 0.0  # the same of a token that does not exit; 0 where it is not known
+    map_rank: int = 0  # of the exit map, 0 for none
 
     def __post_init__(self) -> None:
         for name in ("exit_rate", "precision", "refused_precision"):
@@ -45,6 +47,11 @@ class ExitStatistics:
         ):
             raise ValueError(f"exit layers must ascend between 1 and {self.n_layers - 1}")
 
+    @property
+    def map_ranks(self) -> Mapping[int, int]:
+        """Ranks of exit maps by exit layer, of those that have one."""
+        return {exit_layer: each.map_rank for exit_layer, each in self.rates.items() if each.map_rank}
+
     def rates_at(self, exit_layer: int) -> ExitRates:
         """Linear between the exit layers that are known; no exits before the first, the last one's rates after it."""
         if exit_layer in self.rates:
@@ -53,7 +60,8 @@ class ExitStatistics:
         columns = zip(
             *((each.exit_rate, each.precision, each.refused_precision) for each in self.rates.values()), strict=True
         )
-        return ExitRates(*(float(np.interp(exit_layer, known, column, left=0.0)) for column in columns))
+        found = [float(np.interp(exit_layer, known, column, left=0.0)) for column in columns]
+        return ExitRates(found[0], found[1], found[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,7 @@ class PromptReading:
 
     chunk_s: Callable[[int, int], float]  # seconds of a chunk of m tokens, with so many in the context then
     on_gpu: bool = False  # where that is computed
+    own_embedding: bool = False  # on the CPU; else the model's is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,11 @@ class DraftRates:
 
     source: str  # where it comes from, for people
     acceptance: tuple[float, ...]  # by position: draft right where all before it are; the last holds for later ones
-    draft_s: float  # seconds to draft a token
+    draft_s: float  # seconds to draft a token, the model's head and embedding on the CPU
     reading: PromptReading | None = None  # None: it reads no prompts
+    memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
+    by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
+    placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -80,6 +92,12 @@ class DraftRates:
             raise ValueError("acceptance holds chances from 0 to 1")
         if not 0 <= self.draft_s < math.inf:
             raise ValueError(f"draft_s is {self.draft_s}, expected seconds from 0")
+
+    def seconds(self, placements: Sequence[str]) -> float:
+        """To draft a token with the model's parts there."""
+        if self.placed_draft_s is None:
+            return self.draft_s
+        return self.placed_draft_s(placements[-1] in ON_GPU, placements[0] in ON_GPU)
 
     def acceptance_at(self, position: int) -> float:
         """Of the draft at this position of a sequence, counted from 0."""
@@ -130,6 +148,12 @@ class Statistics:
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
     neurons: NeuronStatistics | None = None
+
+    def of_plan(self, made: Plan) -> "Statistics":
+        """With drafts where this plan computes them."""
+        if self.drafts is None or self.drafts.by_gpu is None or made.draft_device != "gpu":
+            return self
+        return replace(self, drafts=self.drafts.by_gpu)
 
     def reading(self, drafts: str | None) -> PromptReading | None:
         """What a plan with these drafts takes of a prompt's time."""

@@ -13,7 +13,7 @@ from hetero_ee.profiling.cpu import memory_reader
 from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee.runtime.gpu.segment import GpuSegment
@@ -99,12 +99,10 @@ def _gpu_times(measuring: _Measuring, shapes: Sequence[ProductShape], points: Se
     kernels = _product_kernels(platform, operations, registry)
     free_bytes = probe_free_bytes(platform)
     rates = probe_gpu_copy_bytes_per_s(platform, max(5, preset.repeats), preset.warm_up_s, measuring.clock)
-    products = probe_gpu_products(platform, shapes, preset.tokens, MAX_ROWS, kernels, sampling, preset.cycle_bytes)
-    calls = probe_gpu_products(platform, [CALL_SHAPE], (1,), MAX_ROWS, kernels, sampling, preset.cycle_bytes)
+    products = probe_gpu_products(platform, shapes, preset.tokens, kernels, sampling, preset.cycle_bytes)
+    calls = probe_gpu_products(platform, [CALL_SHAPE], (1,), kernels, sampling, preset.cycle_bytes)
     can_record = registry.choose("attention", platform.kind).is_capturable
-    attentions = probe_gpu_attention(
-        platform, heads, spec.n_layers, points, MAX_ROWS, operations.attention, can_record, sampling
-    )
+    attentions = probe_gpu_attention(platform, heads, spec.n_layers, points, operations.attention, can_record, sampling)
     return DeviceTimes(
         threads=0,
         free_bytes=free_bytes,
@@ -185,9 +183,9 @@ def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
 def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:
     cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), max_tokens, platform.device, n_slots=1)
     recorder = platform.recorded if operations.is_capturable else None
-    return GpuSegment(
-        spec, _dummy_weights(spec), decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers], cache, operations, recorder
-    )
+    blocks = decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers]
+    room = SegmentRoom(spec, cache, max_tokens)
+    return GpuSegment(spec, _dummy_weights(spec), blocks, cache, operations, recorder, room)
 
 
 def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable[[Tensor], Any]) -> Callable[[], Any]:

@@ -11,6 +11,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import check_fits
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
@@ -103,12 +104,13 @@ def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation
 
 
 def warmed_up(executor: PlannedExecutor) -> PlannedExecutor:
-    """The executor, after a warm-up: a whole chunk of a prompt and one token of decoding through all blocks.
+    """The executor, after a warm-up: a whole chunk of a prompt through all blocks, and every number of tokens that the
+    plan's verifications take.
 
     What the first long prompt would have no memory for fails at once; kernels are compiled and graphs recorded on the
-    way; nothing stays in the cache. A plan without a GPU is left as it is: the CPU's memory is not refused a pass, and
-    opening would take as long as a prompt. Raises what the passes raise, DeviceMemoryError where memory runs out, and
-    has closed the executor then.
+    way, so that the first steps of a text need not; nothing stays in the cache. A plan without a GPU is left as it is:
+    the CPU's memory is not refused a pass, and opening would take as long as a prompt. Raises what the passes raise,
+    DeviceMemoryError where memory runs out, and has closed the executor then.
     """
     if not executor.plan.n_bytes(GPU):
         return executor
@@ -126,7 +128,20 @@ def _pass_largest(executor: PlannedExecutor) -> None:
     sequence = cache.open_new()
     try:
         executor.prompt([Batch.of_sequence(sequence, 0, [TOKEN_ID] * n_tokens)])
-        cache.truncate(sequence, n_tokens - 1)
-        executor.logits(Batch.of_sequence(sequence, n_tokens - 1, [TOKEN_ID]), (0,))
+        for m in range(1, min(executor.plan.draft_length, MAX_DECODE_TOKENS, n_tokens) + 1):
+            cache.truncate(sequence, n_tokens - m)
+            _pass_step(executor, Batch.of_sequence(sequence, n_tokens - m, [TOKEN_ID] * m))
     finally:
         cache.close(sequence)
+
+
+def _pass_step(executor: PlannedExecutor, batch: Batch) -> None:
+    """As drafted and verified: to the plan's exit layer, where it has one, and on from there. With as many rows as a
+    verification has, also up to the exit layer: so many texts draft at once."""
+    every, exit_layer = range(executor.spec.n_layers), executor.plan.exit_layer or 0
+    hidden = None
+    for layers in (every[:exit_layer], every[exit_layer:]):
+        if layers:
+            hidden = executor.run(batch, hidden, layers)
+    assert hidden is not None, "a model has a layer"
+    executor.to_logits(hidden)

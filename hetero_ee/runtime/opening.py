@@ -16,7 +16,6 @@ from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import predicted_text_s
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -29,6 +28,7 @@ from hetero_ee_profiles.hardware import HardwareProfile
 
 if TYPE_CHECKING:
     from hetero_ee.runtime.devices.cuda_machine import Gpu
+    from hetero_ee.runtime.executors.planned import PlannedExecutor
 
 FindGpu = Callable[[str | None, Callable[[str], None]], "Gpu | None"]  # see cuda_machine.usable_gpu
 
@@ -53,7 +53,8 @@ class Opened:
     clock: Callable[[], float]  # seconds, an emulated machine's own where there is one
     plan: Plan  # as it was opened
     spans: Callable[[], list[Span]] = list  # what ran where and when so far, if that is recorded
-    machine: Callable[[], Machine] | None = None  # that is emulated now, None for a real one
+    running: "Callable[[], PlannedExecutor] | None" = None  # what runs a plan now, None for the CPU by itself
+    is_emulated: bool = False
     placement: Placement | None = None  # what was asked for
 
 
@@ -184,24 +185,20 @@ def _traced_on_cpu(
     progress: Progress | None,
 ) -> Opened:
     """The plan on this machine's CPU, as a device that records what it does."""
-    from hetero_ee.runtime.devices.cpu import CpuDevice
-    from hetero_ee.runtime.devices.machine import CpuCopier
+    from hetero_ee.runtime.devices.cpu import host_machine
     from hetero_ee.runtime.execution import open_plan
     from hetero_ee.runtime.executors.planned import PlannedExecutor
     from hetero_ee.runtime.executors.replanning import ReplanningExecutor
     from hetero_ee.runtime.trace import SpanRecorder
-    from hetero_ee_profiles.host.host import this_host
-    from hetero_ee_profiles.host.memory import memory_info
 
     recorder = SpanRecorder()
-    device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
-    machine = Machine(device, None, None, CpuCopier())
+    machine = host_machine(clock, recorder)
 
     def opened(made: Plan) -> PlannedExecutor:
         return open_plan(spec, weights, made, machine, lambda layers: _planned_on_cpu(spec, weights, made, progress))
 
     executor = ReplanningExecutor(plan, None, opened, warn, growth=again.growth)
-    return Opened(executor, clock, plan, recorder.spans)
+    return Opened(executor, clock, plan, recorder.spans, lambda: executor.inner)
 
 
 def _found_gpu(
@@ -256,7 +253,7 @@ def _on_gpu(
             return warmed_up(executor)
 
     executor = ReplanningExecutor(plan, again.smaller, opened, warn, gpu.reachable_bytes, again.growth)
-    return Opened(executor, clock, plan, recorder.spans if recorder is not None else list)
+    return Opened(executor, clock, plan, recorder.spans if recorder is not None else list, lambda: executor.inner)
 
 
 def _are_tiles(weights: ModelWeights) -> bool:
@@ -289,4 +286,6 @@ def _emulated(
         return open_plan(spec, weights, made, machine, partial(_open_layers, spec, weights, made, threads))
 
     executor = ReplanningExecutor(plan, again.smaller, opened, warn, growth=again.growth)
-    return Opened(executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner.machine)
+    return Opened(
+        executor, lambda: timeline.now_s, plan, lambda: timeline.spans, lambda: executor.inner, is_emulated=True
+    )

@@ -4,15 +4,18 @@ From the profile alone, so that an emulated machine checks the planner's predict
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee_profiles.hardware import DeviceTimes
 
+VOCABULARY_LAYOUT = "int8"  # of embedding, head, exit map
+EXIT_MAP, DRAFT_VOCABULARY, CHOICE, JUDGE = "exit_map", "draft_vocabulary", "draft_choice", "exit_predictor"
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
 
 
@@ -51,7 +54,7 @@ def joined_name(works: Sequence[Work]) -> str:
 
 def stored_layout(tensor: TensorSpec) -> str:
     """The layout a converted model's matrices have: 8 bits for embedding and head, 4 for the rest."""
-    return "int8" if tensor.role is TensorRole.VOCABULARY else "int4"
+    return VOCABULARY_LAYOUT if tensor.role is TensorRole.VOCABULARY else "int4"
 
 
 def block_works(
@@ -85,6 +88,28 @@ def block_work(block: Block, m: int, *, attention: Attention | None = None, disk
     else:
         overhead = Overhead.PASS if block.kind is BlockKind.HEAD else Overhead.NONE
     return Work(block.name, m, products, attention, overhead, disk_bytes)
+
+
+def logits_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
+    """m states through the end's map and its head, or the model's, which this block is."""
+    works, head = [], block_work(block, m)
+    if end.state_map is not None:
+        matrices = [weight.shape for weight in (end.state_map.down, end.state_map.up) if weight is not None]
+        works.append(Work(EXIT_MAP, m, tuple((VOCABULARY_LAYOUT, *shape) for shape in matrices)))
+    if end.vocabulary is not None:
+        head = replace(head, name=DRAFT_VOCABULARY, products=((VOCABULARY_LAYOUT, *end.vocabulary.rows.shape),))
+    return [*works, head]
+
+
+def draft_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
+    """The same on a GPU, and what chooses and judges: it reads the logits once, as a product with 4 columns would be
+    read, and the judge's network. Norm and other small kernels are as in half a layer: the host has nothing to do."""
+    works = logits_works(block, m, end)
+    works[-1] = replace(works[-1], overhead=Overhead.HALF_LAYER)
+    works.append(Work(CHOICE, m, ((VOCABULARY_LAYOUT, works[-1].products[-1][1], FLOAT_BYTES),)))
+    if end.judge is not None:
+        works.append(Work(JUDGE, m, ((VOCABULARY_LAYOUT, *end.judge.network[0].shape),)))
+    return works
 
 
 def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:

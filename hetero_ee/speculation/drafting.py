@@ -6,9 +6,10 @@ from typing import Protocol
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
-from hetero_ee.speculation.exit_drafter import ExitDrafter, ExitHead
+from hetero_ee.speculation.exit_drafter import ExitDrafter
 from hetero_ee.speculation.sequence_drafter import SequenceDrafter
 from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
@@ -29,25 +30,23 @@ class Drafting:
     exit_layer: int
     draft_length: int  # tokens of one text in one verification, 1 to MAX_DRAFT_LENGTH
     rule: StopRule  # whether one more draft is worth it
-    exit_head: ExitHead | None = None
+    exit_end: DraftEnd | None = None  # what makes drafts of states at the exit layer
     sources: tuple[DraftSource, ...] = ()
     warn: Callable[[str], None] | None = None  # told, once in a text, that something could not draft
     switch: SpeculationSwitch | None = None  # whether drafting is faster than not; None drafts always
     async_layers: int = 0  # that a next-token guess passes on the GPU while the CPU verifies
 
     def __post_init__(self) -> None:
-        if self.exit_layer < 0 or (self.exit_layer > 0) != (self.exit_head is not None):
+        if self.exit_layer < 0 or (self.exit_layer > 0) != (self.exit_end is not None):
             raise UsageError(f"exit layer is {self.exit_layer}; expected 1 or more for exits, 0 for other drafts.")
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise UsageError(f"draft length is {self.draft_length}; expected 1 to {MAX_DRAFT_LENGTH}.")
 
     def drafter(self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]) -> Drafter:
         """What makes the drafts of one call's texts. Raises UsageError where no layer is left after the exit layer."""
-        spec, head = executor.spec, self.exit_head
+        spec, end = executor.spec, self.exit_end
         if self.exit_layer >= spec.n_layers:
             raise UsageError(f"exit layer is {self.exit_layer}; expected 0 to {spec.n_layers - 1}, of this model.")
-        if head is None:
-            return SequenceDrafter(self.sources, self.rule, sampler, spec.vocab_size, warn)
-        return ExitDrafter(
-            executor, self.exit_layer, head, self.rule, sampler, warn, guesses_next=self.async_layers > 0
-        )
+        if end is None:
+            return SequenceDrafter(executor, self.sources, self.rule, sampler, warn)
+        return ExitDrafter(executor, self.exit_layer, end, self.rule, sampler, warn, guesses_next=self.async_layers > 0)

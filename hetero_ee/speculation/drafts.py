@@ -1,13 +1,20 @@
 """One text's draft-verify step, and how the tokens of drafts are chosen."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, choose_token
 from hetero_ee.decoding.texts import Ending, Text, is_end_token
+from hetero_ee.runtime.choice import all_finite, confidence_of
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.waiting import WaitingToken
+
+ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +62,31 @@ class DraftSampler:
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
         return choose_token(logits, history, self._params, text.sequence, len(history), self.noise.of_draft)
+
+    def drafted(
+        self, executor: Executor, hidden: Tensor, end: DraftEnd, rows: Sequence[tuple[Text, Sequence[int]]]
+    ) -> list[Drafted]:
+        """What follows each of the states (m, hidden), those of texts with these histories.
+
+        Chosen and judged on the GPU where the head lies there, but where earlier tokens are penalized: then, and where
+        the CPU has the logits anyway, just as the texts choose, filters included.
+        """
+        if executor.head_on_gpu and self._params.repeat_penalty == 1:
+            return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
+        logits = executor.draft_logits(hidden, end)
+        if end.vocabulary is not None:
+            whole = torch.full((len(logits), executor.spec.vocab_size), ABSENT)
+            logits = whole.index_copy_(1, end.vocabulary.token_ids, logits)
+        return [self._chosen(*row, end, each) for row, each in zip(rows, logits, strict=True)]
+
+    def _noise_of(self, text: Text, history: Sequence[int]) -> DraftNoise:
+        return DraftNoise(self._params.temperature, self._params.seed, text.sequence, len(history))
+
+    def _chosen(self, text: Text, history: Sequence[int], end: DraftEnd, logits: Tensor) -> Drafted:
+        if not all_finite(logits):
+            return Drafted(NO_TOKEN, math.nan)
+        token_id = self.choose(text, history, logits)
+        return Drafted(token_id, confidence_of(logits, token_id, end.judge))
 
     def is_end(self, token_id: int) -> bool:
         """Whether the text would end with this token, so that nothing follows it."""

@@ -13,10 +13,11 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams, all_finite
+from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
@@ -167,10 +168,13 @@ class _ExactDecoding:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
         if not self._drafting.sources:
             return
-        sequence, first_position, states = batch.sequences[0], batch.positions[0], normed.cpu()
+        sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             source.truncate(sequence, first_position)
-            source.observe(sequence, first_position, batch.token_ids, states)
+            try:
+                source.observe(sequence, first_position, batch.token_ids, normed)
+            except (DeviceMemoryError, DeviceLostError) as error:
+                self._warn(f"{error} Source {source.name} could not keep the verified tokens")
 
     def _warn(self, what: str) -> None:
         if self._drafting.warn is not None and not self._has_warned:

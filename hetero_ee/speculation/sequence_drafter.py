@@ -8,7 +8,9 @@ from itertools import islice
 from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sources.source import Draft, DraftSource
 from hetero_ee.speculation.stop_rule import StopRule
@@ -19,15 +21,15 @@ class SequenceDrafter:
 
     def __init__(
         self,
+        executor: Executor,
         sources: Sequence[DraftSource],
         rule: StopRule,
         sampler: DraftSampler,
-        vocab_size: int,
         warn: Callable[[str], None],
     ) -> None:
         self._free = [source for source in sources if source.is_free]
         self._computing = [source for source in sources if not source.is_free]
-        self._rule, self._sampler, self._vocab_size, self._warn = rule, sampler, vocab_size, warn
+        self._executor, self._rule, self._sampler, self._warn = executor, rule, sampler, warn
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Adds each step's drafts; all its tokens wait before the first layer."""
@@ -42,7 +44,7 @@ class SequenceDrafter:
         chances = [self._rule.mean_chance] * step.max_drafts
         computed_s = max(self._rule.best_length(chances, source.draft_s)[1] for source in self._computing)
         for source in self._free:
-            drafts = list(islice(source.drafts(step.text.cached_as, step.history, _no_choice), step.max_drafts))
+            drafts = list(islice(self._drafts(step, source), step.max_drafts))
             n_best, saved_s = self._rule.best_length([draft.confidence for draft in drafts], 0.0)
             if saved_s > computed_s:
                 for draft in drafts[:n_best]:
@@ -54,7 +56,7 @@ class SequenceDrafter:
         """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
         that its chance stays known."""
         first = len(step.origins)
-        with closing(source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))) as drafts:
+        with closing(self._drafts(step, source)) as drafts:
             while step.has_room:
                 is_another = not source.is_free and len(step.origins) > first
                 if is_another and not self._is_worth(step, source, self._rule.mean_chance):
@@ -64,13 +66,16 @@ class SequenceDrafter:
                     return
                 self._add(step, source, draft)
 
+    def _drafts(self, step: DraftStep, source: DraftSource) -> Generator[Draft]:
+        return source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))
+
     def _is_worth(self, step: DraftStep, source: DraftSource, chance: float) -> bool:
         return self._rule.is_worth([*step.chances, chance], source.draft_s)
 
     def _next(self, drafts: Generator[Draft]) -> Draft | None:
         try:
             return next(drafts, None)
-        except (DeviceMemoryError, DeviceLostError) as error:
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:  # the last of a cache that texts share
             self._warn(f"{error} No drafts follow in this step")
             return None
 
@@ -79,7 +84,7 @@ class SequenceDrafter:
         if not step.has_room:
             return
         chance = draft.confidence
-        if not 0 <= draft.token_id < self._vocab_size:
+        if not 0 <= draft.token_id < self._executor.spec.vocab_size:
             self._warn(f"{source.name} drafts token {draft.token_id}, which this model does not have")
             step.end()
             return
@@ -92,14 +97,5 @@ class SequenceDrafter:
         else:
             step.add(draft.token_id, source.name, chance)
 
-    def _choose(self, text: Text, logits: Tensor, history: Sequence[int]) -> int | None:
-        try:
-            return self._sampler.choose(text, history, logits)
-        except HeteroError:
-            self._warn("the draft source's logits are not finite")
-            return None
-
-
-def _no_choice(logits: Tensor, history: Sequence[int]) -> int | None:
-    """Free sources compute nothing to choose from."""
-    return None
+    def _choose(self, text: Text, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        return self._sampler.drafted(self._executor, hidden, end, [(text, history)])[0]

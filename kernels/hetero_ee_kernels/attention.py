@@ -3,16 +3,22 @@
 out[r, h] = sum over p of softmax_p(q[r, h] k[p] / sqrt(d)) v[p],  p = max(0, position + 1 - window) .. position,
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
-A program takes a row, a key head, up to 4 of its query heads (they share the loads) and 256 absolute positions. Its
-lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867, 2205.14135) of
-its own, so that no lane waits for another; lanes meet in a tree at the end, and a second launch adds up the parts of
-256 in order of position. What lies where follows from absolute positions alone: a row's bits depend on its query,
-position, window and the keys and values it sees, never on other rows, pages, slots or the longest context. Positions
-outside the window are never loaded.
-fp32 multiplies and sums, no tensor cores, which Turing could not use: at 4 query heads memory is the limit.
+A program takes 2 or 4 lines, a line being a row's query head: up to 4 heads of a key head, or where there is one, two
+rows of a sequence that follow each other. Its lines share the loads. It goes through 256 absolute positions at a time,
+a part: its lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867,
+2205.14135) of its own, so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are
+added up in order of position. Of few rows each part has a program of its own, and a second launch adds them up; of
+many, a prompt's, a program does both and needs no workspace. What lies where follows from absolute positions alone: a
+row's bits depend on its query, position, window and the keys and values it sees, never on other rows, pages, slots, the
+longest context or how many launches there are. (A value that is not finite spoils the row that shares its program, be
+it seen there or not: 0 times it is no 0.) Pages outside the rows' windows are never loaded.
+fp32 multiplies and sums. Tensor cores would take fp16 queries and weights in two halves each, to be accurate, and for
+one row too, to have the same bits; Turing and fp32 caches could not use them, and registers would be spilled (compiled,
+Triton 3.9: 120 bytes on sm_86 for heads of 128).
 
 Layout: pages.py; queries (m, features) fp32, heads side by side from `first` on. Any d up to 256; any number of heads.
-Slots and positions are read from device memory. Parts beyond a row's position cost a program that ends at once.
+Slots and positions are read from device memory. Programs of parts beyond a row's position, and of rows that another
+one's takes along, end at once.
 """
 
 from math import sqrt
@@ -24,6 +30,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import (
+    FEW_ROWS,
     PAGE_TOKENS,
     PART_TOKENS,
     Pages,
@@ -34,9 +41,11 @@ from hetero_ee_kernels.pages import (
 from hetero_ee_kernels.tile_group import split4
 
 MAX_GROUP = 4  # query heads a program: with 8, no register is left; the second program reads from the L2 cache
-TILE = 4096  # heads x lanes x features of a step: 32 sums a thread; twice that leaves no registers (measured, 255)
+MIN_LINES = 2  # a program's; 4 rows that share one would spill registers on Turing (compiled, Triton 3.9)
+TILE = 4096  # lines x lanes x features of a step: 32 sums a thread; twice that leaves no registers (measured, 255)
 MAX_HEAD_DIM = 256
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
+LATEST = tl.constexpr(2**31 - 1)  # a position after all others
 
 
 @triton.jit
@@ -47,7 +56,17 @@ def dot_fours(x: tl.tensor, y: tl.tensor) -> Any:
     return tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, x0 * y0)))
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
+def add_part(best: tl.tensor, total: tl.tensor, sums: tl.tensor, part: tl.tensor) -> Any:
+    """Greatest score (lines,), sum of weights (lines,) and sums (lines, features) with those of one part more."""
+    higher = tl.maximum(best, part[0])
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    correction, share = tl.exp(best - base), tl.exp(part[0] - base)
+    total = tl.fma(part[1], share, total * correction)
+    return higher, total, tl.fma(part[2], share[:, None], sums * correction[:, None])
+
+
+@triton.jit(do_not_specialize=["layer", "m"])
 def attention_kernel(
     queries_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -55,14 +74,16 @@ def attention_kernel(
     table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     states_ptr: tl.tensor,
     factor: tl.tensor,
     layer: tl.tensor,
+    m: tl.tensor,
     N_LAYERS: tl.constexpr,
     N_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -74,59 +95,90 @@ def attention_kernel(
     PAGE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Writes, for each head of the program, sums (HEAD_DIM,) of weight x value, greatest score and sum of weights."""
-    row, part = tl.program_id(0), tl.program_id(2)
-    n_turns: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
-    kv_head, turn = tl.program_id(1) // n_turns, tl.program_id(1) % n_turns
-    position = tl.load(positions_ptr + row)
-    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    low, high = tl.maximum(first, part * PART), tl.minimum(position + 1, (part + 1) * PART)
-    if low < high:
-        head = turn * GROUP_BLOCK + tl.arange(0, GROUP_BLOCK)
-        lane = tl.arange(0, LANES)
-        feature = tl.arange(0, DIM_BLOCK)[None, None, :]
-        is_feature, is_head = feature < HEAD_DIM, head < GROUP
+    """states_ptr: where it is given, one part's share is written of each line: sums (HEAD_DIM,) of weight x value to
+    out, greatest score and sum of weights to states. Else a line's attention is."""
+    first_row = tl.program_id(0)
+    slot = tl.load(slots_ptr + first_row)
+    if ROWS > 1:
+        before = tl.load(slots_ptr + tl.maximum(first_row - 1, 0))
+        begins = (first_row % ROWS == 0) | (slot != before)
+    else:
+        begins = first_row >= 0
+    if begins:
+        n_turns: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
+        N_HEADS: tl.constexpr = N_KV_HEADS * GROUP
+        kv_head, turn = tl.program_id(1) // n_turns, tl.program_id(1) % n_turns
+        line = tl.arange(0, GROUP_BLOCK * ROWS)
+        row = first_row + line // GROUP_BLOCK
+        head = turn * GROUP_BLOCK + line % GROUP_BLOCK
+        inside = row < tl.minimum((first_row // ROWS + 1) * ROWS, m)
+        inside = inside & (tl.load(slots_ptr + row, mask=inside, other=-1) == slot)
+        position = tl.load(positions_ptr + row, mask=inside, other=0)
+        first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else position * 0
+        lowest, highest = tl.min(tl.where(inside, first, LATEST), 0), tl.max(position, 0) + 1
+        is_line = inside & (head < GROUP)
         query_head = kv_head * GROUP + head
-        query_at = queries_ptr + row.to(tl.int64) * FEATURES + FIRST + query_head[:, None, None] * HEAD_DIM + feature
-        query = tl.load(query_at, mask=is_head[:, None, None] & is_feature, other=0.0) * factor
-        best = tl.full((GROUP_BLOCK, LANES), float("-inf"), tl.float32)
-        total = tl.zeros((GROUP_BLOCK, LANES), tl.float32)
-        sums = tl.zeros((GROUP_BLOCK, LANES, DIM_BLOCK), tl.float32)
-        pages = table_ptr + tl.load(slots_ptr + row) * PAGES_A_SLOT
-        for block in range(low // PAGE, (high + PAGE - 1) // PAGE):
-            page = tl.load(pages + block).to(tl.int64)
-            line = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-            for step in tl.static_range(0, PAGE, LANES):
-                at = block * PAGE + step + lane
-                seen = (at >= low) & (at < high)
-                lines = line + step + lane
-                code = lines[None, :, None] * HEAD_DIM + feature
-                loaded = seen[None, :, None] & is_feature
-                key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
-                values = codes_ptr + N_KV_HEADS * PAGE * HEAD_DIM
-                value = tl.load(values + code, mask=loaded, other=0.0).to(tl.float32)
-                score = tl.sum(dot_fours(query, key), 2)
-                if scales_ptr is not None:
-                    score *= tl.load(scales_ptr + lines, mask=seen, other=0.0)[None, :]
-                score = tl.where(seen[None, :], score, float("-inf"))
-                higher = tl.maximum(best, score)
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                correction, weight = tl.exp(best - base), tl.exp(score - base)
-                total = tl.fma(total, correction, weight)
-                if scales_ptr is not None:
-                    weight *= tl.load(scales_ptr + N_KV_HEADS * PAGE + lines, mask=seen, other=0.0)[None, :]
-                sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
-                best = higher
-        greatest = tl.max(best, 1)
-        base = tl.where(greatest == float("-inf"), 0.0, greatest)
-        share = tl.exp(best - base[:, None])
-        entry = (row.to(tl.int64) * (N_KV_HEADS * GROUP) + query_head) * N_PARTS + part
-        tl.store(states_ptr + 2 * entry, greatest, mask=is_head)
-        tl.store(states_ptr + 2 * entry + 1, tl.sum(total * share, 1), mask=is_head)
-        out = tl.sum(sums * share[:, :, None], 1)
-        column = tl.arange(0, DIM_BLOCK)[None, :]
-        at_out = sums_ptr + entry[:, None] * HEAD_DIM + column
-        tl.store(at_out, out, mask=is_head[:, None] & (column < HEAD_DIM))
+        lane, feature = tl.arange(0, LANES), tl.arange(0, DIM_BLOCK)
+        features, is_feature = feature[None, None, :], feature < HEAD_DIM
+        query_at = queries_ptr + row.to(tl.int64) * FEATURES + FIRST + query_head * HEAD_DIM
+        mask = is_line[:, None, None] & (features < HEAD_DIM)
+        query = tl.load(query_at[:, None, None] + features, mask=mask, other=0.0) * factor
+        whole = tl.full((GROUP_BLOCK * ROWS,), float("-inf"), tl.float32)
+        whole_total = tl.zeros((GROUP_BLOCK * ROWS,), tl.float32)
+        whole_sums = tl.zeros((GROUP_BLOCK * ROWS, DIM_BLOCK), tl.float32)
+        first_part, end_part = lowest // PART, (highest + PART - 1) // PART
+        if states_ptr is not None:
+            first_part = tl.maximum(first_part, tl.program_id(2))
+            end_part = tl.minimum(end_part, tl.program_id(2) + 1)
+        VALUES: tl.constexpr = N_KV_HEADS * PAGE  # lines between keys and values
+        pages = table_ptr + slot * PAGES_A_SLOT
+        for part in range(first_part, end_part):
+            low, high = tl.maximum(lowest, part * PART), tl.minimum(highest, (part + 1) * PART)
+            best = tl.full((GROUP_BLOCK * ROWS, LANES), float("-inf"), tl.float32)
+            total = tl.zeros((GROUP_BLOCK * ROWS, LANES), tl.float32)
+            sums = tl.zeros((GROUP_BLOCK * ROWS, LANES, DIM_BLOCK), tl.float32)
+            for block in range(low // PAGE, (high + PAGE - 1) // PAGE):
+                page = tl.load(pages + block).to(tl.int64)
+                first_line = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
+                for step in tl.static_range(0, PAGE, LANES):
+                    at = block * PAGE + step + lane
+                    lines = first_line + step + lane
+                    code = lines[None, :, None] * HEAD_DIM + features
+                    is_there = (at >= low) & (at < high)
+                    loaded = is_there[None, :, None] & (features < HEAD_DIM)
+                    key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
+                    value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0).to(tl.float32)
+                    seen = is_there[None, :]
+                    if ROWS > 1:
+                        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
+                    score = tl.sum(dot_fours(query, key), 2)
+                    if scales_ptr is not None:
+                        score *= tl.load(scales_ptr + lines, mask=is_there, other=0.0)[None, :]
+                    score = tl.where(seen, score, float("-inf"))
+                    higher = tl.maximum(best, score)
+                    base = tl.where(higher == float("-inf"), 0.0, higher)
+                    correction, weight = tl.exp(best - base), tl.exp(score - base)
+                    total = tl.fma(total, correction, weight)
+                    if scales_ptr is not None:
+                        weight *= tl.load(scales_ptr + VALUES + lines, mask=is_there, other=0.0)[None, :]
+                    sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
+                    best = higher
+            greatest = tl.max(best, 1)
+            base = tl.where(greatest == float("-inf"), 0.0, greatest)
+            share = tl.exp(best - base[:, None])
+            found = greatest, tl.sum(total * share, 1), tl.sum(sums * share[:, :, None], 1)
+            if states_ptr is not None:
+                entry = (row.to(tl.int64) * N_HEADS + query_head) * N_PARTS + part
+                tl.store(states_ptr + 2 * entry, found[0], mask=is_line)
+                tl.store(states_ptr + 2 * entry + 1, found[1], mask=is_line)
+                at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
+                tl.store(at_out, found[2], mask=is_line[:, None] & is_feature[None, :])
+            else:
+                whole, whole_total, whole_sums = add_part(whole, whole_total, whole_sums, found)
+        if states_ptr is None:
+            entry = row.to(tl.int64) * N_HEADS + query_head
+            at_out = out_ptr + entry[:, None] * HEAD_DIM + feature[None, :]
+            tl.store(at_out, whole_sums / whole_total[:, None], mask=is_line[:, None] & is_feature[None, :])
 
 
 @triton.jit
@@ -146,23 +198,18 @@ def combine_kernel(
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    feature = tl.arange(0, DIM_BLOCK)
+    line, feature = tl.arange(0, 1), tl.arange(0, DIM_BLOCK)[None, :]
     inside = feature < HEAD_DIM
-    entry = row.to(tl.int64) * N_HEADS + head
-    best = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    sums = tl.zeros((DIM_BLOCK,), tl.float32)
+    entry = row.to(tl.int64) * N_HEADS + head + line
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, DIM_BLOCK), tl.float32)
     for part in range(first // PART, position // PART + 1):
-        score = tl.load(states_ptr + 2 * (entry * N_PARTS + part))
-        weights = tl.load(states_ptr + 2 * (entry * N_PARTS + part) + 1)
-        more = tl.load(sums_ptr + (entry * N_PARTS + part) * HEAD_DIM + feature, mask=inside, other=0.0)
-        higher = tl.maximum(best, score)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        correction, share = tl.exp(best - base), tl.exp(score - base)
-        total = tl.fma(weights, share, total * correction)
-        sums = tl.fma(more, share, sums * correction)
-        best = higher
-    tl.store(out_ptr + entry * HEAD_DIM + feature, sums / total, mask=inside)
+        at = entry * N_PARTS + part
+        more = tl.load(sums_ptr + at[:, None] * HEAD_DIM + feature, mask=inside, other=0.0)
+        found = tl.load(states_ptr + 2 * at), tl.load(states_ptr + 2 * at + 1), more
+        best, total, sums = add_part(best, total, sums, found)
+    tl.store(out_ptr + entry[:, None] * HEAD_DIM + feature, sums / total[:, None], mask=inside)
 
 
 def attention(
@@ -180,8 +227,8 @@ def attention(
     """queries: fp32 (m, features), the heads from feature `first` on; slots, positions: int32 (m,); window: positions
     seen, the row's own included, None for all; out: fp32 or fp16 (m, n_heads x head_dim). Returns out.
 
-    workspace: attention_workspace's for at least m rows, allocated where None. Each row's own key and value must be
-    written already. Raises ValueError for other shapes, dtypes or layouts.
+    workspace: attention_workspace's for at least m rows, allocated where None; more than FEW_ROWS rows need none. Each
+    row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
     """
     check_rows(queries, pages, slots, positions, layer)
     m, head_dim = queries.shape[0], pages.head_dim
@@ -194,21 +241,27 @@ def attention(
         raise ValueError(f"queries {tuple(queries.shape)}, {out.shape[1]} features from {first} on, window {window}.")
     if m == 0:
         return out
+    sizes = _sizes(group, head_dim) | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS, "N_KV_HEADS": pages.n_kv_heads}
+    sizes |= {"FEATURES": queries.shape[1], "FIRST": first, "PAGES_A_SLOT": pages.pages_a_slot}
+    common = {"WINDOW": window or 0, "N_PARTS": pages.n_parts, "PART": PART_TOKENS}
+    grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]))
+
+    def attend(sums: Any, states: Any, n_parts: int) -> None:
+        attention_kernel[(*grid, n_parts)](
+            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
+            m, **sizes, **common, num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
+        )  # fmt: skip
+
+    if m > FEW_ROWS:
+        attend(out, None, 1)
+        return out
+    n_entries = m * n_heads * pages.n_parts
     workspace = attention_workspace(pages, m, n_heads) if workspace is None else workspace
-    parts = pages.n_parts
-    n_entries = m * n_heads * parts
     check("workspace", workspace, (workspace.numel(),))
     if workspace.numel() < workspace_size(n_entries, head_dim):
         raise ValueError(f"the workspace has {workspace.numel()} numbers of {workspace_size(n_entries, head_dim)}.")
     states, sums = workspace, workspace[workspace_size(n_entries, 0) :]
-    common = {"WINDOW": window or 0, "N_PARTS": parts, "PART": PART_TOKENS}
-    sizes = _sizes(group, head_dim) | common | {"N_LAYERS": pages.n_layers, "PAGE": PAGE_TOKENS}
-    sizes |= {"N_KV_HEADS": pages.n_kv_heads, "FEATURES": queries.shape[1], "FIRST": first}
-    grid = (m, pages.n_kv_heads * triton.cdiv(group, sizes["GROUP_BLOCK"]), parts)
-    attention_kernel[grid](
-        queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
-        **sizes, PAGES_A_SLOT=pages.pages_a_slot, num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
-    )  # fmt: skip
+    attend(sums, states, pages.n_parts)
     shape = {"N_HEADS": n_heads, "HEAD_DIM": head_dim, "DIM_BLOCK": sizes["DIM_BLOCK"]}
     combine_kernel[(m, n_heads)](
         sums, states, positions, out, **shape, **common, num_warps=COMBINE_WARPS, num_stages=N_STAGES, **UNFUSED
@@ -217,8 +270,10 @@ def attention(
 
 
 def _sizes(group: int, head_dim: int) -> dict[str, int]:
-    """How a program's step of heads x lanes x features is cut: by the model's shape alone."""
+    """How a program's step of lines x lanes x features is cut: by the model's shape alone."""
     dim_block = max(4, triton.next_power_of_2(head_dim))
     group_block = min(MAX_GROUP, triton.next_power_of_2(group))
-    lanes = max(1, min(PAGE_TOKENS, TILE // (group_block * dim_block)))
-    return {"GROUP": group, "GROUP_BLOCK": group_block, "HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}
+    lines = max(MIN_LINES, group_block)
+    lanes = max(1, min(PAGE_TOKENS, TILE // (lines * dim_block)))
+    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": lines // group_block}
+    return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}

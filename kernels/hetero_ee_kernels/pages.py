@@ -15,6 +15,7 @@ from hetero_ee_kernels.checks import check
 
 PAGE_TOKENS = 64  # a block of the online softmax too, so that a block never straddles pages
 PART_TOKENS = 256  # positions an attention program reads: 4096 of context are 16 programs a key head
+FEW_ROWS = 16  # up to so many, each of a row's parts has an attention program of its own
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 
 
@@ -67,8 +68,10 @@ def new_pages(shape: tuple[int, int, int], kind: str, n_pages: int, table_shape:
 
 
 def attention_workspace(pages: Pages, max_rows: int, n_heads: int) -> Any:
-    """Room for attention's parts of max_rows rows: fp32. One serves every layer, as layers follow each other."""
-    return torch.empty(workspace_size(max_rows * n_heads * pages.n_parts, pages.head_dim), device=pages.codes.device)
+    """What attention of up to max_rows rows needs: fp32, for the parts of FEW_ROWS at most. One serves every layer, as
+    layers follow each other."""
+    n_entries = min(max_rows, FEW_ROWS) * n_heads * pages.n_parts
+    return torch.empty(workspace_size(n_entries, pages.head_dim), device=pages.codes.device)
 
 
 def workspace_size(n_entries: int, head_dim: int) -> int:

@@ -6,6 +6,7 @@ Arguments and results are those of the kernels, which each file of this package 
 from math import sqrt
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -15,18 +16,37 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
 
 
-def dequantize(weight: TileMatrix) -> Any:
-    """All of W with its padding, fp32 (N padded to 16, K padded to 32): (scale x 2^exponent) x entry."""
-    n_blocks, n_groups = weight.n_blocks, weight.n_groups
+def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
+    """All of W with its padding, or of these blocks of 16 rows, fp32 (N padded to 16, K padded to 32):
+    (scale x 2^exponent) x entry."""
+    tiles, scales = weight.tiles[blocks], weight.scales[blocks]
+    n_blocks, n_groups = len(tiles), weight.n_groups
     if weight.codebook is None:
-        lines = weight.tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
+        lines = tiles.view(n_blocks, n_groups, 8, 16, 4)  # b g j r c
         entries = lines.permute(0, 3, 1, 2, 4)
     else:
-        lines = weight.tiles.view(n_blocks, n_groups, 4, 16, 4)
+        lines = tiles.view(n_blocks, n_groups, 4, 16, 4)
         codes = torch.stack([lines & 15, lines >> 4], dim=2).permute(0, 4, 1, 2, 3, 5)  # b r g half j c
         entries = torch.tensor(weight.codebook, device=codes.device)[codes.int()]
-    factors = weight.scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
+    factors = scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
     return (entries.reshape(n_blocks * 16, n_groups, 32).float() * factors).view(n_blocks * 16, n_groups * 32)
+
+
+def embed(
+    ids: Any,
+    weight: TileMatrix,
+    n_columns: int,
+    out: Any = None,
+    *,
+    learned: Any = None,
+    positions: Any,
+    offset: int = 0,
+) -> Any:
+    ids = ids.long()
+    rows = dequantize(weight, ids // 16).view(len(ids), 16, 32 * weight.n_groups)
+    x = rows[torch.arange(len(ids), device=ids.device), ids % 16, :n_columns]
+    x = x if learned is None else x + learned[positions.long() + offset]
+    return x.contiguous() if out is None else out.copy_(x)
 
 
 def quantize(x: Any) -> tuple[Any, Any]:
@@ -196,24 +216,36 @@ def read(pages: Pages, slot: int, layer: int, first: int, end: int) -> tuple[Any
     return keys.contiguous(), values.contiguous()
 
 
-def argmax(logits: Any, out: Any = None) -> Any:
-    """The first NaN of a row, or the first of its largest values; torch's own leaves open which of equal ones wins."""
-    is_nan = logits.isnan()
-    largest = torch.where(is_nan, -torch.inf, logits).amax(1, keepdim=True)
-    wins = torch.where(is_nan.any(1, keepdim=True), is_nan, logits == largest)
-    first = wins.int().cumsum(1).eq(0).sum(1)
-    return first if out is None else out.copy_(first)
-
-
-def exit_predictor(
-    logits: Any, previous: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, out: Any = None
-) -> Any:
-    """logits, previous: fp32 (m, c), previous becomes the softmax; first (h, 3c) .. second_bias (1,); out (m,)."""
-    out = logits.new_empty(len(logits)) if out is None else out
-    softmax = torch.softmax(logits, -1)
-    features = torch.cat([logits, softmax, softmax - previous], -1)
-    previous.copy_(softmax)
-    for row, target in zip(features, out, strict=True):
-        inner = torch.relu(torch.mv(first.float(), row) + first_bias.float())
-        target.copy_(torch.sigmoid(inner @ second.float() + second_bias.float()[0]))
+def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: Any = None) -> Any:
+    """One row at a time, its noise in float64 by NumPy."""
+    out = torch.empty((len(logits), 2), dtype=torch.int32, device=logits.device) if out is None else out
+    for row, words, target in zip(logits, noise.cpu().numpy(), out, strict=True):
+        target[0], target[1:] = -1, torch.tensor([torch.nan]).view(torch.int32)
+        if torch.isfinite(row).all():
+            place = int(_scores(row, words, ids).argmax())
+            sure = torch.softmax(row, 0)[place] if network is None else judged(row, *network)
+            target[0] = place if ids is None else ids[place]
+            target[1:] = sure.reshape(1).view(torch.int32)
     return out
+
+
+def _scores(row: Any, words: Any, ids: Any) -> Any:
+    """float64 (n,), on the CPU: what the draft is the largest of, the first of equals."""
+    scores, inverse = row.double().cpu().numpy(), float(words[4:].view(np.float32)[0])
+    if not inverse:
+        return scores
+    last = len(scores) - 1 if ids is None else int(ids.max())
+    key = np.concatenate([words[:2].copy().view(np.uint64), np.zeros(1, np.uint64)])
+    counter = np.array([0, 0, *words[2:4]], np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw(last + 1)
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    drawn = -np.log(-np.log(uniform))
+    return scores * inverse + (drawn if ids is None else drawn[ids.cpu().numpy()])
+
+
+def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
+    """The network's answer to the four largest of logits (n,)."""
+    largest = torch.topk(logits, 4).values
+    softmax = torch.softmax(largest, 0)
+    inner = torch.relu(torch.mv(first, torch.cat([largest, softmax, softmax])) + first_bias)
+    return torch.sigmoid(inner @ second + second_bias[0])

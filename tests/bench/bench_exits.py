@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from exit_demo import PLANNER, Stories, emulated_rows
 from exit_overhead import Overhead, overheads
-from exit_replay import Replay, head_draft_s
+from exit_replay import Replay, head_rates
 from exit_rows import Row
 from exit_wall import WallClock, this_profile
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.statistics import (
-    DraftRates,
     ExitStatistics,
     Statistics,
     published_statistics,
@@ -102,9 +101,8 @@ def replayed_rows(stories: Stories, profile: HardwareProfile) -> Iterator[Row]:
         gpu_layers = round(spec.n_layers * (1 - share))
         limits = Limits(gpu_layers=gpu_layers, context_tokens=512, kv_type="fp16")
         replay = Replay(spec, SHAPE, profile, limits, stories.n_texts, stories.n_tokens)
-        draft_s = head_draft_s(spec, profile, on_gpu=gpu_layers > 0)
-        eagles = {name: DraftRates(f"{name}, published", chances, draft_s) for name, chances in EAGLES.items()}
-        demo_head = DraftRates("the demo model's", DEMO_ACCEPTANCE, draft_s)
+        eagles = {name: head_rates(spec, profile, chances, f"{name}, published") for name, chances in EAGLES.items()}
+        demo_head = head_rates(spec, profile, DEMO_ACCEPTANCE, "the demo model's")
         yield replay.row("exit drafts, published p and q", Statistics(published), "exact")
         yield replay.row("exit drafts, the demo's p and q", Statistics(demos), "exact")
         for name, eagle in eagles.items():

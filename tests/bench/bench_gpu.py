@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -271,7 +270,7 @@ def plan_row(
 ) -> dict[str, Any]:
     """Full mode, a prompt, and exact mode by one placement; tokens a second."""
     spec, threads = bench.spec, profile.cpu[-1].threads
-    known = knowledge.statistics(spec, profile, threads, on_gpu=True)
+    known = knowledge.statistics(spec, profile, threads)
     n_gpu = max(1, round(share * spec.n_layers))
     limits = Limits(context_tokens=CONTEXT_TOKENS, kv_type="fp16", gpu_layers=n_gpu, threads=threads)
     row: dict[str, Any] = {"gpu_layers": n_gpu}
@@ -305,11 +304,10 @@ def exact_figures(
     """A text with synthetic acceptance, which must be the text of full mode."""
     executor, clock, spec, n_text = opened.executor, opened.clock, bench.spec, bench.text_tokens
     text, counts = bench_text(executor, n_text + 1, clock), DraftCounts()
-    with drafting(knowledge, opened, profile, text, spec) as drawn:
-        way = partial(generate_exact, drafting=drawn, counts=counts)
-        params, ending = SamplingParams(max_new_tokens=n_text + 1), Ending(frozenset(), executor.cache.max_tokens)
-        tokens = list(way(executor, [text[:1]], params, ending, lambda _: "", clock))
-        run = bench_text_run(executor, DraftedWay(way, way, ()), n_text, 0, repetitions=2, clock=clock)
+    way = partial(generate_exact, drafting=drafting(knowledge, opened, profile, text, spec), counts=counts)
+    params, ending = SamplingParams(max_new_tokens=n_text + 1), Ending(frozenset(), executor.cache.max_tokens)
+    tokens = list(way(executor, [text[:1]], params, ending, lambda _: "", clock))
+    run = bench_text_run(executor, DraftedWay(way, way, ()), n_text, 0, repetitions=2, clock=clock)
     expected_s = predicted_text_s(spec, profile, opened.plan, known, n_text, 0)
     return {
         "exact": achieved(n_text, expected_s, run.samples_s),
@@ -318,17 +316,13 @@ def exact_figures(
     }
 
 
-@contextmanager
 def drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile, text: Sequence[int], spec: ModelSpec
-) -> Iterator[Drafting]:
+) -> Drafting:
     """Of the head in `knowledge`, right as often as RATES say."""
     found = open_drafting(knowledge, opened, profile, say)
     assert found is not None, "exact mode drafts"
-    try:
-        yield synthetic(found.drafting, text, RATES, spec.vocab_size)
-    finally:
-        found.close()
+    return synthetic(found.drafting, text, RATES, spec.vocab_size)
 
 
 def achieved(n_tokens: int, expected_s: float | None, samples_s: Sequence[float]) -> dict[str, Any]:

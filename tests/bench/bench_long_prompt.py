@@ -145,13 +145,11 @@ class LongPrompts:
                 shorts.append(told(Continuation(sequence, token_ids)))
             return whole, shorts
         finally:
-            if drafting is not None:
-                drafting.close()
             executor.close()
 
     def _opened(self, mode: str, n_prompt: int) -> Opened:
         engine = self.stories.engine
-        known = self.stories.knowledge(HEAD).statistics(engine.spec, self.profile, 1, on_gpu=False)
+        known = self.stories.knowledge(HEAD).statistics(engine.spec, self.profile, 1)
         n_context = n_prompt + self.stories.n_tokens + 1
         limits = Limits(mode=mode, context_tokens=n_context, threads=1, gpu_layers=0)
         placement = Placement(self.profile, limits, statistics=known)

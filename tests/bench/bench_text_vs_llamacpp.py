@@ -85,7 +85,7 @@ def our_texts(
 ) -> Iterator[dict[str, TextRun]]:
     """Both modes on one executor, opened as the engine opens a model."""
     profile, knowledge = this_profile(spec), DraftKnowledge(draft_head=head, is_asked=True)
-    known = knowledge.statistics(spec, profile, threads, on_gpu=False)
+    known = knowledge.statistics(spec, profile, threads)
     limits = Limits(context_tokens=512, mode="exact", threads=threads, gpu_layers=0)
     opened = open_placed(spec, weights, Placement(profile, limits, None, known), threads, time.perf_counter, print)
     drafting = open_drafting(knowledge, opened, profile, print)
@@ -104,7 +104,6 @@ def our_texts(
 
         yield {"full": lambda: run(generate), "exact": lambda: run(exact)}
     finally:
-        drafting.close()
         opened.executor.close()
 
 

@@ -111,8 +111,6 @@ def emulated_rows(stories: Stories, profile: HardwareProfile, gpu_layers: int) -
             machine = f"{profile.name}, emulated"
             described = described_row(EMULATED, "demo", machine, cpu_share, kind, sampling, opened.plan)
             yield _row(stories, profile, opened, drafting, described, full[sampling])
-            if drafting is not None:
-                drafting.close()
             opened.executor.close()
 
 
@@ -126,8 +124,9 @@ def _row(
 ) -> Row:
     spec, plan = stories.engine.spec, opened.plan
     knowledge = stories.knowledge(described.asked)
-    drafts = knowledge.statistics(spec, profile, plan.threads, on_gpu=described.cpu_share < 1).drafts
-    costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, drafts.draft_s if drafts else 0.0)
+    drafts = knowledge.statistics(spec, profile, plan.threads).of_plan(plan).drafts
+    draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
+    costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, draft_s)
     if drafting is None or plan.drafts is None:
         return full_row(described, costs, full)
     counts = StepCounts()
@@ -137,7 +136,7 @@ def _row(
 
 def _opened(stories: Stories, profile: HardwareProfile, limits: Limits, knowledge: DraftKnowledge) -> Opened:
     engine = stories.engine
-    statistics = knowledge.statistics(engine.spec, profile, 0, on_gpu=limits.gpu_layers != 0)
+    statistics = knowledge.statistics(engine.spec, profile, 0)
     placement = Placement(profile, limits, statistics=statistics, emulates=True)
     opened = open_placed(engine.spec, engine.executor.weights, placement, 1, lambda: 0.0, _fail)
     return replace(opened, placement=placement)

@@ -20,20 +20,21 @@ from exit_demo import EXITS, HEAD, SAMPLINGS, Stories
 from exit_rows import planned_costs
 
 from hetero_ee.decoding import sampling, texts
-from hetero_ee.decoding.sampling import SamplingParams, all_finite, choose_token, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
+from hetero_ee.runtime.choice import all_finite, gumbel_noise
 from hetero_ee.runtime.opening import Opened, Placement, open_placed
-from hetero_ee.speculation import drafts, exact, exit_drafter
+from hetero_ee.speculation import drafts, exact
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.opening import open_drafting
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.source import Choose, Draft, DraftSource
 from hetero_ee_profiles.hardware import HardwareProfile
 
-PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "lm_head_on_cpu", "sliced")
-LAYER = ("guess", "embed", "logits")
+PASSES = ("run", "prompt", "logits", "hidden", "head", "embed", "final_norm", "lm_head", "draft", "draft_logits")
+LAYER = ("guess", "embed", "keep")
 RULE = ("is_worth", "best_length", "audit", "settle", "spend", "chance")
 BIG_SHAPE, BIG_CONTEXT_TOKENS = "llama-2-7b", 512
 N_ROUNDS = 7  # of both modes, for each median
@@ -42,7 +43,7 @@ CHOOSE, NOISE, FINITE, CONFIDENCE, RULE_CALL, SOURCE = "choose", "noise", "finit
 PLACES = {
     CHOOSE: [(module, "choose_token") for module in (texts, drafts)],
     NOISE: [(sampling, "gumbel_noise")],
-    FINITE: [(module, "all_finite") for module in (exit_drafter, exact)],
+    FINITE: [(module, "all_finite") for module in (drafts, exact)],
 }
 
 
@@ -171,9 +172,9 @@ class Loop:
         if how is not None:
             rule: Any = Clocked(how.rule, RULE, watches[RULE_CALL])
             how = replace(how, rule=rule, sources=tuple(ClockedSource(each, watches[SOURCE]) for each in how.sources))
-            if how.exit_head is not None:
-                confidence = watches[CONFIDENCE].timed(how.exit_head.confidence)
-                how = replace(how, exit_head=replace(how.exit_head, confidence=confidence))
+            if how.exit_end is not None:
+                judge: Any = Clocked(how.exit_end.judge, ("of_row",), watches[CONFIDENCE])
+                how = replace(how, exit_end=replace(how.exit_end, judge=judge))
         with ExitStack() as patched:
             for part, places in PLACES.items():
                 for module, name in places:
@@ -197,18 +198,17 @@ def overheads(stories: Stories, profile: HardwareProfile, n_rounds: int = N_ROUN
             told = partial(stories.told_by, executor, opened, name)
             with _clocked_head(how.sources, watch):
                 yield _compared(kind, name, Loop(told, watch, None), Loop(told, watch, how), n_rounds, big_token_s)
-        drafting.close()
         opened.executor.close()
 
 
 @contextmanager
 def _clocked_head(sources: Sequence[DraftSource], watch: Stopwatch) -> Iterator[None]:
-    """The time inside of a draft head's layer, and of the lm_head on its states, is the watch's meanwhile."""
+    """The time inside of a draft head's layer is the watch's meanwhile."""
     with ExitStack() as patched:
         for head in (source for source in sources if isinstance(source, DraftHeadSource)):
-            patched.enter_context(patch.object(head, "_layer", Clocked(head._layer, LAYER, watch)))
+            layer = Clocked(head._layer_now(), LAYER, watch)
+            patched.enter_context(patch.object(head, "_layer_now", lambda layer=layer: layer))
             patched.enter_context(patch.object(head, "_target", Clocked(head._target, PASSES, watch)))
-            patched.enter_context(patch.object(head, "_lm_head", watch.timed(head._lm_head)))
         yield
 
 
@@ -249,9 +249,9 @@ def _looks_s(loop: Loop, name: str, n_tokens: int) -> dict[str, float]:
         NOISE: lambda: gumbel_noise(n_tokens, 1, 2, 3),
         FINITE: lambda: all_finite(logits),
     }
-    exit_head = None if loop.how is None else loop.how.exit_head
-    if exit_head is not None:
-        calls[CONFIDENCE] = lambda: exit_head.confidence(logits, logits)
+    judge = loop.how.exit_end.judge if loop.how is not None and loop.how.exit_end is not None else None
+    if judge is not None:
+        calls[CONFIDENCE] = lambda: judge.of_row(logits)
     return {part: _call_s(call) for part, call in calls.items()}
 
 
@@ -274,7 +274,7 @@ def _big_token_s(profile: HardwareProfile) -> float:
 
 def _opened(stories: Stories, profile: HardwareProfile, kind: str) -> Opened:
     engine = stories.engine
-    known = stories.knowledge(kind).statistics(engine.spec, profile, 1, on_gpu=False)
+    known = stories.knowledge(kind).statistics(engine.spec, profile, 1)
     limits = Limits(context_tokens=engine.context_tokens, mode="exact", threads=1, gpu_layers=0)
     plain = replace(profile, gpu=None, link=None)
     placement = Placement(plain, replace(limits, gpu_layers=None), statistics=known)

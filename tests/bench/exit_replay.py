@@ -16,33 +16,34 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, Plan
 from hetero_ee.planning.planner import plan as make_plan
-from hetero_ee.planning.statistics import ExitRates, Statistics
+from hetero_ee.planning.statistics import DraftRates, ExitRates, Statistics
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.work import block_work, work_s
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import Confidence, ExitHead
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
+from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
 PROMPT_TOKENS = 16
+SURE = 2.0  # the likeliest logit of a row that exits
 
 
 class Fates:
@@ -94,7 +95,7 @@ class ReplayedRunner(DummyExecutor):
         """See Executor.lm_head."""
         logits = torch.zeros(len(normed), self.spec.vocab_size)
         for index, state in enumerate(normed):
-            logits[index, self._token(state)] = 1.0
+            logits[index, self._token(state)] = SURE if self.fates.exits(int(state[POSITION])) else 1.0
         return logits
 
     def _token(self, state: Tensor) -> int:
@@ -107,27 +108,29 @@ class ReplayedRunner(DummyExecutor):
         return true_id if is_right else true_id ^ 1
 
 
-class ReplayedHeadLayer:
-    """A draft head that counts how far it is from what was verified. See DraftHeadLayer."""
+class ReplayedJudge:
+    """Says 1 of a row that exits, else 0, for the time that a predictor takes."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.cache = CpuKvCache(1, 0, 0, max_tokens)
+    network = torch.zeros(64, 12), torch.zeros(64), torch.zeros(64), torch.zeros(1)
 
-    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """See DraftHeadLayer.guess."""
-        self.cache.admit(batch)
-        guessed = states.clone()
+    def of_row(self, logits: Tensor) -> float:
+        """See Judge.of_row."""
+        return float(logits.max() == SURE)
+
+
+class ReplayedHead(DummyExecutor):
+    """A draft head that counts how far it is from what was verified."""
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See BlockExecutor.linear: fc, which leaves the state."""
+        return x[:, x.shape[1] // 2 :]
+
+    def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
+        """See BlockExecutor.forward."""
+        guessed = hidden.clone()
         guessed[:, POSITION] += 1
         guessed[:, GUESSES] += 1
         return guessed
-
-    def embed(self, token_ids: list[int]) -> Tensor | None:
-        """See DraftHeadLayer.embed."""
-        return None
-
-    def logits(self, states: Tensor) -> Tensor | None:
-        """See DraftHeadLayer.logits."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,8 @@ class Replay:
         plan = make_plan(self.spec, self.profile, replace(self.limits, mode=mode), statistics)
         machine = f"{self.profile.name}, emulated"
         described = described_row(REPLAYED, self.model, machine, self.cpu_share, asked, "greedy", plan)
-        draft_s = statistics.drafts.draft_s if statistics.drafts else 0.0
+        drafts = statistics.of_plan(plan).drafts
+        draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
         costs = planned_costs(self.spec, self.profile, plan, PROMPT_TOKENS + self.n_tokens // 2, draft_s)
         full = self._run(plan, statistics, None)
         if plan.drafts is None:
@@ -195,35 +199,28 @@ class Replay:
 
     def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
         if plan.drafts == EXIT and plan.exit_layer is not None:
-            exit_head = ExitHead(None, _confidence(fates))
+            end = DraftEnd(judge=ReplayedJudge())
             n_layers = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
             rule = FixedThreshold(0.5)
-            return Drafting(plan.exit_layer, plan.draft_length, rule, exit_head, async_layers=n_layers)
-        machine, head_spec = executor.machine, draft_head_spec(self.spec)
-        layer = ReplayedHeadLayer(plan.context_tokens)
-        on_gpu = plan.n_bytes(GPU) > 0
-        placed = PlacedDraftHead(layer, head_spec, lambda: machine, on_gpu=on_gpu)
-        source = DraftHeadSource(placed, executor, on_gpu=on_gpu)
+            return Drafting(plan.exit_layer, plan.draft_length, rule, end, async_layers=n_layers)
+        head_spec, on_gpu = draft_head_spec(self.spec), plan.draft_device == GPU
+        head = ReplayedHead(head_spec, plan.context_tokens)
+        layer = DraftHeadLayer(head, head_spec, None, executor.machine, on_gpu=on_gpu)
+        source = DraftHeadSource(lambda: layer, executor)
         return Drafting(0, plan.draft_length, FixedThreshold(0.0), None, (source,))
 
 
-def head_draft_s(spec: ModelSpec, profile: HardwareProfile, *, on_gpu: bool) -> float:
-    """Seconds of one draft of such a head: its layer, the model's head, and on a GPU the transfers."""
-    times = profile.gpu if on_gpu and profile.gpu is not None else profile.cpu_with(0)
-    works = draft_head_works(draft_head_spec(spec), Batch.of_sequence(0, PROMPT_TOKENS, [0]))
-    works.append(block_work(decoder_blocks(spec)[-1], 1))
-    seconds = sum(work_s(work, times, profile.disk_read_bytes_per_s.value, spec) for work in works)
-    return seconds + (2 * profile.link.transfer.value if on_gpu and profile.link is not None else 0.0)
+def head_rates(
+    spec: ModelSpec, profile: HardwareProfile, acceptance: tuple[float, ...], source: str = "published"
+) -> DraftRates:
+    """Of a draft head of the model's shapes."""
+    facts = DraftHeadFacts(draft_head_spec(spec), spec.vocab_size, False, acceptance)
+    return HeadCosts(facts, spec, profile, 0).rates(source)
 
 
 def draft_head_spec(spec: ModelSpec) -> ModelSpec:
     """A draft head of the model's shapes: one of its layers."""
     return replace(spec, n_layers=1, sliding_windows=(None,))
-
-
-def _confidence(fates: Fates) -> Confidence:
-    """1 where the token exits, else 0."""
-    return lambda normed, logits: float(fates.exits(int(normed[POSITION])))
 
 
 def _decode(token_ids: Sequence[int]) -> str:

@@ -44,13 +44,11 @@ class WallClock:
                     yield self._declined(kind, sampling, opened)
                 else:
                     yield self._row(kind, sampling, opened, drafting.drafting)
-            if drafting is not None:
-                drafting.close()
             opened.executor.close()
 
     def _opened(self, kind: str) -> Opened:
         engine = self.stories.engine
-        known = self.stories.knowledge(kind).statistics(engine.spec, self.profile, self.threads, on_gpu=False)
+        known = self.stories.knowledge(kind).statistics(engine.spec, self.profile, self.threads)
         limits = Limits(
             context_tokens=engine.context_tokens,
             mode=None if kind == PLANNER else "exact",

@@ -10,11 +10,11 @@ from torch import Tensor
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.speculation.sources.draft_head_opening import head_on_cpu
+from hetero_ee.speculation.sources.draft_head_opening import head_weights as prepared_weights
 from hetero_ee.weights.quantizers import quantize
-from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from tests.draft_heads import HIDDEN, VOCAB, BareTarget, head_weights, random_text
+from tests.draft_heads import HIDDEN, MODEL, VOCAB, BareTarget, draft_head_layer, head_source, head_weights, random_text
 from tests.draft_sources import taken
 
 N_TOKENS, MAX_TOKENS = 20, 64
@@ -63,29 +63,19 @@ def test_a_rows_bits_do_not_depend_on_its_batch(pool: ThreadPool) -> None:
         assert torch.equal(guessed(layer, chunks), whole)
 
 
-def test_the_draft_vocabularys_logits_are_the_heads(pool: ThreadPool) -> None:
-    head = BareTarget().head[[2, 5, 17]]
-    weights = head_weights()
-    layer = draft_head_layer(weights, MAX_TOKENS, pool, DenseWeight(head))
-    logits = layer.logits(STATES[:1])
-    assert logits is not None and logits.shape == (1, 3)
-    assert relative_error(logits, STATES[:1] @ head.T) < 0.02
-    assert draft_head_layer(weights, MAX_TOKENS, pool).logits(STATES[:1]) is None
-
-
 @pytest.mark.parametrize("ids", [[2, 5, 17], [0, 15, 16, VOCAB - 1], list(range(VOCAB)), [9]])
 def test_gathered_rows_give_the_whole_heads_logits_bit_by_bit(pool: ThreadPool, ids: list[int]) -> None:
     head = quantize(BareTarget().head, "int8")
     gathered = head.gathered(torch.tensor(ids))
     assert gathered.shape == (len(ids), HIDDEN) and torch.equal(gathered.dequantize(), head.dequantize()[ids])
-    whole = draft_head_layer(head_weights(), MAX_TOKENS, pool, head).logits(STATES)
-    some = draft_head_layer(head_weights(), MAX_TOKENS, pool, gathered).logits(STATES)
-    assert whole is not None and some is not None and torch.equal(some, whole[:, ids])
+    executor = head_on_cpu(MODEL, prepared_weights(head_weights(), compiled=True), MAX_TOKENS, pool)
+    whole, some = (executor.product(STATES, weight) for weight in (head, gathered))
+    assert torch.equal(some, whole[:, ids])
 
 
 def test_after_a_rollback_it_drafts_as_a_fresh_one_does(pool: ThreadPool) -> None:
     def source() -> DraftHeadSource:
-        return DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), BareTarget())
+        return head_source(draft_head_layer(head_weights(), MAX_TOKENS, pool), BareTarget())
 
     used, fresh = source(), source()
     wrong, wrong_states = random_text(N_TOKENS, seed=5)
@@ -114,7 +104,7 @@ def test_it_has_the_shapes_it_says(pool: ThreadPool) -> None:
 def test_a_model_whose_head_is_no_number_gets_no_drafts(pool: ThreadPool, broken: float) -> None:
     target, notices = BareTarget(), list[str]()
     target.head[VOCAB // 2, 5] = broken
-    source = DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
+    source = head_source(draft_head_layer(head_weights(), MAX_TOKENS, pool), target, warn=notices.append)
     source.observe(0, 0, TOKENS, STATES)
     for _ in range(2):
         assert taken(source, [*TOKENS, 4], 3) == []

@@ -7,10 +7,10 @@ import pytest
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import no_memory
@@ -21,7 +21,7 @@ from tests.e2e.test_runtime_faults import CONTEXT_TOKENS, EVERY_OR_SOME, PROMPTS
 N_TOKENS = 6
 WHERE = ["gpu", "cpu", "transfer"]
 PARAMS, ENDING = SamplingParams(max_new_tokens=N_TOKENS), Ending(frozenset(), CONTEXT_TOKENS)
-HOW = Drafting(1, 2, FixedThreshold(2.0), ExitHead(), async_layers=1)
+HOW = Drafting(1, 2, FixedThreshold(2.0), DraftEnd(), async_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation import exact
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.device_support import SPEC, round_profile
@@ -44,7 +44,7 @@ def told(*, async_layers: int, head: str = "cpu") -> tuple[Timeline, list[float]
     plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
     timeline = Timeline()
     executor = dummy(SPEC, plan, roomy, timeline)
-    how = Drafting(1, 2, NEVER, ExitHead(), async_layers=async_layers)
+    how = Drafting(1, 2, NEVER, DraftEnd(), async_layers=async_layers)
     params, ending = SamplingParams(4), Ending(frozenset(), 64)
     tokens = generate_exact(executor, [[0] * 7], params, ending, str, lambda: timeline.now_s, how)
     return timeline, [token.elapsed_s for token in tokens]
@@ -115,7 +115,7 @@ def test_a_wrong_guess_that_is_kept_is_found(
     run = replace(run, params=run.params.changed(max_new_tokens=40))
     plan = planned(engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens)
     executor = emulated(engine.spec, engine.executor.weights, plan)
-    how = Drafting(6, 2, FixedThreshold(0.0), ExitHead(), async_layers=async_layers)
+    how = Drafting(6, 2, FixedThreshold(0.0), DraftEnd(), async_layers=async_layers)
     counts = DraftCounts()
     check_identity(run.full(), run.exact(how, executor, counts))
     assert 2 < counts.n_ahead_kept < counts.n_ahead - 2

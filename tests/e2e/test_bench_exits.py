@@ -11,7 +11,7 @@ import pytest
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.statistics import DraftRates, ExitRates, ExitStatistics, Statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee_profiles.reference import reference_profile
 
 FOLDER = Path(__file__).parents[1] / "bench"
@@ -41,8 +41,8 @@ def exits(exit_rate: float, precision: float, refused_precision: float = 0.0) ->
 
 
 def chains(bench: Any, acceptance: tuple[float, ...], on_gpu: bool) -> Statistics:
-    draft_s = bench.head_draft_s(SPEC, PROFILE, on_gpu=on_gpu)
-    return Statistics(None, DraftRates("asked for", acceptance, draft_s))
+    rates = bench.head_rates(SPEC, PROFILE, acceptance)
+    return Statistics(None, rates.by_gpu if on_gpu else replace(rates, by_gpu=None))
 
 
 def replay(bench: Any, gpu_layers: int = BOUNDARY, **limits: Any) -> Any:
@@ -110,7 +110,7 @@ def test_the_demo_models_lines_and_the_document(bench: Any, stories: Any) -> Non
 
 @pytest.mark.parametrize("gpu_layers", [0, 6])
 def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_layers: int) -> None:
-    """The demo model's is too small for a GPU, and a plan without one has no use for it there."""
+    """Beside the model's head on the GPU, where there is one; a plan without one has no use for it there."""
     exit_demo = importlib.import_module("exit_demo")
     knowledge = stories.knowledge(exit_demo.HEAD)
     limits = Limits(gpu_layers=gpu_layers, context_tokens=512, mode="exact")
@@ -118,11 +118,12 @@ def test_the_draft_head_lies_where_it_is_fastest(bench: Any, stories: Any, gpu_l
     drafting = exit_demo.open_drafting(knowledge, opened, PROFILE, pytest.fail)
     stories.told(opened, "greedy", drafting.drafting)
     spans = opened.spans()
-    assert {span.lane for span in spans if span.name.startswith("draft_head.")} == {"cpu"}
+    where = "gpu" if gpu_layers else "cpu"
+    assert opened.plan.draft_device == where
+    assert {span.lane for span in spans if span.name.startswith(("draft_head.", "draft_vocabulary"))} == {where}
     n_passes = sum(span.name == "draft_head.ffn" for span in spans)
-    assert 1 < n_passes == 1 + sum(span.name == "draft_head.vocabulary" for span in spans)  # one reads the prompt
+    assert 1 < n_passes == 1 + sum(span.name == "draft_vocabulary" for span in spans)  # one reads the prompt
     assert any(span.lane == "gpu" for span in spans) == (gpu_layers > 0)
-    drafting.close()
     opened.executor.close()
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.sources.draft_head import ABSENT
+from hetero_ee.speculation.drafts import ABSENT
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
-from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.draft_sources import taken
 from tests.e2e.test_placements import split_at
 from tests.e2e.test_trained_models import OPENINGS
@@ -50,8 +51,8 @@ def run_of(engine: Engine, **sampling: Any) -> Run:
     return Run(engine, prompts, SamplingParams(N_TOKENS, seed=3, **sampling), ending)
 
 
-def drafting_with(head: Path, executor: Executor, **placed: Any) -> Drafting:
-    source = open_draft_head(head, executor, ThreadPool(1), **placed)
+def drafting_with(head: Path, executor: Executor, running: Any = None) -> Drafting:
+    source = open_draft_head(head, executor, running)
     return Drafting(0, 5, FixedThreshold(0.0), None, (source,))
 
 
@@ -70,9 +71,10 @@ def test_drafts_are_right_often_and_the_tokens_are_full_modes(
 def test_on_an_emulated_machine_too_and_drafting_takes_its_time(head: Path, engine: Engine, on_gpu: bool) -> None:
     timeline = Timeline()
     plan = planned(engine.spec, overrides=split_at(6), context_tokens=engine.context_tokens)
+    plan = replace(plan, memory=(*plan.memory, MemoryTerm("gpu" if on_gpu else "cpu", DRAFT_HEAD, 1)))
     executor = emulated(engine.spec, engine.executor.weights, plan, timeline=timeline)
     run, counts = run_of(engine), DraftCounts()
-    drafting = drafting_with(head, executor, machine=lambda: executor.machine, on_gpu=on_gpu)
+    drafting = drafting_with(head, executor, lambda: executor)
     assert run.exact(drafting, executor, counts) == run.full()
     lanes = {span.lane for span in timeline.spans if span.name.startswith("draft_head.") and span.end_s > span.start_s}
     assert lanes == {"gpu" if on_gpu else "cpu"}
@@ -89,7 +91,7 @@ def test_its_vocabulary_is_trimmed_and_no_logit_of_it_changes(head: Path, engine
     shutil.copyfile(head / "model.safetensors", tmp_path / "model.safetensors")
     seen: list[list[Tensor]] = []
     for folder in (head, tmp_path):
-        source = open_draft_head(folder, engine.executor, ThreadPool(1))
+        source = open_draft_head(folder, engine.executor)
         source.observe(0, 0, [5, 6], torch.ones(2, engine.spec.hidden_size))
         logits: list[Tensor] = []
         taken(source, [5, 6, 7], 3, lambda found, before, to=logits: to.append(found) or token_ids[len(before)])

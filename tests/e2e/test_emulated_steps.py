@@ -17,16 +17,18 @@ from hetero_ee.planning.statistics import ExitRates, Statistics
 from hetero_ee.planning.times.steps import StepTimes, exit_steps
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
 from tests.drawn_plans import Drawn, drawn, roomy
 from tests.emulation import dummy
+from tests.scripted_model import Says
 
 N_KNOWN, MAX_TOKENS = 64, 8
+GREEDY, END = DraftNoise(0.0, 0, 0, 0), DraftEnd(judge=Says(1.0))
 N_DRAWN = 400
 PROMISED, USUAL, CLOSE, MEDIAN = 0.05, 0.02, 0.01, 1e-3
 
@@ -44,7 +46,7 @@ def steps_s(case: Drawn, exit_layer: int, m: int) -> tuple[float, float]:
         for row in range(m):
             (hidden,) = executor.run(Batch.of_sequence(sequence, N_KNOWN + row, [0]), None, range(exit_layer))
             waiting.append(hidden)
-            executor.lm_head(executor.final_norm(torch.stack([hidden])))
+            executor.draft(torch.stack([hidden]), [GREEDY], END)
         drafts_s, middle_s = timeline.now_s - start_s, timeline.now_s
         batch = Batch.of_sequence(sequence, N_KNOWN, [0] * m)
         executor.lm_head(
@@ -91,7 +93,7 @@ def rate(case: Drawn, exit_layer: int, m: int, layers_ahead: int) -> float:
     """Emulated tokens a second of steps of m tokens whose drafts and guesses are all right."""
     timeline = Timeline()
     executor = dummy(case.spec, case.plan, case.profile, timeline)
-    how = Drafting(exit_layer, m, FixedThreshold(0.0), ExitHead(), async_layers=layers_ahead)
+    how = Drafting(exit_layer, m, FixedThreshold(0.0), DraftEnd(judge=Says(1.0)), async_layers=layers_ahead)
     params, n_known = SamplingParams(6 * m + 1), N_KNOWN - 2 * m
     ending = Ending(frozenset(), case.plan.context_tokens)
     tokens = generate_exact(executor, [[0] * n_known], params, ending, str, lambda: timeline.now_s, how)
@@ -123,7 +125,9 @@ class Fates:
     def __init__(self, exit_rate: float, seed: int) -> None:
         self._exits = iter((np.random.default_rng(seed).random(4 * N_DRAWN) < exit_rate).tolist())
 
-    def confidence(self, *_: object) -> float:
+    network = Says(0.0).network
+
+    def of_row(self, logits: torch.Tensor) -> float:
         return float(next(self._exits))
 
 
@@ -134,8 +138,8 @@ def test_texts_whose_tokens_exit_at_random(n_on_gpu: int, close: float) -> None:
     limits = Limits(context_tokens=512, gpu_layers=n_on_gpu, mode="full")
     made = plan(spec, profile, limits)
     case, exit_layer = Drawn("exits", spec, profile, limits, made), 14
-    head = ExitHead(None, Fates(0.8, seed=n_on_gpu).confidence)
-    how = Drafting(exit_layer, 4, FixedThreshold(0.5), head, async_layers=exit_layer)
+    end = DraftEnd(judge=Fates(0.8, seed=n_on_gpu))
+    how = Drafting(exit_layer, 4, FixedThreshold(0.5), end, async_layers=exit_layer)
     timeline, counts = Timeline(), DraftCounts()
     executor = dummy(spec, made, profile, timeline)
     ending = Ending(frozenset(), made.context_tokens)

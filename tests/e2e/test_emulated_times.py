@@ -13,17 +13,17 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
-from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU
 from hetero_ee.runtime.devices.timeline import TO_GPU, Timeline
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.work import work_s
+from hetero_ee.runtime.executors.dummy import DummyExecutor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
+from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
+from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -103,38 +103,26 @@ def test_plans_drawn_at_random_take_what_is_predicted(first: int, n_plans: int) 
     check(found)
 
 
-class NoNumbers:
-    """A draft head's layer that computes nothing."""
+class NoNumbers(DummyExecutor):
+    """A draft head that computes nothing."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.cache = CpuKvCache(1, 0, 0, max_tokens)
-
-    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        self.cache.admit(batch)
-        return states
-
-    def embed(self, token_ids: list[int]) -> None:
-        return None
-
-    def logits(self, states: Tensor) -> None:
-        return None
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x[:, x.shape[1] // 2 :]
 
 
 def with_a_head(case: Drawn, n_prompt: int, on_gpu: bool) -> tuple[float, float, float]:
     """Seconds of a prompt that a draft head reads too: emulated, predicted, and what the host spends on reading."""
     timeline, head_spec = Timeline(), replace(case.spec, n_layers=1, sliding_windows=(None,))
     executor = dummy(case.spec, replace(case.plan, context_tokens=n_prompt + 1), case.profile, timeline)
-    layer: Any = PlacedDraftHead(NoNumbers(n_prompt), head_spec, lambda: executor.machine, on_gpu=on_gpu)
-    how = Drafting(0, 2, FixedThreshold(0.0), None, (DraftHeadSource(layer, executor, on_gpu=on_gpu),))
+    layer = DraftHeadLayer(NoNumbers(head_spec, n_prompt), head_spec, None, executor.machine, on_gpu=on_gpu)
+    how = Drafting(0, 2, FixedThreshold(0.0), None, (DraftHeadSource(lambda: layer, executor),))
     options: Any = SamplingParams(1), Ending(frozenset(), n_prompt + 1), str, lambda: timeline.now_s, how
     (token,) = generate_exact(executor, [[0] * n_prompt], *options, counts := DraftCounts())
 
-    def chunk_s(m: int, context_tokens: int) -> float:
-        times = case.profile.gpu if on_gpu and case.profile.gpu else case.profile.cpu_with(0)
-        works = draft_head_works(head_spec, Batch.of_sequence(0, context_tokens - m, [0] * m))
-        return sum(work_s(work, times, case.profile.disk_read_bytes_per_s.value, case.spec) for work in works)
-
-    expected_s = predicted_run_s(case.spec, case.profile, case.plan, n_prompt, 0, 0, PromptReading(chunk_s, on_gpu))
+    facts = DraftHeadFacts(head_spec, case.spec.vocab_size, False, (0.5,))
+    rates = HeadCosts(facts, case.spec, case.profile, 0).rates("a head")
+    reading = rates.by_gpu.reading if on_gpu and rates.by_gpu else rates.reading
+    expected_s = predicted_run_s(case.spec, case.profile, case.plan, n_prompt, 0, 0, reading)
     return token.elapsed_s, expected_s, counts.statistics(1, 0).prompt_s["draft head"]
 
 

@@ -95,7 +95,7 @@ def test_a_long_prompts_progress_is_told_as_it_is_read_and_the_draft_head_reads_
         found = engine.generate(prompt, max_new_tokens=8)
         times = [time_s for stage, _, _, time_s in told if stage == READING]
         assert [n_done for _, n_done, *_ in told] == [*range(0, n_tokens, 512), n_tokens] and n_tokens > 2 * 512
-        assert times[1:] == sorted(set(times[1:])) and times[-1] <= found.prompt_s  # the GPU begins a chunk early
+        assert times == sorted(times) and 0 < times[-1] <= found.prompt_s  # the host waits for no chunk but the CPU's
         statistics, spans = engine.draft_statistics, [span for span in engine.spans if span.name == "draft_head.ffn"]
-        assert statistics is not None and 0 < statistics.prompt_s["draft head"] < 0.3 * found.prompt_s
+        assert statistics is not None and 0 <= statistics.prompt_s["draft head"] < 0.3 * found.prompt_s
         assert sum(span.start_s < found.prompt_s for span in spans) >= 3  # the last position waits for the first token

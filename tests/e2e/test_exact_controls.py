@@ -13,19 +13,19 @@ from hetero_ee import Engine
 from hetero_ee.decoding import texts
 from hetero_ee.decoding.sampling import choose_token
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.speculation import drafts
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.exact_cases import Case, Run, check_identity
 
 EXIT_LAYER = 5
-DRAFTING = Drafting(EXIT_LAYER, 5, FixedThreshold(0.0), ExitHead())
+DRAFTING = Drafting(EXIT_LAYER, 5, FixedThreshold(0.0), DraftEnd())
 N_TOKENS = 48
 SAMPLED = Case(3, "demo", "none", False, "exit", 4, 0.5, "always", False, "top-p", 1, "length")
 

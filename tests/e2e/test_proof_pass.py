@@ -15,7 +15,6 @@ from hetero_ee.runtime.devices import cuda_machine
 from hetero_ee.runtime.execution import warmed_up
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.replanning import N_SMALLER, ReplanningExecutor
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.opening import Opened, Placement, open_on_cpu, open_placed
 from hetero_ee_profiles.reference import reference_profile
@@ -26,7 +25,7 @@ from tests.executor_support import Model, model_of
 from tests.stand_in_cuda import StandInCuda
 from tests.stand_in_machine import PLENTY, StandInCopier, marked_layers, stand_in_gpu, torch_operations
 
-CHUNK_TOKENS = 40  # in turns of 16, 16 and 8 rows on the GPU
+CHUNK_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ class Proving(Faulty):
 
 
 class Watched:
-    """Operations that write down how many rows they get. n_fail: whole turns that find no memory, in the beginning."""
+    """Operations that write down how many rows they get. n_fail: whole chunks that find no memory, in the beginning."""
 
     def __init__(self, n_fail: int = 0) -> None:
         self.rows: list[int] = []
@@ -65,7 +64,7 @@ class Watched:
 
     def _activate(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         self.rows.append(len(x))
-        if len(x) == MAX_ROWS and self._n_fail:
+        if len(x) == CHUNK_TOKENS and self._n_fail:
             self._n_fail -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return self._real.activate(x, *arguments, **options)
@@ -85,7 +84,7 @@ def test_a_whole_chunk_and_a_row_of_decoding_pass(model: Model, monkeypatch: pyt
     told: list[str] = []
     watched = Watched()
     found = on_gpu(model, monkeypatch, told, watched, traces=True)
-    assert watched.rows == [16, 16, 8] * model[0].n_layers + [1] and told == []  # a chunk's other layers visit
+    assert watched.rows == [CHUNK_TOKENS] * model[0].n_layers + [1] and told == []  # a chunk's other layers visit
     assert found.executor.cache.sequences == () and found.spans() == []
     found.executor.cache.check()
     found.executor.close()

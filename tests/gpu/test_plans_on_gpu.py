@@ -24,11 +24,11 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.profiling.machine_profile import Wanted, machine_profile
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement, open_on_cpu, open_placed
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -167,7 +167,7 @@ def test_asynchronous_drafting_changes_no_token(opened: Open) -> None:
     common: Any = executor, [PROMPT], params, Ending(frozenset(), CONTEXT_TOKENS), str, lambda: 0.0
     expected = list(generate(*common))
     for threshold in (2.0, 0.0):
-        how = Drafting(1, 2, FixedThreshold(threshold), ExitHead(), async_layers=1)
+        how = Drafting(1, 2, FixedThreshold(threshold), DraftEnd(), async_layers=1)
         assert list(generate_exact(*common, how, counts)) == expected
         executor.cache.check()
     assert 0 < counts.n_ahead_kept < counts.n_ahead

@@ -9,8 +9,8 @@ from torch import Tensor
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.planning.times.overlap import Overlap, overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
@@ -49,7 +49,7 @@ class Overlapping(ScriptedModel):
 def drafting(
     rule: FixedThreshold = NEVER, exit_layer: int = EXIT_LAYER, async_layers: int = N_LAYERS, **changes: Any
 ) -> Drafting:
-    return Drafting(exit_layer, 2, rule, ExitHead(), async_layers=async_layers, **changes)
+    return Drafting(exit_layer, 2, rule, DraftEnd(), async_layers=async_layers, **changes)
 
 
 def generated(

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.speculation.sources.draft_head import ABSENT, DraftHeadSource
+from hetero_ee.speculation.drafts import ABSENT
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import DraftHead
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
-from hetero_ee.weights.weight import DenseWeight
 from tests.draft_heads import (
     HEAD_DIM,
     HEADS,
@@ -25,6 +24,8 @@ from tests.draft_heads import (
     NAMES,
     VOCAB,
     BareTarget,
+    draft_head_layer,
+    head_source,
     head_weights,
     part_of,
     random_text,
@@ -36,9 +37,8 @@ TOKENS, STATES = random_text(N_TOKENS)
 
 
 def fresh(**changes: Any) -> DraftHeadSource:
-    max_tokens, lm_head = changes.pop("max_tokens", MAX_TOKENS), changes.pop("lm_head", None)
-    layer = draft_head_layer(head_weights(), max_tokens, lm_head=lm_head)
-    return DraftHeadSource(layer, BareTarget(), **changes)
+    layer = draft_head_layer(head_weights(), changes.pop("max_tokens", MAX_TOKENS))
+    return head_source(layer, BareTarget(), **changes)
 
 
 def observed(n_tokens: int, sequence: int = 0) -> DraftHeadSource:
@@ -136,13 +136,14 @@ def test_whatever_happened_before_a_fresh_source_drafts_the_same(steps: list[tup
 @pytest.mark.parametrize("chunk", [1, 5, N_TOKENS])
 def test_what_it_read_of_a_prompt_is_not_computed_by_the_first_draft(chunk: int) -> None:
     source, counted = fresh(), list[int]()
-    guess = source._layer.guess
+    layer: Any = source._layer_now()
+    guess = layer.guess
 
     def counting(embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
         counted.append(len(batch))
         return guess(embedded, states, batch)
 
-    source._layer.guess = counting  # type: ignore[method-assign]
+    layer.guess = counting
     for first in range(0, N_TOKENS, chunk):
         source.read_prompt(0, first, TOKENS[first : first + chunk], STATES[first : first + chunk])
     assert sum(counted) == N_TOKENS - 1  # the last one's next token is not there yet
@@ -223,7 +224,7 @@ def test_no_draft_is_computed_before_it_is_asked_for(n_wanted: int) -> None:
 
 def test_a_trimmed_vocabulary_drafts_its_tokens_alone() -> None:
     ids = torch.tensor([2, 5, 17, 40, 60])
-    source = fresh(lm_head=DenseWeight(BareTarget().head[ids]), draft_token_ids=ids)
+    source = fresh(draft_token_ids=ids)
     source.observe(0, 0, TOKENS, STATES)
     seen: list[Tensor] = []
     for each in (source, observed(N_TOKENS)):
@@ -255,7 +256,7 @@ def test_weights_that_are_not_finite_draft_nothing(part: str) -> None:
     values = values.clone()
     values.view(-1)[0] = math.nan
     layer = draft_head_layer(head_weights(**{part: values}), MAX_TOKENS)
-    source = DraftHeadSource(layer, BareTarget(), warn=warnings.append)
+    source = head_source(layer, BareTarget(), warn=warnings.append)
     source.observe(0, 0, TOKENS, STATES)
     assert taken(source, [*TOKENS, 4], 3) == [] and len(warnings) == 1
 
@@ -263,6 +264,6 @@ def test_weights_that_are_not_finite_draft_nothing(part: str) -> None:
 def test_logits_that_are_not_finite_draft_nothing() -> None:
     target, warnings = BareTarget(), list[str]()
     target.head[5, 5] = math.nan
-    source = DraftHeadSource(draft_head_layer(head_weights(), MAX_TOKENS), target, warn=warnings.append)
+    source = head_source(draft_head_layer(head_weights(), MAX_TOKENS), target, warn=warnings.append)
     source.observe(0, 0, TOKENS, STATES)
     assert taken_ids(source, [*TOKENS, 4], 3) == [] and len(warnings) == 1

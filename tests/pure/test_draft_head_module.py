@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
-from tests.draft_heads import CONFIG, MODEL, BareTarget, random_text
+from tests.draft_heads import CONFIG, MODEL, BareTarget, draft_head_layer, random_text
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 N_TOKENS, N_GUESSES = 9, 3

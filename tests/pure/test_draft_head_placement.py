@@ -10,49 +10,53 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_layer import PlacedDraftHead, draft_head_works
-from hetero_ee.speculation.sources.draft_head_opening import draft_head_layer
+from hetero_ee.speculation.sources.draft_head_layer import draft_head_works
 from hetero_ee.speculation.sources.source import Draft
-from hetero_ee.weights.weight import DenseWeight
 from tests.device_support import EmulatedMachine
-from tests.draft_heads import FFN, HEAD_DIM, HIDDEN, KV_HEADS, MODEL, BareTarget, head_weights, random_text
-from tests.draft_sources import taken
+from tests.draft_heads import (
+    FFN,
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    MODEL,
+    BareTarget,
+    draft_head_layer,
+    head_source,
+    head_weights,
+    random_text,
+)
+from tests.draft_sources import greedy, sampling, taken
 
 SPEC = dataclasses.replace(MODEL, n_layers=1, sliding_windows=(None,))
-DRAFT_TOKENS = torch.tensor([2, 5, 17])
 TOKENS, STATES = random_text(6)
 N_DRAFTS = 3
 
 
-def drafts_of(source: DraftHeadSource) -> list[Draft]:
-    source.observe(0, 0, TOKENS, STATES)
+def drafts_of(source: DraftHeadSource, states: torch.Tensor = STATES) -> list[Draft]:
+    source.observe(0, 0, TOKENS, states)
     return taken(source, [*TOKENS, 4], N_DRAFTS)
 
 
-def source_of(devices: EmulatedMachine | None, on_gpu: bool = False, trimmed: bool = False) -> DraftHeadSource:
-    head = DenseWeight(BareTarget().head[DRAFT_TOKENS]) if trimmed else None
-    layer: Any = draft_head_layer(head_weights(), 64, lm_head=head)
-    if devices is not None:
-        machine = Machine(devices.cpu, devices.gpu, devices.link, EmulatedCopier())
-        layer = PlacedDraftHead(layer, SPEC, lambda: machine, on_gpu=on_gpu)
-    return DraftHeadSource(layer, BareTarget(), DRAFT_TOKENS if trimmed else None)
+def source_of(devices: EmulatedMachine | None, on_gpu: bool = False) -> DraftHeadSource:
+    machine = None if devices is None else Machine(devices.cpu, devices.gpu, devices.link, EmulatedCopier())
+    layer = draft_head_layer(head_weights(), 64, machine=machine, on_gpu=on_gpu)
+    return head_source(layer, BareTarget())
 
 
-@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("states_on_gpu", [False, True])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, trimmed: bool) -> None:
+def test_each_draft_takes_the_devices_time_and_changes_no_number(on_gpu: bool, states_on_gpu: bool) -> None:
     devices = EmulatedMachine(spec=SPEC)
-    assert drafts_of(source_of(devices, on_gpu, trimmed)) == drafts_of(source_of(None, trimmed=trimmed))
+    states = EmulatedCopier().to_gpu(STATES) if states_on_gpu else STATES
+    assert drafts_of(source_of(devices, on_gpu), states) == drafts_of(source_of(None))
     spans = [(span.lane, span.name) for span in devices.timeline.spans if span.end_s > span.start_s]
     device = "gpu" if on_gpu else "cpu"
     expected = [(device, "draft_head.attention"), (device, "draft_head.ffn")]
-    if trimmed:
-        expected.append((device, "draft_head.vocabulary"))
     for one in expected:
         assert spans.count(one) == N_DRAFTS, spans
-    transfers = [name for lane, name in spans if lane not in ("cpu", "gpu")]
-    once = ["draft embedding", *(["draft logits"] if trimmed else [])]
-    assert transfers == (once * N_DRAFTS if on_gpu else [])
+    transfers = [(lane, name) for lane, name in spans if lane not in ("cpu", "gpu")]
+    crossing = [("rows_to_gpu" if on_gpu else "rows_to_cpu", "verified states")] if on_gpu != states_on_gpu else []
+    assert transfers == crossing + [("rows_to_gpu", "draft embedding")] * (N_DRAFTS if on_gpu else 0)
 
 
 def test_a_guess_is_one_layers_products_and_fc() -> None:
@@ -64,10 +68,16 @@ def test_a_guess_is_one_layers_products_and_fc() -> None:
     assert all(work.m == 2 for work in works)
 
 
-def test_without_a_gpu_it_is_the_cpus_work() -> None:
-    """As after a GPU was lost."""
-    devices = EmulatedMachine(spec=SPEC)
-    machine = Machine(devices.cpu, None, None, EmulatedCopier())
-    layer: Any = PlacedDraftHead(draft_head_layer(head_weights(), 64), SPEC, lambda: machine, on_gpu=True)
-    assert drafts_of(DraftHeadSource(layer, BareTarget(), None)) == drafts_of(source_of(None))
-    assert {span.lane for span in devices.timeline.spans} == {"cpu"}
+def test_another_layer_begins_with_nothing() -> None:
+    """As after another plan was opened: drafts go on with what is observed from then on."""
+    layers = [draft_head_layer(head_weights(), 64) for _ in range(2)]
+    now: list[Any] = layers[:1]
+    source = DraftHeadSource(lambda: now[0], BareTarget())
+    expected = drafts_of(source)
+    drafting = source.drafts(0, [*TOKENS, 4], sampling(source, greedy))
+    assert next(drafting) == expected[0]
+    now[0] = layers[1]
+    assert list(drafting) == [] and taken(source, [*TOKENS, 4], N_DRAFTS) == []
+    source.truncate(0, 2)
+    source.close(0)
+    assert drafts_of(source) == expected

@@ -20,6 +20,7 @@ from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule
+from hetero_ee_kernels.reference import judged
 from hetero_ee_profiles.hardware import HardwareProfile
 from tests.calibration_support import some_calibration
 from tests.device_support import SPEC as TWO_LAYERS
@@ -66,8 +67,10 @@ def test_confidences_are_the_predictors() -> None:
     assert (found.exit_layer, found.draft_length, found.sources) == (EXIT_LAYER, 3, ())
     best = logits.topk(4).values.numpy()
     expected = fitted.predictor.probability(exit_features(best[None], np.zeros((1, 4), np.float32)))
-    assert found.exit_head is not None and (found.exit_head.exit_map is None) == (fitted.exit_map is None)
-    assert found.exit_head.confidence(torch.zeros(3), logits) == pytest.approx(float(expected[0]), rel=1e-5)
+    end = found.exit_end
+    assert end is not None and end.judge is not None and (end.state_map is None) == (fitted.exit_map is None)
+    assert end.judge.of_row(logits) == pytest.approx(float(expected[0]), rel=1e-5)
+    assert float(judged(logits, *end.judge.network)) == pytest.approx(float(expected[0]), rel=1e-5)  # on a GPU
 
 
 def test_the_rule_goes_by_costs_where_they_are_known() -> None:

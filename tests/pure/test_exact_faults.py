@@ -14,8 +14,8 @@ from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
 from hetero_ee.planning.times.overlap import Overlap
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.sources.source import Choose
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.draft_sources import ScriptedSource
@@ -27,6 +27,7 @@ from tests.scripted_model import (
     N_LAYERS,
     PROMPT,
     VOCABULARY,
+    Says,
     ScriptedModel,
     decoding,
     drafted,
@@ -76,8 +77,8 @@ def warned(model: ScriptedModel, how: Drafting) -> tuple[list[str], list[int]]:
     return warnings, [len(one.batch) for one in model.verifications]
 
 
-def warned_of_exits(exit_head: ExitHead) -> tuple[list[str], list[int]]:
-    return warned(SpoiltExits(successor, successor), Drafting(EXIT_LAYER, 4, FixedThreshold(0.0), exit_head))
+def warned_of_exits(exit_end: DraftEnd) -> tuple[list[str], list[int]]:
+    return warned(SpoiltExits(successor, successor), Drafting(EXIT_LAYER, 4, FixedThreshold(0.0), exit_end))
 
 
 def warned_of(*sources: ScriptedSource) -> tuple[list[str], list[int]]:
@@ -86,43 +87,40 @@ def warned_of(*sources: ScriptedSource) -> tuple[list[str], list[int]]:
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_exit_logits_that_are_not_finite_draft_nothing(value: float) -> None:
-    warnings, sizes = warned_of_exits(ExitHead(spoiled_map(value, *range(99))))
+    warnings, sizes = warned_of_exits(DraftEnd(state_map=spoiled_map(value, *range(99))))
     assert sizes == [1] * 11
     assert warnings == ["exits' logits are not finite; these tokens pass every layer one by one, as in mode full."]
-    _, sizes = warned_of_exits(ExitHead(spoiled_map(value, 1)))
+    _, sizes = warned_of_exits(DraftEnd(state_map=spoiled_map(value, 1)))
     assert sizes == [2, 4, 4, 1]  # drafting goes on where it can
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_confidences_that_are_not_finite_draft_nothing(value: float) -> None:
-    warnings, sizes = warned_of_exits(ExitHead(confidence=lambda *_: value))
+    warnings, sizes = warned_of_exits(DraftEnd(judge=Says(value)))
     assert sizes == [1] * 11
     assert len(warnings) == 1 and warnings[0].startswith("exits' confidences are not finite; ")
 
 
 class Faulty(ScriptedSource):
-    """Drafts a right token, then has logits that are not finite, or raises."""
+    """Drafts a right token, then raises."""
 
-    def __init__(self, fault: Exception | None) -> None:
+    def __init__(self, fault: Exception) -> None:
         super().__init__(lambda _: [], HIDDEN)
         self._fault = fault
 
     def _drafted(self, token_ids: Sequence[int], choose: Choose) -> Generator[int]:
         yield successor(token_ids[-1], 0)
-        if self._fault is not None:
-            raise self._fault
-        assert choose(torch.full((VOCABULARY,), NAN), token_ids) is None
+        raise self._fault
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (None, "the draft source's logits are not finite; these tokens pass every layer"),
         (DeviceMemoryError("the GPU is full."), "the GPU is full. No drafts follow in this step; these tokens"),
         (DeviceLostError("the GPU is gone."), "the GPU is gone. No drafts follow in this step; these tokens"),
     ],
 )
-def test_a_source_that_fails_drafts_no_further(fault: Exception | None, words: str) -> None:
+def test_a_source_that_fails_drafts_no_further(fault: Exception, words: str) -> None:
     source = Faulty(fault)
     warnings, sizes = warned_of(source)
     assert sizes == [2] * 5 + [1] and source.closed == [0]
@@ -138,7 +136,7 @@ def test_a_source_of_another_vocabulary_drafts_what_this_model_has(foreign: int,
 
 
 def test_without_anybody_to_tell_drafting_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    model, how = drafted("exits", exit_head=ExitHead(confidence=lambda *_: NAN))
+    model, how = drafted("exits", exit_end=DraftEnd(judge=Says(NAN)))
     assert len(list(decoding(model, how, PROMPTS))) == 2 * N_TOKENS
     assert capsys.readouterr() == ("", "")
 

@@ -10,8 +10,9 @@ import torch
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.texts import Continuation
 from hetero_ee.errors import UsageError
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
-from hetero_ee.speculation.exit_drafter import EXIT, ExitHead
+from hetero_ee.speculation.exit_drafter import EXIT
 from hetero_ee.speculation.sources.source import Choose
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
@@ -210,10 +211,8 @@ class Drawing(ScriptedSource):
         history = list(token_ids)
         while len(history) < len(token_ids) + MAX_DRAFTS:
             state = torch.tensor([[history[-1], len(history) - 1, N_LAYERS]], dtype=torch.float32)
-            token_id = choose(self._model.lm_head(state)[0], history)
-            assert token_id is not None
-            history.append(token_id)
-            yield token_id
+            history.append(choose(state, DraftEnd(is_normed=True), history).token_id)
+            yield history[-1]
 
 
 @both_kinds
@@ -260,10 +259,10 @@ def test_impossible_lengths_are_refused(draft_length: int) -> None:
 
 
 def test_impossible_exit_layers_are_refused() -> None:
-    for exit_layer, exit_head in ((-1, ExitHead()), (0, ExitHead()), (2, None)):
+    for exit_layer, exit_end in ((-1, DraftEnd()), (0, DraftEnd()), (2, None)):
         with pytest.raises(UsageError, match=f"exit layer is {exit_layer}; expected 1 or more for exits, 0 for other"):
-            Drafting(exit_layer, 4, FixedThreshold(0.0), exit_head)
+            Drafting(exit_layer, 4, FixedThreshold(0.0), exit_end)
     model = ScriptedModel(successor, successor)
     with pytest.raises(UsageError, match=r"exit layer is 6; expected 0 to 5, of this model"):
-        ids(model, Drafting(N_LAYERS, 4, FixedThreshold(0.0), ExitHead()))
+        ids(model, Drafting(N_LAYERS, 4, FixedThreshold(0.0), DraftEnd()))
     assert model.cache.n_bytes == 0

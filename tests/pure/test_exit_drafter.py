@@ -6,11 +6,12 @@ import pytest
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text, prefill
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
-from hetero_ee.speculation.exit_drafter import ExitDrafter, ExitHead
+from hetero_ee.speculation.exit_drafter import ExitDrafter
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee.speculation.waiting import WaitingToken, advance
-from tests.scripted_model import PROMPT, ScriptedModel, numbers, successor
+from tests.scripted_model import PROMPT, Says, ScriptedModel, numbers, successor
 
 EXIT_LAYER, NAN = 4, float("nan")
 
@@ -42,9 +43,9 @@ def drafted(
         steps.append(DraftStep(text, min(draft_length, sampler.n_left(text)) - 1, [last]))
     scripted.passes.clear()
     scripted.n_logits = 0
-    head, warnings = ExitHead(None, lambda *_: confidence), list[str]()
+    end_, warnings = DraftEnd(judge=Says(confidence)), list[str]()
     rule = FixedThreshold(0.5)
-    drafter = ExitDrafter(model, EXIT_LAYER, head, rule, sampler, warnings.append, guesses_next=guesses_next)
+    drafter = ExitDrafter(model, EXIT_LAYER, end_, rule, sampler, warnings.append, guesses_next=guesses_next)
     drafter.draft(steps)
     assert all(token.depth == EXIT_LAYER for step in steps for token in step.tokens)
     return steps, scripted

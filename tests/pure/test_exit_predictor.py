@@ -1,12 +1,12 @@
-"""The exit predictor: checked against the operation exit_predictor, safe for tokens that mean nothing."""
+"""The exit predictor: checked against what judges on a GPU, safe for tokens that mean nothing."""
 
 import numpy as np
 import pytest
 import torch
 
 from hetero_ee.speculation.exits.features import exit_features
-from hetero_ee.speculation.exits.predictor import ExitPredictor
-from hetero_ee_kernels.reference import exit_predictor
+from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor
+from hetero_ee_kernels.reference import judged
 
 
 def random(seed: int, *shape: int, scale: float = 1.0, mean: float = 0.0) -> np.ndarray:
@@ -26,17 +26,15 @@ def features(m: int, seed: int = 7) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n_hidden", [1, 64, 512])
-def test_features_and_network_are_the_operations(n_hidden: int) -> None:
+def test_features_and_network_are_the_gpus(n_hidden: int) -> None:
+    """Of tokens that no exit layer has judged before, as a GPU judges them."""
     predictor = predictor_of(n_hidden)
-    previous, its_previous = np.zeros((6, 4), np.float32), torch.zeros(6, 4)
-    names = ("first", "first_bias", "second", "second_bias")
-    parts = [torch.from_numpy(getattr(predictor, name)) for name in names]
-    for layer in range(3):
-        logits = random(layer, 6, 4, scale=2.0, mean=8.0)
-        found = predictor.probability(exit_features(logits, previous))
-        expected = exit_predictor(torch.from_numpy(logits), its_previous, *parts)
-        np.testing.assert_allclose(found, expected.numpy(), atol=2e-5)
-        assert found.std() > 0.01
+    network = ExitConfidence(predictor, compiled=False).network
+    logits = -np.sort(-random(1, 6, 4, scale=2.0, mean=8.0))
+    found = predictor.probability(exit_features(logits, np.zeros((6, 4), np.float32)))
+    expected = [float(judged(torch.from_numpy(row), *network)) for row in logits]
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert found.std() > 0.01
 
 
 def test_the_network_is_what_its_parameters_say() -> None:

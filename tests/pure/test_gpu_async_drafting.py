@@ -11,10 +11,10 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
-from hetero_ee.speculation.exit_drafter import ExitHead
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from tests.emulation import planned
@@ -75,7 +75,7 @@ def test_a_guess_takes_nothing_from_tokens_that_wait(model: Model, n_tokens: int
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 def test_texts_are_those_of_full_mode(model: Model, places: str, exit_layer: int, threshold: float) -> None:
     executor, counts = opened(model, places), DraftCounts()
-    how = Drafting(exit_layer, 2, FixedThreshold(threshold), ExitHead(), async_layers=exit_layer)
+    how = Drafting(exit_layer, 2, FixedThreshold(threshold), DraftEnd(), async_layers=exit_layer)
     params, ending = SamplingParams(40, temperature=0.7, seed=2, top_k=3), Ending(frozenset(), CONTEXT_TOKENS)
     common: Any = executor, PROMPTS, params, ending, str, lambda: 0.0
     expected, found = list(generate(*common)), list(generate_exact(*common, how, counts))

@@ -101,7 +101,7 @@ MODEL_BYTES = sum(shape.n_bytes * shape.n_layers for shape in SHAPES)
 
 
 def products(work: Multiplications, rows: tuple[int, ...] = (1,), cycle_bytes: int = 2**20) -> list[ProductSamples]:
-    return probe_gpu_products(work.gpu, SHAPES, rows, 16, work.kernels, SAMPLING, cycle_bytes)
+    return probe_gpu_products(work.gpu, SHAPES, rows, work.kernels, SAMPLING, cycle_bytes)
 
 
 def test_products_are_timed_each_by_itself() -> None:
@@ -113,13 +113,12 @@ def test_products_are_timed_each_by_itself() -> None:
     assert work.gpu.n_recorded == 6 and work.gpu.held_bytes == 0
 
 
-def test_more_rows_than_a_turn_go_through_all_weights_turn_by_turn() -> None:
+def test_a_prompts_rows_are_one_product() -> None:
     work = Multiplications(StandInGpu(), is_capturable=False)
-    probe_gpu_products(work.gpu, SHAPES[:1], (35,), 16, work.kernels, Sampling(1, 1.0), MODEL_BYTES)
+    probe_gpu_products(work.gpu, SHAPES[:1], (35,), work.kernels, Sampling(1, 1.0), MODEL_BYTES)
     n_matrices = len(work.addresses[SHAPES[0]])
     assert n_matrices > 1
-    once = [16] * 2 * n_matrices + [3] * n_matrices
-    assert work.rows["int4"] == [16, 3, *once, *once]  # the first two compile, then one run before the one timed
+    assert work.rows["int4"] == [35] * (1 + 2 * n_matrices)  # the first compiles, then one run before the one timed
 
 
 def test_what_can_not_be_recorded_is_launched_one_by_one() -> None:
@@ -152,7 +151,7 @@ def test_slow_products_are_sampled_less_often() -> None:
     work = Multiplications(StandInGpu())
     turn_s = -(-MODEL_BYTES // SHAPES[0].n_bytes) * 64 * 96 * 1e-9
     for max_s, expected in ((0.5 * turn_s, 1), (1.5 * turn_s, 2), (9 * turn_s, 7)):
-        found = probe_gpu_products(work.gpu, SHAPES[:1], (1,), 16, work.kernels, Sampling(7, max_s), 2**20)
+        found = probe_gpu_products(work.gpu, SHAPES[:1], (1,), work.kernels, Sampling(7, max_s), 2**20)
         assert len(found[0].seconds) == expected
 
 
@@ -164,16 +163,16 @@ def test_attention_sees_each_layer_and_the_last_rows_of_the_context() -> None:
     ) -> None:
         m = len(queries)
         assert queries.shape == out.shape == (m, 6 * 8) and slots.tolist() == [0] * m and window is None
-        assert m <= 3 and workspace.numel() >= m * 6 * pages.n_parts * 10 and pages.codes.dtype == torch.float16
+        assert m <= 4 and workspace.numel() >= m * 6 * pages.n_parts * 10 and pages.codes.dtype == torch.float16
         assert pages.table.tolist() == [list(range(4))]
         seen.append((m, int(positions[0]), int(positions[-1]), layer))
         gpu.spend(m * (int(positions[-1]) + 1) * 1e-9)
 
-    found = probe_gpu_attention(gpu, (6, 2, 8), 3, [(1, 16), (4, 200)], 3, attend, True, SAMPLING)
+    found = probe_gpu_attention(gpu, (6, 2, 8), 3, [(1, 16), (4, 200)], attend, True, SAMPLING)
     assert [(a.m, a.context_tokens) for a in found] == [(1, 16), (4, 200)]
     assert found[0].seconds == pytest.approx([16e-9] * 3, rel=1e-6)
-    assert found[1].seconds == pytest.approx([(3 * 199 + 200) * 1e-9] * 3)
-    asked = ((1, 15, 15), (3, 196, 198), (1, 199, 199))
+    assert found[1].seconds == pytest.approx([4 * 200e-9] * 3)
+    asked = ((1, 15, 15), (4, 196, 199))
     assert set(seen) == {(*rows, layer) for rows in asked for layer in range(3)}
 
 

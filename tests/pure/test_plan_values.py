@@ -74,7 +74,7 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "VRAM": ({"vram_budget_bytes": -1}, "vram_budget_bytes is -1"),
     "VRAM budget exceeded": ({"vram_budget_bytes": 5}, "bytes of the gpu's memory and its budget is 5"),
     "RAM budget exceeded": ({"ram_budget_bytes": 5}, "bytes of the cpu's memory and its budget is 5"),
-    "no memory": ({"memory": ()}, r"part 'layers\.0\.attention' needs a GPU and no memory is planned"),
+    "no memory": ({"memory": ()}, r"part 'embedding' needs a GPU and no memory is planned"),
     "a part twice": ({"parts": GOOD.parts + GOOD.parts[:1]}, "part 'embedding' is there twice"),
     "drafts in full mode": ({"drafts": SEQUENCE, "exit_layer": 0}, "mode 'full' does not go with drafts 'sequence'"),
     "drafts": ({"drafts": "dice"}, "drafts is 'dice', expected exit, sequence or nothing"),
@@ -83,7 +83,7 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an exit below": ({"mode": "exact", "drafts": EXIT, "exit_layer": -1}, "'exit' and exit layer -1"),
     "a sequence from a layer": ({"mode": "exact", "drafts": SEQUENCE, "exit_layer": 1}, "'sequence' and exit layer 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
-    "version": ({"version": 1}, "plan version 1, this engine reads version 5"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 6"),
 }
 
 BAD_PLACES = [
@@ -93,7 +93,7 @@ BAD_PLACES = [
     (3, "stream", "cpu"),
     (5, "cpu", "gpu"),
     (5, "disk", "visit"),
-    (0, "gpu", "gpu"),
+    (0, "gpu", "cpu"),
     (0, "stream", "stream"),
     (-1, "stream", "stream"),
     (-1, "cpu", "gpu"),

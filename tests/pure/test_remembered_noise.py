@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hetero_ee.decoding import sampling
-from hetero_ee.decoding.sampling import RememberedNoise, all_finite, gumbel_noise
+from hetero_ee.decoding.sampling import RememberedNoise
+from hetero_ee.runtime.choice import all_finite, gumbel_noise
 
 
 def test_it_is_computed_once_and_forgotten_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
 
 VOCABULARY, N_DRAWS, FALSE_FAIL_RATE = 16, 4000, 1e-6

@@ -10,8 +10,9 @@ import torch
 import transformers
 from transformers.generation import logits_process as theirs
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token, gumbel_noise
+from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
 
 VOCABULARY = 16

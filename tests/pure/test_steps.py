@@ -162,20 +162,25 @@ class OneSecondLayers:
     def logits_transfer_s(self, m: int) -> float:
         return float(m)
 
+    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+        return 0.5 + 0.001 * map_rank + 0.03
+
 
 def times_of(layers: str, cpu_factor: float = 1.0) -> StepTimes:
-    """Of four layers, a letter for each part; the head is on the GPU."""
+    """Of four layers, a letter for each part; the head is on the GPU, and after three layers there is a map."""
     every, costs = model_parts(known_spec("tinyllama-1.1b"), "fp16"), OneSecondLayers(cpu_factor)
     names = {"g": "gpu", "c": "cpu", "s": "stream"}
     placements = ["cpu", *(names[letter] for letter in layers.replace(" ", "")), "gpu"]
     parts: Any = [*every[:9], every[-1]]
-    return StepTimes(costs, parts, placements, 64, 8)  # type: ignore[arg-type]
+    return StepTimes(costs, parts, placements, 64, 8, map_ranks={3: 16})  # type: ignore[arg-type]
 
 
 def test_drafts_and_verifications_by_hand() -> None:
     found = times_of("gg gg cc cc")
-    assert found.draft_s(1) == pytest.approx(1.01 + 0.51)  # to the GPU, and the drafted token back
-    assert found.draft_s(3) == pytest.approx(3.02 + 0.52)  # there are two more transfers, to the CPU and to the head
+    assert found.draft_s(1) == pytest.approx(1.01 + 0.51 + 0.03)  # to the GPU, and the drafted token back
+    assert found.draft_s(3) == pytest.approx(
+        3.02 + 0.52 + 0.03 + 0.016
+    )  # there are two more transfers, to the CPU and to the head
     assert found.verify_s(2, 3) == pytest.approx(0.02 + 2.4 + 0.5 + 3.0)
     assert found.verify_s(0, 1) == pytest.approx(0.03 + 4.0 + 0.5 + 1.0)
     assert found.verify_s(2, 9) == found.verify_s(2, 8)  # no more were asked for

@@ -208,8 +208,7 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     limits = replace(placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
     if subject.folder is None:
         knowledge = DraftKnowledge(draft_head=placed.options.draft_head)
-        on_gpu = subject.profile.gpu is not None
-        statistics = knowledge.statistics(spec, subject.profile, threads, on_gpu=on_gpu)
+        statistics = knowledge.statistics(spec, subject.profile, threads)
         placement = Placement(subject.profile, limits, given, statistics, traces=traces)
         opened = open_placed(
             spec,
@@ -219,10 +218,8 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
             time.perf_counter,
             lambda text: subject.progress(text, 0, 0),
         )
-        with closing(opened.executor), ExitStack() as drawn:
+        with closing(opened.executor):
             found = open_drafting(knowledge, opened, subject.profile, lambda text: subject.progress(text, 0, 0))
-            if found is not None:
-                drawn.callback(found.close)
             drafting = None if found is None else found.drafting
             yield _Running(opened.executor, opened.plan, statistics, drafting)
             subject.spans.extend(opened.spans())
@@ -270,7 +267,8 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
     known = subject.spec, subject.profile, made
     found: DraftStatistics | None = None  # None where nothing was drafted or read
     predicted_s: float | None
-    predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, running.statistics.reading(made.drafts))
+    reading = running.statistics.of_plan(made).reading(made.drafts)
+    predicted_s = predicted_run_s(*known, n_prompt, n_gen, n_depth, reading)
     if running.drafting is not None and (n_gen or running.sources):
         drafting = running.drafting
         if subject.synthetic is not None:

@@ -152,7 +152,7 @@ def _own_statistics(
         calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer).find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         # As an engine does: only on an emulated machine may a draft head run on the GPU.
-        return knowledge.statistics(spec, profile, limits.threads, on_gpu=bool(subject.hardware))
+        return knowledge.statistics(spec, profile, limits.threads)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
         return Statistics()

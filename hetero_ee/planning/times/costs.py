@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, kv_bytes_per_token
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
+PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
@@ -96,15 +97,32 @@ class Costs:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
+    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+        """Judging one token at an exit layer: the exit map, of rank 0 for none, and the head.
+
+        On a GPU the choice, which reads the logits once, and the predictor too, with half a layer's small kernels.
+        """
+        spec, times = self.spec, self._device(placement)
+        products, seconds = exit_map_products(spec.hidden_size, map_rank), 0.0
+        if placement in ON_GPU:
+            products += [*head.products, Product("int8", spec.vocab_size, FLOAT_BYTES)]
+            products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
+            seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2
+        else:
+            seconds = self.part_s(head, placement, 1, context_tokens=1)
+        return seconds + sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in products)
+
     def logits_transfer_s(self, m: int) -> float:
         """Bringing the logits of m tokens from the GPU's head to the CPU."""
         return self._way_s(m, self.spec.vocab_size)
 
     def _way_s(self, m: int, n_values: int) -> float:
+        """One token's hidden state was measured."""
         link = self.profile.link
         if link is None:
             return 0.0
-        return link.transfer.value + (m - 1) * n_values * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
+        n_more = max(0, m * n_values - self.spec.hidden_size)
+        return link.transfer.value + n_more * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
         """Of few tokens in proportion to the bytes of the keys and values read, where another type was timed."""

@@ -5,7 +5,7 @@ The host begins the GPU's work and waits for what comes back. Hidden states neve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
@@ -51,9 +51,9 @@ class Lanes:
         self._context_tokens = 0
         self.spent = PassTime()  # everything so far; seconds: where the host is
 
-    def entered(self) -> Flow:
-        """Tokens that begin on the CPU now."""
-        return Flow(self._cpu_s)
+    def entered(self, on_gpu: bool = False) -> Flow:
+        """Tokens that begin now, on the CPU or where the embedding lies."""
+        return Flow(self._cpu_s, on_gpu)
 
     def begin(self, parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> None:
         """A pass through these parts follows, so that their copies may begin."""
@@ -84,6 +84,8 @@ class Lanes:
                 on_gpu, n_transfers = None, n_transfers + 2
                 continue
             computes_on_gpu = placement in ON_GPU
+            if part.kind is BlockKind.EMBEDDING:
+                on_gpu = computes_on_gpu  # ids come with the launches
             if on_gpu is not None and on_gpu != computes_on_gpu:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
@@ -107,25 +109,55 @@ class Lanes:
         """The host waits for these logits of m tokens, which come over the link where the GPU has computed them."""
         self.wait(flow, self._costs.logits_transfer_s(m) if flow.on_gpu else 0.0)
 
+    def finish_draft(self, flow: Flow, end_s: float, *, on_gpu: bool) -> None:
+        """The host waits for a token that is judged on that device, in end_s."""
+        transfer_s, cpu, gpu, ready = self._costs.transfer_s(1), self._cpu_s, self._gpu_s, flow.ready_s
+        crosses = flow.on_gpu is not None and flow.on_gpu != on_gpu
+        if crosses:
+            ready = (max(cpu, gpu) if on_gpu else max(cpu, ready)) + transfer_s
+            self._spend(transfer_s)
+        if on_gpu:
+            self._gpu_s = max(cpu, gpu, ready) + end_s
+            self.wait(Flow(self._gpu_s), transfer_s)
+        else:
+            self._cpu_s = max(cpu, ready) + end_s
+            self._spend()
+
     def wait(self, flow: Flow, transfer_s: float = 0.0) -> None:
         """The host waits for the hidden states where they are, or for what is transferred of them."""
         self._cpu_s = max(self._cpu_s, flow.ready_s) + transfer_s
         self._spend(transfer_s)
 
     def read_states(
-        self, reading: PromptReading, flow: Flow, m: int, context_tokens: int, *, normed_on_gpu: bool
+        self,
+        reading: PromptReading,
+        flow: Flow,
+        m: int,
+        context_tokens: int,
+        *,
+        normed_on_gpu: bool,
+        embedded_on_gpu: bool,
     ) -> None:
-        """m tokens' states, normed on that device, come to the CPU, and drafts read them. The host goes on where the
-        GPU does that."""
+        """m tokens' states are normed on that device, and drafts read them, and the tokens' embeddings, on theirs. The
+        host goes on where the GPU does that."""
         transfer_s, seconds = self._costs.transfer_s(m), reading.chunk_s(m, context_tokens)
-        n_transfers = normed_on_gpu + (flow.on_gpu is not None and flow.on_gpu != normed_on_gpu)
-        if n_transfers:
-            self.wait(Flow(max(self._gpu_s, flow.ready_s)), n_transfers * transfer_s)
+        start = normed_on_gpu if flow.on_gpu is None else flow.on_gpu
+        states = pairwise((start, normed_on_gpu, reading.on_gpu))
+        for here, there in (*states, (embedded_on_gpu and not reading.own_embedding, reading.on_gpu)):
+            if there and not here:
+                self._to_gpu(transfer_s)
+            elif here and not there:
+                self.wait(Flow(max(self._gpu_s, flow.ready_s)), transfer_s)
         if reading.on_gpu:
-            self._gpu_s = max(self._gpu_s, self._cpu_s + transfer_s) + seconds  # the tokens' embeddings come from here
+            self._gpu_s += seconds
         else:
             self._cpu_s += seconds
         self._spend()
+
+    def _to_gpu(self, transfer_s: float) -> None:
+        """What comes there after all that the GPU was given."""
+        self._gpu_s = max(self._gpu_s, self._cpu_s) + transfer_s
+        self._spend(transfer_s)
 
     def _spend(self, transfer_s: float = 0.0, waited_s: float = 0.0) -> None:
         spent = self.spent

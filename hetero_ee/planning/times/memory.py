@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part
-from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, SPLIT, STREAMED
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, SPLIT, STREAMED
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
-SEGMENT_TOKENS = 16  # of one launch of the GPU's attention
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
 N_PINNED_BUFFERS = 3  # one is filled from mapped memory, one copied from, and one keeps the two apart
-GRAPH_BYTES = 64 * 2**20  # CUDA graphs, kernels and library workspaces: an allowance, not measured
+GRAPH_BYTES = 64 * 2**20  # kernels and library workspaces: an allowance, not measured
+GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some ten launches: likewise
+N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
+CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
+DRAFT_HEAD = "draft head"  # the term that says where it is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +46,45 @@ def working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     return chunk_tokens * width * FLOAT_BYTES
 
 
+def gpu_working_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+    """The same on a GPU, where a chunk passes at once: buffers that stay, hidden states that come and go, and what the
+    widest product reads."""
+    widest = max(spec.hidden_size, spec.query_size, spec.ffn_size)
+    passing_bytes = N_STATES * spec.hidden_size * FLOAT_BYTES + int(CODE_BYTES * widest)
+    return working_bytes(spec, chunk_tokens) + chunk_tokens * passing_bytes
+
+
 def gpu_reserve_terms(
-    spec: ModelSpec, parts: Sequence[Part], context_tokens: int, chunk_tokens: int, draft_length: int
+    spec: ModelSpec,
+    parts: Sequence[Part],
+    context_tokens: int,
+    chunk_tokens: int,
+    draft_length: int,
+    map_rank: int = 0,
 ) -> list[MemoryTerm]:
-    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU."""
+    """What a GPU that computes any layer needs besides those layers. draft_length: 0 for a head on the CPU. map_rank:
+    of the largest exit map."""
     head = [
         MemoryTerm("gpu", "head", rounded(parts[-1].product_bytes)),
         MemoryTerm("gpu", "logits", rounded(draft_length * spec.vocab_size * FLOAT_BYTES)),
     ]
+    map_bytes = sum(rounded(product.n_bytes) for product in exit_map_products(spec.hidden_size, map_rank))
+    if map_bytes:
+        head.append(MemoryTerm("gpu", "exit map", map_bytes))
+    graph_bytes = MAX_DECODE_TOKENS * spec.n_layers * GRAPH_LAYER_BYTES
+    return [
+        *(head if draft_length else []),
+        *layers_room_terms(spec, context_tokens, chunk_tokens),
+        MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES + rounded(graph_bytes)),
+    ]
+
+
+def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> list[MemoryTerm]:
+    """What all layers of a model that a GPU computes work in together."""
     n_attended = -(-context_tokens // ATTENTION_PART_TOKENS) * spec.n_heads * (spec.head_dim + 2)
     terms = [
-        *(head if draft_length else []),
-        MemoryTerm("gpu", "activations", rounded(working_bytes(spec, chunk_tokens))),
-        MemoryTerm("gpu", "attention workspace", rounded(SEGMENT_TOKENS * n_attended * FLOAT_BYTES)),
-        MemoryTerm("gpu", "graphs and workspaces", GRAPH_BYTES),
+        MemoryTerm("gpu", "activations", rounded(gpu_working_bytes(spec, chunk_tokens))),
+        MemoryTerm("gpu", "attention workspace", rounded(MAX_DECODE_TOKENS * n_attended * FLOAT_BYTES)),
     ]
     if spec.rope:
         terms.append(MemoryTerm("gpu", "rotary angles", rounded(context_tokens * spec.head_dim * FLOAT_BYTES)))

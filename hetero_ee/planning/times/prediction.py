@@ -1,6 +1,6 @@
 """What a plan is expected to do: rates, where the time goes, and the steps by which it drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -67,19 +67,29 @@ def predicted_run_s(
     return lanes.spent.seconds
 
 
-def step_times(spec: ModelSpec, profile: HardwareProfile, made: Plan, context_tokens: int | None = None) -> StepTimes:
-    """Of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens; None: at half the plan's context."""
+def step_times(
+    spec: ModelSpec,
+    profile: HardwareProfile,
+    made: Plan,
+    context_tokens: int | None = None,
+    map_ranks: Mapping[int, int] | None = None,
+) -> StepTimes:
+    """Of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens; None: at half the plan's context.
+
+    map_ranks: see StepTimes.
+    """
     context = max(1, made.context_tokens // 2) if context_tokens is None else context_tokens
     costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
-    return StepTimes(costs, parts, made.decode_placements, context, MAX_DRAFT_LENGTH)
+    return StepTimes(costs, parts, made.decode_placements, context, MAX_DRAFT_LENGTH, map_ranks=map_ranks)
 
 
 def predicted_step(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, context_tokens: int
 ) -> Step | None:
     """The average step of a plan in exact mode after so many tokens; None where nothing is known of its drafts."""
-    times = step_times(spec, profile, made, context_tokens)
-    n, exits, drafts, exit_layer = made.draft_length, statistics.exits, statistics.drafts, made.exit_layer
+    n, exits, exit_layer = made.draft_length, statistics.exits, made.exit_layer
+    times = step_times(spec, profile, made, context_tokens, None if exits is None else exits.map_ranks)
+    drafts = statistics.of_plan(made).drafts
     if exit_layer is None:
         return None
     verify_s = partial(times.verify_s, exit_layer)
@@ -87,7 +97,7 @@ def predicted_step(
         rates, draft_s = exits.rates_at(exit_layer), times.draft_s(exit_layer)
         return exit_steps(rates, n, draft_s, verify_s, times.ahead_s(exit_layer))[-1]
     if made.drafts == SEQUENCE and drafts is not None:
-        return sequence_step(n, drafts.acceptance_at, drafts.draft_s, verify_s)
+        return sequence_step(n, drafts.acceptance_at, drafts.seconds(made.decode_placements), verify_s)
     return None
 
 

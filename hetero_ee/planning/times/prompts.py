@@ -89,14 +89,16 @@ class _Chunk:
     def begin(self) -> Flow:
         """Through the early parts."""
         self.lanes.begin(self.layers, self.placements, self.context_tokens)
-        return self._through(slice(self.n_early), self.lanes.entered())
+        return self._through(slice(self.n_early), self.lanes.entered(self.every[0] in ON_GPU))
 
     def finish(self, flow: Flow) -> Flow:
         """Through the others; then drafts read it."""
         found = self._through(slice(self.n_early, None), flow)
         if self.reading is not None:
-            on_gpu = self.every[-1] in ON_GPU
-            self.lanes.read_states(self.reading, found, self.m, self.context_tokens, normed_on_gpu=on_gpu)
+            embedded, normed = (each in ON_GPU for each in (self.every[0], self.every[-1]))
+            self.lanes.read_states(
+                self.reading, found, self.m, self.context_tokens, normed_on_gpu=normed, embedded_on_gpu=embedded
+            )
         return found
 
     def _through(self, which: slice, flow: Flow) -> Flow:

@@ -7,7 +7,7 @@ elsewhere, an n-gram source or a draft head, make a sequence of a fixed length, 
 Source: derived; the gated form of Leviathan-style self-speculation with the batch cost measured (docs/planning.md).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -87,6 +87,7 @@ class StepTimes:
 
     max_tokens: of one verification. copies_ahead: copies of streamed weights run ahead from pass to pass, as they do;
     False takes the longer of copy and computing for each part, much faster to work out for many exit layers.
+    map_ranks: of exit maps, by exit layer.
     """
 
     def __init__(
@@ -98,12 +99,15 @@ class StepTimes:
         max_tokens: int,
         *,
         copies_ahead: bool = True,
+        map_ranks: Mapping[int, int] | None = None,
     ) -> None:
-        self._costs, self._parts, self._placements = costs, parts, placements
+        self._costs, self._parts, self.placements = costs, parts, placements
         self._context_tokens, self._max_tokens = context_tokens, max_tokens
+        self._map_ranks = map_ranks or {}
         self.has_streams = any(placement in STREAMED for placement in placements)
         self._is_simulated = self.has_streams and copies_ahead
-        self._on_gpu = [False, *(placement in ON_GPU for placement in placements)]  # before each part, and at the end
+        on_gpu = [placement in ON_GPU for placement in placements]
+        self._on_gpu = [on_gpu[0], *on_gpu]  # before each part, and at the end: tokens enter where the embedding lies
         self._overlap, self._beside_cpu = overlap(placements), reads_on_cpu(parts, placements)
         alone_s = (
             0.0 if placement in ON_GPU else costs.part_s(part, placement, 1, context_tokens)
@@ -133,11 +137,14 @@ class StepTimes:
         return self._sums(1)[_n_parts(exit_layer)]
 
     def exit_head_s(self, exit_layer: int) -> float:
-        """The head for one token; from the exit layer's device to the head's, and the drafted token back to the CPU."""
+        """Map, head and judging of one token; from the exit layer's device to the head's, and the draft's id and
+        confidence back to the CPU, which wait as one hidden state does."""
         head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
-        head_s = self._costs.part_s(self._parts[-1], self._placements[-1], 1, self._context_tokens)
-        return head_s + n_transfers * self._costs.transfer_s(1)
+        return self._end_s(exit_layer) + n_transfers * self._costs.transfer_s(1)
+
+    def _end_s(self, exit_layer: int) -> float:
+        return self._costs.exit_end_s(self._parts[-1], self.placements[-1], self._map_ranks.get(exit_layer, 0))
 
     def layers_ahead(self, exit_layer: int) -> int:
         """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would
@@ -156,7 +163,7 @@ class StepTimes:
         """m tokens through the first 0, 1, ... parts, transfers included; last with the way back of the logits."""
         if m not in self._known_sums:
             costs, transfer_s, seconds = self._costs, self._costs.transfer_s(m), []
-            for part, placement, devices in zip(self._parts, self._placements, pairwise(self._on_gpu), strict=True):
+            for part, placement, devices in zip(self._parts, self.placements, pairwise(self._on_gpu), strict=True):
                 part_s = costs.part_s(part, placement, m, self._context_tokens)
                 if placement == "stream":
                     part_s = max(part_s, costs.copy_s(part, beside_cpu=self._beside_cpu))
@@ -173,11 +180,11 @@ class StepTimes:
         if exit_layer not in self._simulated:
             n_parts, lanes = _n_parts(exit_layer), Lanes(self._costs, beside_cpu=self._beside_cpu)
             for _ in range(self._max_tokens):
-                flow = self._draft(lanes, n_parts)
+                flow = self._draft(lanes, exit_layer)
             self._verify(lanes, n_parts, self._max_tokens, flow)
             ends_s, steps_s = [lanes.spent.seconds], []
             for m in range(1, self._max_tokens + 1):
-                flow = self._draft(lanes, n_parts)
+                flow = self._draft(lanes, exit_layer)
                 ends_s.append(lanes.spent.seconds)
                 verified = copy(lanes)
                 self._verify(verified, n_parts, m, flow)
@@ -185,11 +192,12 @@ class StepTimes:
             self._simulated[exit_layer] = ends_s[-1] - ends_s[-2], steps_s
         return self._simulated[exit_layer]
 
-    def _draft(self, lanes: Lanes, n_parts: int) -> Flow:
+    def _draft(self, lanes: Lanes, exit_layer: int) -> Flow:
         """One token to the exit layer, where it waits, and through the exit head."""
+        n_parts = _n_parts(exit_layer)
         flow = self._through(lanes, slice(n_parts), 1, lanes.entered())
         if n_parts:
-            lanes.finish_logits(self._through(lanes, slice(-1, None), 1, flow), 1)
+            lanes.finish_draft(flow, self._end_s(exit_layer), on_gpu=self._on_gpu[-1])
         return flow
 
     def _verify(self, lanes: Lanes, n_parts: int, m: int, flow: Flow) -> None:
@@ -197,7 +205,7 @@ class StepTimes:
         lanes.finish_logits(self._through(lanes, slice(n_parts, None), m, waiting), m)
 
     def _through(self, lanes: Lanes, which: slice, m: int, flow: Flow) -> Flow:
-        parts, placements = self._parts[which], self._placements[which]
+        parts, placements = self._parts[which], self.placements[which]
         lanes.begin(parts, placements, self._context_tokens)
         return lanes.through(parts, placements, m, self._context_tokens, flow)
 

@@ -1,14 +1,18 @@
 """The CPU as a device: it computes at once, by the wall clock."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hetero_ee.runtime.devices.device import CPU, Device, Event, T, memory_error
+from hetero_ee.runtime.devices.machine import CpuCopier, Machine
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.trace import SpanRecorder
 from hetero_ee.runtime.work import Work, joined_name
+from hetero_ee_profiles.host.host import this_host
+from hetero_ee_profiles.host.memory import memory_info
 
 REFUSAL = "can't allocate memory"  # in the RuntimeError of torch's allocator
 
@@ -60,3 +64,9 @@ class CpuDevice(Device):
             if isinstance(error, MemoryError) or REFUSAL in str(error):
                 raise memory_error(CPU, purpose, n_bytes, self.free_bytes()) from error
             raise
+
+
+def host_machine(clock: Callable[[], float] = time.perf_counter, recorder: SpanRecorder | None = None) -> Machine:
+    """This computer without a GPU."""
+    device = CpuDevice(clock, lambda: memory_info(this_host()).available_bytes, recorder)
+    return Machine(device, None, None, CpuCopier())

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from hetero_ee.runtime.devices.cuda_driver import CudaDriver, TorchCuda
 from hetero_ee.runtime.devices.cuda_errors import driver_errors
 from hetero_ee.runtime.devices.cuda_stream import CudaClock
 from hetero_ee.runtime.devices.device import GPU, Link
-from hetero_ee.runtime.devices.machine import CpuCopier, Machine
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, CpuCopier, Machine
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Registry, Warn
@@ -79,15 +80,21 @@ def cuda_machine(
     device = CudaDevice(gpu.driver, plan.vram_budget_bytes, trace)
     link = CudaLink(gpu.driver, cpu.free_bytes, trace)
     with driver_errors("buffers of hidden states", gpu.driver.free_bytes):
-        n_rows = max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)
-        copier = CudaCopier(gpu.driver, link, n_rows, spec.hidden_size * FLOAT_BYTES)
+        copier = CudaCopier(gpu.driver, link, _n_rows(plan), spec.hidden_size * FLOAT_BYTES)
 
     def make_source(
         blocks: Sequence[Block], weights: ModelWeights, over: Link, _: Callable[[int], int]
     ) -> PinnedBlocks:
         return PinnedBlocks(blocks, weights, device, over)
 
-    return Machine(cpu, device, link, copier, make_source, lambda: ThreadPoolExecutor(1, "weights"))
+    def open_beside(other: ModelSpec, weights: ModelWeights, blocks: Sequence[Block], max_tokens: int) -> GpuExecutor:
+        with driver_errors("the draft head", gpu.driver.free_bytes):
+            shape = (other.n_layers, other.n_kv_heads, other.head_dim)
+            cache = GpuKvCache(shape, max_tokens, gpu.device, n_slots=N_SLOTS, kind=BESIDE_KV_TYPE)
+            return GpuExecutor(other, weights, blocks, cache, gpu.operations, BESIDE_ROWS)
+
+    workers = partial(ThreadPoolExecutor, 1, "weights")
+    return Machine(cpu, device, link, copier, make_source, workers, open_beside)
 
 
 def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, layers: tuple[int, ...]) -> GpuExecutor:
@@ -106,4 +113,9 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
             kind=plan.kv_type,
             layers=layers,
         )
-        return GpuExecutor(spec, weights, kept, cache, gpu.operations, plan.kv_type if visits else None)
+        return GpuExecutor(spec, weights, kept, cache, gpu.operations, _n_rows(plan), plan.kv_type if visits else None)
+
+
+def _n_rows(plan: Plan) -> int:
+    """The most of a pass that memory is taken for."""
+    return max(plan.prefill_chunk_tokens, MAX_DECODE_TOKENS)

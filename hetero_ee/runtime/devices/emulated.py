@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, T
 from hetero_ee.runtime.devices.machine import CpuCopier, Machine
@@ -62,11 +63,17 @@ class EmulatedDevice(Device):
 
 
 class EmulatedLink:
-    """The link of a profile. beside_cpu: names of what is copied while the CPU reads weights of its own, from the same
-    RAM. Raises ValueError for a profile without a link."""
+    """The link of a profile. row_bytes: of one token's hidden state, whose transfer was measured. beside_cpu: names of
+    what is copied while the CPU reads weights of its own, from the same RAM.
 
-    def __init__(self, timeline: Timeline, profile: HardwareProfile, beside_cpu: Collection[str] = frozenset()) -> None:
-        self._timeline, self._times, self._beside_cpu = timeline, _link(profile), beside_cpu
+    Raises ValueError for a profile without a link.
+    """
+
+    def __init__(
+        self, timeline: Timeline, profile: HardwareProfile, row_bytes: int, beside_cpu: Collection[str] = frozenset()
+    ) -> None:
+        self._timeline, self._times = timeline, _link(profile)
+        self._row_bytes, self._beside_cpu = row_bytes, beside_cpu
 
     def copy(
         self, name: str, n_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
@@ -82,10 +89,11 @@ class EmulatedLink:
     def transfer(
         self, name: str, n_rows: int, row_bytes: int, to: str, compute: Callable[[], T], after: Sequence[Event] = ()
     ) -> tuple[T, Event]:
-        """See Link.transfer: what one row was measured to take, and the rest at the rate towards the CPU, the
-        slower."""
+        """See Link.transfer: what a hidden state was measured to take, what is beyond its bytes at the rate towards
+        the CPU, the slower."""
         value = compute()
-        seconds = self._times.transfer.value + (n_rows - 1) * row_bytes / self._times.to_cpu_bytes_per_s.value
+        more_bytes = max(0, n_rows * row_bytes - self._row_bytes)
+        seconds = self._times.transfer.value + more_bytes / self._times.to_cpu_bytes_per_s.value
         return value, self._timeline.occupy(ROW_LANES[to], name, seconds, after)
 
     def host_buffer(self, n_bytes: int) -> Tensor:
@@ -115,7 +123,7 @@ def emulated_machine(profile: HardwareProfile, spec: ModelSpec, plan: Plan, time
     if profile.gpu is None or not plan.n_bytes(GPU):
         return Machine(cpu, None, None, CpuCopier())
     gpu = EmulatedDevice(GPU, timeline, profile, spec, plan.vram_budget_bytes)
-    link = EmulatedLink(timeline, profile, _copied_beside_cpu(plan))
+    link = EmulatedLink(timeline, profile, spec.hidden_size * FLOAT_BYTES, _copied_beside_cpu(plan))
     return Machine(cpu, gpu, link, EmulatedCopier(), MappedBlocks)
 
 

@@ -19,7 +19,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
@@ -67,6 +67,7 @@ class CpuExecutor(HostExecutor):
         self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
         self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
+        self._foreign: dict[Weight, _Linear] = {}
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Compiles what the first token needs, or loads it from the disk, by one pass over one token."""
@@ -88,7 +89,6 @@ class CpuExecutor(HostExecutor):
 
     @property
     def pool(self) -> ThreadPool:
-        """Its threads, for others that compute while it does not."""
         return self._pool
 
     def embed(self, batch: Batch) -> Tensor:
@@ -96,6 +96,11 @@ class CpuExecutor(HostExecutor):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._linears[name]))
+
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        if weight not in self._foreign:
+            self._foreign[weight] = self._linear("a matrix that is not the model's", weight)
+        return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._foreign[weight]))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         positions = np.array(batch.positions, np.int64)

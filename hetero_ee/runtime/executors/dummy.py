@@ -12,7 +12,7 @@ from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import TileWeight, Weight
 
 DUMMY = "dummy"  # what stands for the quantizer
 
@@ -29,6 +29,9 @@ class DummyExecutor(HostExecutor):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return torch.zeros(len(x), self.weights.matrices[name].shape[0])
+
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        return torch.zeros(len(x), weight.shape[0])
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return hidden

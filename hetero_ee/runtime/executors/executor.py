@@ -5,7 +5,7 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -15,12 +15,18 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.choice import drafted
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
 
-Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), on the CPU
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+
+Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), where they lie
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -44,6 +50,14 @@ class HeadExecutor(Protocol):
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
         return self.lm_head(self.final_norm(hidden))
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        """Drafts after states (m, hidden): int32 (m, 2) for drafted_of, on the CPU from an Executor."""
+        ...
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        """What drafts are chosen from: (m, hidden) after any layer -> fp32 logits (m, vocab), or of the end's rows."""
+        ...
 
     def close(self) -> None:
         """Ends what the executor keeps running, and gives its memory back."""
@@ -80,14 +94,24 @@ class Executor(HeadExecutor, Protocol):
         """
         ...
 
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        """lm_head by the CPU, wherever the head lies, for what is there anyway."""
-        ...
+    @property
+    def head_on_gpu(self) -> bool:
+        """Whether drafts are best chosen and judged by draft(), where the head lies."""
+        return False
+
+    def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
+        """A draft after each of the states (m, hidden), chosen and judged where the head lies."""
+        return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
     def most_tokens(self) -> int:
         """The longest context that grow() may bring."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
+
+    @property
+    def pool(self) -> "ThreadPool | None":
+        """The CPU kernels' threads, for others that compute while it does not; None where it has none."""
+        return None
 
     def grow(self, n_tokens: int) -> int:
         """Asks for a context of n_tokens: how many it holds now, fewer where it may not grow or nothing larger fits."""
@@ -108,6 +132,14 @@ class Executor(HeadExecutor, Protocol):
 
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
+
+    def embed(self, batch: Batch) -> Tensor:
+        """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
+        ...
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+        ...
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
@@ -140,12 +172,20 @@ class HostExecutor(Executor, BlockExecutor):
         self.cache = cache or CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
 
     @abstractmethod
-    def embed(self, batch: Batch) -> Tensor:
-        """(m, hidden) before the first layer."""
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
 
-    @abstractmethod
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        x, state_map = hidden if end.is_normed else self.final_norm(hidden), end.state_map
+        if state_map is not None:
+            inner = x if state_map.down is None else self.product(x, state_map.down)
+            x = x + self.product(inner, state_map.up) + state_map.bias
+        return self.lm_head(x) if end.vocabulary is None else self.product(x, end.vocabulary.rows)
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        logits = self.draft_logits(hidden, end)
+        token_ids = None if end.vocabulary is None else end.vocabulary.token_ids
+        return drafted_rows([drafted(row, one, end.judge, token_ids) for row, one in zip(logits, noise, strict=True)])
 
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
@@ -178,9 +218,6 @@ class HostExecutor(Executor, BlockExecutor):
                 self.plan, self.cache.max_tokens = larger, larger.context_tokens
                 self.growth.tell(former, larger)
         return self.cache.max_tokens
-
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        return self.lm_head(normed)
 
     def close(self) -> None:
         """Here nothing runs."""

@@ -11,10 +11,12 @@ from torch import Tensor
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
+from hetero_ee.runtime.gpu.buffers import SegmentRoom
+from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.operations import GpuOperations
-from hetero_ee.runtime.gpu.segment import GpuSegment, recorder_for
+from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.weights.model_weights import ModelWeights
@@ -24,7 +26,8 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 class GpuExecutor(BlockExecutor):
     """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
-    visits: the kind of keys and values that are uploaded from a CpuKvCache, None for none. Matrices must be in tiles.
+    n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
+    for none. Matrices must be in tiles.
     """
 
     cache: GpuKvCache
@@ -36,25 +39,45 @@ class GpuExecutor(BlockExecutor):
         blocks: Iterable[Block],
         cache: GpuKvCache,
         operations: GpuOperations,
+        n_rows: int,
         visits: str | None = None,
     ) -> None:
         self._spec, self._model_blocks = spec, decoder_blocks(spec)
         self.cache, self._device, self._operations = cache, cache.pages.codes.device, operations
         self._resident = GpuWeights(weights, blocks, operations, self._device)
-        self._room = SegmentRoom(spec, cache)
+        self._room = SegmentRoom(spec, cache, n_rows)
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
+        self._ends: dict[DraftEnd, GpuDraftEnd] = {}
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
         """Gives the memory back, whoever still holds this."""
         self._segments.clear()
+        self._ends.clear()
         self._borrowed.clear()
         self._resident.release()
         for cache in (self.cache, self._visiting):
             if cache is not None:
                 cache.release()
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> Tensor:
+        """See BlockExecutor.embed. Of an embedding that stays on the GPU; the host does not wait."""
+        block, spec = self._model_blocks[0], self._spec
+        if not 0 <= min(batch.token_ids) <= max(batch.token_ids) < spec.vocab_size:
+            raise ValueError(f"tokens {batch.token_ids} are not all of the {spec.vocab_size} there are.")
+        pin_memory = self._device.type == "cuda"
+        ids, positions = (
+            torch.tensor(numbers, dtype=torch.int32, pin_memory=pin_memory).to(self._device, non_blocking=True)
+            for numbers in (batch.token_ids, batch.positions)
+        )
+        matrix, learned = self._resident.linear(block, "tokens").matrix, self._resident.vector(block, "positions")
+        place = {"learned": learned, "positions": positions, "offset": spec.learned_position_offset or 0}
+        with entered(self._device):
+            found: Tensor = self._operations.embed(ids, matrix, spec.hidden_size, **place)
+        return found
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
@@ -88,6 +111,14 @@ class GpuExecutor(BlockExecutor):
         return out
 
     @torch.inference_mode()
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        linear = self._resident.linears[name]
+        product: Tensor = linear.multiply(self._whole(x), linear.matrix)
+        if linear.bias is not None:
+            self._operations.add(product, linear.bias)
+        return product
+
+    @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         block, eps = self._model_blocks[-2], self._spec.norm_eps
         x = self._whole(hidden)
@@ -102,13 +133,23 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        linear, m = self._resident.linear(self._model_blocks[-1], "tokens"), len(normed)
-        logits = torch.empty(m, self._spec.vocab_size, device=self._device)
-        for first in range(0, m, MAX_ROWS):
-            logits[first : first + MAX_ROWS] = linear.multiply(
-                self._whole(normed[first : first + MAX_ROWS]), linear.matrix
+        return self.linear(normed, self._model_blocks[-1].tensors["tokens"].name)
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""
+        return self._end(end).run(hidden, noise)
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return self._end(end).logits(hidden)
+
+    def _end(self, end: DraftEnd) -> GpuDraftEnd:
+        """Made once: its weights stay on the GPU."""
+        if end not in self._ends:
+            head = self._resident.linear(self._model_blocks[-1], "tokens") if end.vocabulary is None else None
+            self._ends[end] = GpuDraftEnd(
+                end, self.final_norm, head, self._spec.hidden_size, self._operations, self._recorder, self._device
             )
-        return logits
+        return self._ends[end]
 
     @torch.inference_mode()
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

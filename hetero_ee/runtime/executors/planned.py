@@ -7,25 +7,29 @@ chunk while the CPU is still in the last one's later layers.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, model_parts
+from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device, Event, Link
+from hetero_ee.runtime.devices.device import Allocation, Device, Event
 from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import Work, block_work, block_works
+from hetero_ee.runtime.work import Work, block_work, block_works, draft_works, logits_works
 from hetero_ee.weights.model_weights import ModelWeights
+
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,16 @@ class PlannedExecutor(Executor):
         self._part_bytes = {part.name: part.weight_bytes for part in parts}
         self._kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
 
+    @property
+    def pool(self) -> "ThreadPool | None":
+        return self._cpu_executor.pool
+
     def close(self) -> None:
         """Everything is given back, also where a device that is lost no longer answers."""
         with ExitStack() as given_back:
             for claim in self._claims:
                 given_back.callback(claim.free)
-            for executor in self._executors:
+            for executor in (*self._executors, *self.machine.opened_beside):
                 given_back.callback(executor.close)
             if self._streams is not None:
                 with suppress(DeviceLostError):
@@ -82,7 +90,8 @@ class PlannedExecutor(Executor):
         try:
             return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
         except BaseException:
-            self._take_back(batch, layers)
+            if layers:
+                self._take_back(batch, layers)
             raise
 
     def on_cpu(self, hidden: Tensor) -> Tensor:
@@ -120,7 +129,7 @@ class PlannedExecutor(Executor):
         """The first of the unfinished chunks through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
-            observe(batch, self.on_cpu(self.final_norm(found.hidden)))
+            observe(batch, self.final_norm(found.hidden))
         unfinished.remove(batch)
         return found
 
@@ -133,43 +142,38 @@ class PlannedExecutor(Executor):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """See Executor.final_norm. On the head's device; its time is counted with the head's."""
-        flow, (executor, device) = self._moved(_Flow(hidden), self._head_on_gpu), self._executor(self._head_on_gpu)
+        flow, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         found, _ = device.run([], lambda: self._marked(executor.final_norm(flow.hidden)), flow.ready)
         return found.clone() if found is flow.hidden else found  # what was moved lies in a buffer that is used again
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self.spec.vocab_size)
-
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        """See Executor.lm_head_on_cpu. Weights that the GPU holds are mapped as well."""
-        x = self._moved(_Flow(normed), False).hidden
-        works = [block_work(self.blocks[-1], x.shape[0])]
-        return self.machine.cpu.run(works, lambda: self._cpu_executor.lm_head(x))[0]
+        return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        return self._logits(
-            _Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), token_ids.shape[1]
+        works = self._head_works(len(normed)) if token_ids.shape[1] == self.spec.vocab_size else []
+        return self._logits(_Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), works)
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        moved, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
+        works = draft_works(self.blocks[-1], len(noise), end)
+        found, event = device.run(
+            works, lambda: self._marked(executor.draft_rows(moved.hidden, noise, end)), moved.ready
         )
+        return self._moved(_Flow(found, (event,)), False, "drafts").hidden
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        works = logits_works(self.blocks[-1], hidden.shape[0], end)
+        return self._logits(_Flow(hidden), lambda executor, x: executor.draft_logits(x, end), works)
 
     @property
-    def _head_on_gpu(self) -> bool:
+    def head_on_gpu(self) -> bool:
         return self._route.place(self.blocks[-1]) in ON_GPU
 
     def _executor(self, on_gpu: bool) -> tuple[BlockExecutor, Device]:
         if not on_gpu:
             return self._cpu_executor, self.machine.cpu
         assert self._gpu_executor is not None, "the plan has a part on a GPU that is not there"
-        return self._gpu_executor, self._gpu
-
-    @property
-    def _gpu(self) -> Device:
-        assert self.machine.gpu is not None, "the plan has a part on a GPU that is not there"
-        return self.machine.gpu
-
-    @property
-    def _link(self) -> Link:
-        assert self.machine.link is not None, "the plan has a part on a GPU that is not there"
-        return self.machine.link
+        return self._gpu_executor, self.machine.device(on_gpu=True)
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
         """The batch's way; copies of the weights that are streamed on it begin."""
@@ -181,10 +185,15 @@ class PlannedExecutor(Executor):
     def _entered(self, batch: Batch, hidden: Tensor | None) -> _Flow:
         if hidden is not None:
             return _Flow(hidden)
-        found, _ = self.machine.cpu.run(
-            [block_work(self.blocks[0], len(batch))], lambda: self._cpu_executor.embed(batch)
-        )
-        return _Flow(found)
+        on_gpu = self._route.place(self.blocks[0]) in ON_GPU
+        executor, device = self._executor(on_gpu)
+
+        def embed() -> Tensor:
+            found = executor.embed(batch)
+            return self.machine.copier.to_gpu(found) if on_gpu else found
+
+        found, event = device.run([block_work(self.blocks[0], len(batch))], embed)
+        return _Flow(found, (event,) if on_gpu else ())
 
     def _through(self, batch: Batch, flow: _Flow, segments: Sequence[Segment]) -> _Flow:
         for segment in segments:
@@ -221,36 +230,23 @@ class PlannedExecutor(Executor):
             disk_bytes=lambda block: self._part_bytes[block.name] if on_disk else 0,
         )
 
-    def _moved(self, flow: _Flow, to_gpu: bool) -> _Flow:
-        """The hidden states on that device. The host waits for what it brings to the CPU."""
-        copier, hidden = self.machine.copier, flow.hidden
-        if copier.is_on_gpu(hidden) == to_gpu:
-            return flow
-        move, target = (copier.to_gpu, GPU) if to_gpu else (copier.to_cpu, CPU)
-        ready = flow.ready or self._gpu_done()
-        n_rows, row_bytes = hidden.shape[0], hidden.shape[1] * FLOAT_BYTES
-        found, event = self._link.transfer("hidden states", n_rows, row_bytes, target, partial(move, hidden), ready)
-        if to_gpu:
-            return _Flow(found, (event,))
-        event.wait()
-        return _Flow(found)
-
-    def _gpu_done(self) -> tuple[Event, ...]:
-        """The end of all work the GPU was given so far."""
-        return (self._gpu.run([], lambda: None)[1],)
+    def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
+        """The rows on that device. The host waits for what it brings to the CPU."""
+        return _Flow(*self.machine.moved(name, flow.hidden, flow.ready, to_gpu=to_gpu))
 
     def _to_logits(self, flow: _Flow) -> Tensor:
-        return self._logits(flow, lambda executor, x: executor.to_logits(x), self.spec.vocab_size)
+        return self._logits(flow, lambda executor, x: executor.to_logits(x), self._head_works(len(flow.hidden)))
 
-    def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], n_columns: int) -> Tensor:
+    def _head_works(self, m: int) -> list[Work]:
+        return [block_work(self.blocks[-1], m)]
+
+    def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
         """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""
-        moved, (executor, device) = self._moved(flow, self._head_on_gpu), self._executor(self._head_on_gpu)
-        m = moved.hidden.shape[0]
-        works = [block_work(self.blocks[-1], m)] if n_columns == self.spec.vocab_size else []
+        moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
         found, event = device.run(works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
-        logits = self._moved(_Flow(found, (event,)), False).hidden
-        return logits.clone() if self._head_on_gpu else logits  # as above
+        logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
+        return logits.clone() if self.head_on_gpu else logits  # as above
 
     def _marked(self, x: Tensor) -> Tensor:
         """x as a tensor of the head's device, which computed it."""
-        return self.machine.copier.to_gpu(x) if self._head_on_gpu else x
+        return self.machine.copier.to_gpu(x) if self.head_on_gpu else x

@@ -12,6 +12,7 @@ from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
 
 
 class ReferenceExecutor(HostExecutor):
@@ -41,6 +42,10 @@ class ReferenceExecutor(HostExecutor):
     @torch.inference_mode()
     def linear(self, x: Tensor, name: str) -> Tensor:
         return self._ops.linear(x, self.weights.matrices[name], self.weights.vectors.get(f"{name}_bias"))
+
+    @torch.inference_mode()
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        return self._ops.linear(x, weight)
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:

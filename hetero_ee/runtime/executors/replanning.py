@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,10 +11,14 @@ from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
 from hetero_ee_kernels.pages import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 SMALLER = 0.85  # of the bytes that were too much: what is left for the plan made instead
 N_SMALLER = 3  # such plans are tried at opening, each of them loaded, before the GPU is given up
@@ -57,6 +62,10 @@ class ReplanningExecutor(Executor):
     def plan(self) -> Plan:
         """The one that is being run."""
         return self.inner.plan
+
+    @property
+    def pool(self) -> "ThreadPool | None":
+        return self.inner.pool
 
     def close(self) -> None:
         self.inner.close()
@@ -123,8 +132,15 @@ class ReplanningExecutor(Executor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.lm_head(x), normed)
 
-    def lm_head_on_cpu(self, normed: Tensor) -> Tensor:
-        return self._step(lambda inner, x: inner.lm_head_on_cpu(x), normed)
+    @property
+    def head_on_gpu(self) -> bool:
+        return self.inner.head_on_gpu
+
+    def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
+        return self._step(lambda inner, x: inner.draft_rows(x, noise, end), hidden)
+
+    def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        return self._step(lambda inner, x: inner.draft_logits(x, end), hidden)
 
     def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.partial_logits(x, token_ids), normed)

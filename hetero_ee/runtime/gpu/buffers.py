@@ -15,12 +15,12 @@ from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
 
-MAX_ROWS = 16  # of one pass, more follow in further ones; each number of rows has a graph of its own
+MAX_ROWS = 16  # of a pass of decoding: each number of rows up to it has a graph of its own
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBuffers:
-    """Room for MAX_ROWS rows; every pass of m rows uses the first m of each."""
+    """Every pass of m rows uses the first m of each."""
 
     x: Tensor
     normed: Tensor
@@ -39,14 +39,16 @@ class SegmentBuffers:
 class SegmentRoom:
     """For segments whose keys and values lie in this cache, or in one of the same context and heads.
 
-    turns: the rotary angles, None for a model without; workspace: of attention.
+    n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: the rotary angles, None
+    for a model without; workspace: of attention.
     """
 
-    def __init__(self, spec: ModelSpec, cache: GpuKvCache) -> None:
+    def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
+        self.n_rows = n_rows
         self.device = cache.pages.codes.device
         self.turns = _turns(spec, cache.max_tokens, self.device)
-        self.workspace = attention_workspace(cache.pages, MAX_ROWS, spec.n_heads)
-        self.buffers = _buffers(spec, self.device)
+        self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
+        self.buffers = _buffers(spec, self.device, n_rows)
 
     def place(self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them."""
@@ -64,11 +66,9 @@ def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:
     return rope_table(rope.inverse_frequencies(), rope.scaling.magnitude, n_positions, device)
 
 
-def _buffers(spec: ModelSpec, device: Any) -> SegmentBuffers:
+def _buffers(spec: ModelSpec, device: Any, n_rows: int) -> SegmentBuffers:
     inner = spec.ffn_size * (2 if spec.gated else 1)
     widths = (spec.hidden_size, spec.hidden_size, spec.query_size + 2 * spec.kv_size, spec.query_size)
-    floats = [
-        torch.zeros(MAX_ROWS, width, device=device) for width in (*widths, inner, spec.ffn_size, spec.hidden_size)
-    ]
-    integers = [torch.zeros(MAX_ROWS, dtype=torch.int32, device=device) for _ in range(2)]
+    floats = [torch.zeros(n_rows, width, device=device) for width in (*widths, inner, spec.ffn_size, spec.hidden_size)]
+    integers = [torch.zeros(n_rows, dtype=torch.int32, device=device) for _ in range(2)]
     return SegmentBuffers(*floats, *integers)

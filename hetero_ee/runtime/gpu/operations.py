@@ -7,6 +7,7 @@ from typing import Any
 from hetero_ee.runtime.gpu.registry import Registry
 
 NAMES = (
+    "embed",
     "rms_norm",
     "layer_norm",
     "rms_norm_heads",
@@ -14,6 +15,7 @@ NAMES = (
     "kv_write",
     "attention",
     "sliced_head",
+    "draft",
     "matmul_int4",
     "matmul_int8",
 )
@@ -27,6 +29,7 @@ class GpuOperations:
     graph.
     """
 
+    embed: Callable[..., Any]
     rms_norm: Callable[..., Any]
     layer_norm: Callable[..., Any]
     rms_norm_heads: Callable[..., Any]
@@ -34,6 +37,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     sliced_head: Callable[..., Any]
+    draft: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]
     add: Callable[..., Any]

@@ -1,4 +1,5 @@
-"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay.
+"""Consecutive decoder layers on a GPU: the same launches for every pass of m rows, for a CUDA graph to replay where
+they are few: a prompt's chunk takes longer than its launches.
 
 Buffers stay where they are, and lengths, positions and pages are read from device memory: nothing is recorded again
 when contexts grow. Without a recorder the launches are made one by one, with the same results.
@@ -43,6 +44,27 @@ class CudaGraphRecorder:
         return replay
 
 
+class Replays:
+    """compute: launches for so many rows, in buffers that stay where they are. record: None records nothing."""
+
+    def __init__(self, compute: Callable[[int], None], record: Recorder | None) -> None:
+        self._compute, self._record = compute, record
+        self._known: dict[int, Work] = {}
+
+    def run(self, m: int) -> None:
+        """The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
+
+        Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
+        """
+        replay = self._known.get(m)
+        if replay is not None:
+            replay()
+            return
+        self._compute(m)
+        if self._record is not None and m <= MAX_ROWS:
+            self._known[m] = self._record(lambda: self._compute(m))
+
+
 class GpuSegment:
     """Attentions and FFNs of a model that follow each other. cache: holds their layers; open sequences there.
 
@@ -61,14 +83,14 @@ class GpuSegment:
         room: SegmentRoom | None = None,
     ) -> None:
         self.spec, self.cache = spec, cache
-        self._ops, self._record = operations, recorder
+        self._ops = operations
         self._device = cache.pages.codes.device
         self._blocks = list(blocks)
         self._attends = any(block.kind is BlockKind.ATTENTION for block in blocks)
         if isinstance(weights, ModelWeights):
             weights = GpuWeights(weights, blocks, operations, self._device)
         self._weights, self._room = weights, room or SegmentRoom(spec, cache)
-        self._replays: dict[int, Work] = {}
+        self._replays = Replays(self._compute, recorder)
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -80,31 +102,18 @@ class GpuSegment:
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
             )
-        with _entered(self._device):
+        with entered(self._device):
             return self._run(hidden, batch)
 
     def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
         out = torch.empty(hidden.shape, device=self._device)
         slots = self.cache.slots(batch) if self._attends else [0] * len(batch)
-        for first in range(0, len(batch), MAX_ROWS):
-            end = min(first + MAX_ROWS, len(batch))
+        for first in range(0, len(batch), self._room.n_rows):
+            end = min(first + self._room.n_rows, len(batch))
             self._room.place(hidden[first:end], slots[first:end], batch.positions[first:end])
-            self._pass(end - first)
+            self._replays.run(end - first)
             out[first:end] = self._room.buffers.x[: end - first]
         return out
-
-    def _pass(self, m: int) -> None:
-        """The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
-
-        Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
-        """
-        replay = self._replays.get(m)
-        if replay is not None:
-            replay()
-            return
-        self._compute(m)
-        if self._record is not None:
-            self._replays[m] = self._record(lambda: self._compute(m))
 
     def _compute(self, m: int) -> None:
         """buffers.x of m rows, before the segment -> after it. Launches alone: they depend on m and nothing else."""
@@ -162,6 +171,6 @@ def recorder_for(device: Any, operations: GpuOperations) -> Recorder | None:
     return CudaGraphRecorder(device) if device.type == "cuda" and operations.is_capturable else None
 
 
-def _entered(device: Any) -> AbstractContextManager[Any]:
+def entered(device: Any) -> AbstractContextManager[Any]:
     """Inside, launches go to this GPU: Triton and graphs take the current one, wherever the tensors lie."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

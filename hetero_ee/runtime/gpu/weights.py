@@ -40,11 +40,11 @@ class GpuWeights:
         self.vectors = {  # copies on a CPU too: a mapped vector begins anywhere
             name: vector.to(device, copy=True) for name, vector in weights.vectors.items() if name in names
         }
-        self._linears = {name: self._linear(name, w) for name, w in weights.matrices.items() if name in names}
+        self.linears = {name: self._linear(name, w) for name, w in weights.matrices.items() if name in names}
 
     def linear(self, block: Block, short: str) -> GpuLinear:
         """The block's matrix of that name."""
-        return self._linears[block.tensors[short].name]
+        return self.linears[block.tensors[short].name]
 
     def vector(self, block: Block, short: str) -> Tensor | None:
         """The block's vector of that name, None where it has none."""
@@ -54,12 +54,16 @@ class GpuWeights:
     def release(self) -> None:
         """Gives all memory back; nothing can be used any more."""
         self.vectors.clear()
-        self._linears.clear()
+        self.linears.clear()
 
     def _linear(self, name: str, weight: Any) -> GpuLinear:
-        if not isinstance(weight, TileWeight):
-            raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
-        ops, bias = self._ops, self.vectors.get(f"{name}_bias")
-        if weight.codebook is None:
-            return GpuLinear(ops.matmul_int8, ops.prepare_int8(weight, self._device), bias)
-        return GpuLinear(ops.matmul_int4, ops.prepare_int4(weight, self._device), bias)
+        return gpu_linear(name, weight, self.vectors.get(f"{name}_bias"), self._ops, self._device)
+
+
+def gpu_linear(name: str, weight: Any, bias: Tensor | None, operations: GpuOperations, device: Any) -> GpuLinear:
+    """The matrix as the operations take it. Raises TypeError where it is not in tiles."""
+    if not isinstance(weight, TileWeight):
+        raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
+    if weight.codebook is None:
+        return GpuLinear(operations.matmul_int8, operations.prepare_int8(weight, device), bias)
+    return GpuLinear(operations.matmul_int4, operations.prepare_int4(weight, device), bias)

@@ -133,8 +133,10 @@ class Calibration:
 
     def statistics(self) -> ExitStatistics:
         """What the planner needs. Every token passes every layer in the end, so that no layer is saved."""
-        metrics = {each.exit_layer: each.metrics for each in self.exit_layers}
-        rates = {n: ExitRates(each.exit_rate, each.precision, each.refused_precision) for n, each in metrics.items()}
+        rates = {}
+        for each in self.exit_layers:
+            known, rank = each.metrics, 0 if each.exit_map is None else each.exit_map.rank
+            rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
         return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, rates)
 
 

@@ -13,6 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hetero_ee.runtime.drafted import StateMap
+from hetero_ee.weights.quantizers import quantize
+from hetero_ee.weights.weight import DenseWeight
+
+MAP_QUANTIZER = "int8"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitMap:
@@ -41,6 +47,15 @@ class ExitMap:
             inner = own if self.down is None else torch.mv(self.down, own)
             mapped[token] = own + (torch.mv(self.up, inner) + self.bias)
         return mapped
+
+    def packed(self, *, compiled: bool) -> StateMap:
+        """As executors take it: int8 tiles for the kernels, fp32 for the reference."""
+        up, down = (
+            None if part is None else quantize(part, MAP_QUANTIZER) if compiled else DenseWeight(part)
+            for part in (self.up, self.down)
+        )
+        assert up is not None
+        return StateMap(up, down, self.bias)
 
     def rounded(self) -> Self:
         """The same map in fp16's values, as it is kept on disk. Raises ValueError where they are too large for fp16."""

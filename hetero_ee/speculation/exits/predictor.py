@@ -49,6 +49,16 @@ class ExitConfidence:
         self._predictor = predictor
         self._compiled = _kernel(predictor) if compiled else None
 
+    @property
+    def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See Judge.network."""
+        known = self._predictor
+        first, first_bias, second, second_bias = (
+            torch.from_numpy(np.ascontiguousarray(part, np.float32))
+            for part in (known.first, known.first_bias, known.second, known.second_bias)
+        )
+        return first, first_bias, second, second_bias
+
     def of_row(self, logits: Tensor, softmax: Floats | None = None) -> float:
         """logits (vocab,), fp32, on the CPU: the N_CANDIDATES greatest are looked at. softmax: see of_candidates; None
         where the token was not judged before. Raises ValueError for fewer tokens than candidates."""

@@ -42,17 +42,19 @@ _EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
 class DraftHeadFacts:
     """What a head's config.json says, before its weights are read.
 
-    acceptance: for each position of a draft sequence the measured chance that its draft is right where all before it
-    are; empty where nobody measured it.
+    has_embedding: its own, in place of the model's. acceptance: for each position of a draft sequence the measured
+    chance that its draft is right where all before it are; empty where nobody measured it.
     """
 
     spec: ModelSpec  # of the head's layer
     n_draft_tokens: int  # of the vocabulary that it drafts
+    has_embedding: bool
     acceptance: tuple[float, ...]
 
 
 def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
-    """Of the head in `folder`. Raises ModelError for one of another model, or whose config.json makes no sense."""
+    """Of the head in `folder`. Raises ModelError for one of another model, or whose config.json makes no sense, and
+    CheckpointError for a file of weights that can't be read."""
     config = read_config_file(folder)
     spec = read_spec(config)
     check_head_shape(spec, model, folder)
@@ -60,7 +62,10 @@ def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
         raise ModelError(f"{folder}: {ACCEPTANCE} is {shown(found)}; expected a list of chances from 0 to 1.")
     n_tokens = len(draft_token_ids(config, model, folder) or range(model.vocab_size))
-    return DraftHeadFacts(spec, n_tokens, tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS]))
+    file = find_file(folder, SINGLE_FILE, CheckpointError)
+    has_embedding = file is not None and OWN_EMBEDDING in read_header(file)
+    acceptance = tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS])
+    return DraftHeadFacts(spec, n_tokens, has_embedding, acceptance)
 
 
 def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:

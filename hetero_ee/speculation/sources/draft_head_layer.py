@@ -6,23 +6,22 @@ without input norm: x += attention(x), then x += ffn(norm(x)). What comes out is
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES
+from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event
-from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.executors.executor import HostExecutor
-from hetero_ee.runtime.kv.cpu import CpuKvCache
-from hetero_ee.runtime.work import Overhead, Work, block_works
+from hetero_ee.runtime.devices.device import Event, T
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
+from hetero_ee.runtime.executors.executor import BlockExecutor
+from hetero_ee.runtime.work import Work, block_works
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
 
-FC, EMBEDDING, LM_HEAD = "fc", "embedding.tokens", "head.tokens"  # matrices beside those of the layer's blocks
+FC, EMBEDDING = "fc", "embedding.tokens"  # matrices beside those of the layer's blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,112 +41,75 @@ def layer_blocks(spec: ModelSpec) -> list[Block]:
     return [replace(attention, tensors=tensors, has_norm=False), ffn]
 
 
-class DraftHeadLayer(Protocol):
-    """Computes a head. A token's bits depend on that token and its sequence alone."""
+def fc_block(spec: ModelSpec) -> Block:
+    """FC as a block of no layer, for those who go by blocks."""
+    size = spec.hidden_size
+    tensors = {
+        FC: TensorSpec(FC, TensorRole.MATRIX, (size, 2 * size)),
+        f"{FC}_bias": TensorSpec(f"{FC}_bias", TensorRole.VECTOR, (size,)),
+    }
+    return Block(FC, BlockKind.FFN, None, tensors, has_norm=False)
 
-    @property
-    def cache(self) -> CpuKvCache:
-        """Keys and values of its one layer."""
-        ...
+
+class DraftHeadLayer:
+    """Computes a head on the CPU or the GPU of a machine, where its keys and values lie too.
+
+    executor: of fc_block and layer_blocks on that device. spec: of its one layer. embedding: its own, None for the
+    model's. A token's bits depend on that token and its sequence alone.
+    """
+
+    def __init__(
+        self, executor: BlockExecutor, spec: ModelSpec, embedding: Weight | None, machine: Machine, *, on_gpu: bool
+    ) -> None:
+        self.cache, self._executor = executor.cache, executor
+        self._spec, self._blocks, self._embedding = spec, layer_blocks(spec), embedding
+        self._machine, self._on_gpu = machine, on_gpu
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """The next states, (m, d) fp32: of the tokens' embeddings and the states before them, (m, d) each."""
-        ...
+        """The next states, (m, d) fp32 on its device: of the tokens' embeddings and the states before them."""
+        self.cache.admit(batch)
+        here, ready = self._moved("verified states", states)
+        entered, entered_ready = self._moved("draft embedding", embedded)
+
+        def compute() -> Tensor:
+            x = self._executor.linear(torch.cat([entered, here], 1), FC)
+            found = self._executor.forward(x, batch, self._blocks)
+            return self._machine.copier.to_gpu(found) if self._on_gpu else found
+
+        return self._run(draft_head_works(self._spec, batch), compute, (*ready, *entered_ready))
+
+    def keep(self, states: Tensor, put: Callable[[Tensor], None]) -> None:
+        """Calls put with states (m, d) on its device, in the order of what is computed there."""
+        here, ready = self._moved("verified states", states)
+        self._run([], lambda: put(here), ready)
 
     def embed(self, token_ids: list[int]) -> Tensor | None:
-        """(m, d) by the head's own embedding; None where it has none."""
-        ...
+        """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
+        return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
-    def logits(self, states: Tensor) -> Tensor | None:
-        """Of the draft vocabulary, (m, k), where the head has one."""
-        ...
+    def warm_up(self, embedded: Tensor) -> None:
+        """Computes once what a token, embedded as (1, d), takes, so that memory runs out now or not at all."""
+        sequence = self.cache.open_new()
+        try:
+            row, _ = self._moved("draft embedding", embedded)
+            self.guess(row, row, Batch.of_sequence(sequence, 0, [0]))
+        finally:
+            self.cache.close(sequence)
 
-
-class ExecutorDraftHead:
-    """A DraftHeadLayer. executor: of the head's spec and weights; LM_HEAD: rows of the model's for a vocabulary."""
-
-    def __init__(self, executor: HostExecutor) -> None:
-        self.cache, self._executor, self._blocks = executor.cache, executor, layer_blocks(executor.spec)
+    def _moved(self, name: str, x: Tensor) -> tuple[Tensor, tuple[Event, ...]]:
+        return self._machine.moved(name, x, to_gpu=self._on_gpu)
 
     @torch.inference_mode()
-    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """See DraftHeadLayer.guess."""
-        self.cache.admit(batch)
-        x = self._executor.linear(torch.cat([embedded, states], 1), FC)
-        return self._executor.forward(x, batch, self._blocks)
-
-    def embed(self, token_ids: list[int]) -> Tensor | None:
-        """See DraftHeadLayer.embed."""
-        embedding = self._executor.weights.matrices.get(EMBEDDING)
-        return None if embedding is None else embedding.rows(torch.tensor(token_ids))
-
-    def logits(self, states: Tensor) -> Tensor | None:
-        """See DraftHeadLayer.logits."""
-        return self._executor.linear(states, LM_HEAD) if LM_HEAD in self._executor.weights.matrices else None
+    def _run(self, works: Sequence[Work], compute: Callable[[], T], after: Sequence[Event] = ()) -> T:
+        return self._machine.device(on_gpu=self._on_gpu).run(works, compute, after)[0]
 
 
 def draft_head_works(spec: ModelSpec, batch: Batch) -> list[Work]:
-    """What one guess of each token takes: fc and the layer of this spec, in 4 bits, keys and values in fp32."""
-    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=2 * spec.kv_size * FLOAT_BYTES)
+    """What one guess of each token takes: fc and the layer of this spec, in 4 bits."""
+    kv_bytes = kv_bytes_per_token(spec, BESIDE_KV_TYPE)
+    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=kv_bytes)
     fc = "int4", spec.hidden_size, 2 * spec.hidden_size
     return [
         replace(attention, name="draft_head.attention", products=(fc, *attention.products)),
         replace(ffn, name="draft_head.ffn"),
     ]
-
-
-def vocabulary_work(m: int, n_tokens: int, hidden_size: int) -> Work:
-    """What the logits of m guesses take over so many tokens."""
-    return Work("draft_head.vocabulary", m, (("int8", n_tokens, hidden_size),), None, Overhead.PASS)
-
-
-class PlacedDraftHead:
-    """`layer`, whose work the machine's GPU or CPU is charged. spec: its shape. Guesses lie there, logits on the CPU.
-
-    machine: the one that runs the model now; on_gpu: on its GPU, as long as it has one.
-    """
-
-    def __init__(self, layer: DraftHeadLayer, spec: ModelSpec, machine: Callable[[], Machine], *, on_gpu: bool) -> None:
-        self._layer, self._spec, self._machine_now, self._wants_gpu = layer, spec, machine, on_gpu
-        self.cache, self.embed = layer.cache, layer.embed
-
-    @property
-    def _machine(self) -> Machine:
-        return self._machine_now()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._wants_gpu and self._machine.gpu is not None
-
-    def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
-        """See DraftHeadLayer.guess. On a GPU embeddings are transferred first; verified states are there already."""
-        copier, works = self._machine.copier, draft_head_works(self._spec, batch)
-        inputs = (copier.to_cpu(embedded), copier.to_cpu(states))
-        if not self._on_gpu:
-            return self._machine.cpu.run(works, lambda: self._layer.guess(*inputs, batch))[0]
-        transferred = self._transferred("draft embedding", embedded, GPU, ())
-        return self._gpu.run(works, lambda: copier.to_gpu(self._layer.guess(*inputs, batch)), (transferred,))[0]
-
-    def logits(self, states: Tensor) -> Tensor | None:
-        """See DraftHeadLayer.logits."""
-        found = self._layer.logits(self._machine.copier.to_cpu(states))
-        if found is None:
-            return None
-        m, n_tokens = found.shape
-        works = [vocabulary_work(m, n_tokens, self._spec.hidden_size)]
-        if not self._on_gpu:
-            return self._machine.cpu.run(works, lambda: found)[0]
-        _, computed = self._gpu.run(works, lambda: None)
-        self._transferred("draft logits", found, CPU, (computed,)).wait()
-        return found
-
-    @property
-    def _gpu(self) -> Device:
-        assert self._machine.gpu is not None, "looked at before"
-        return self._machine.gpu
-
-    def _transferred(self, name: str, x: Tensor, to: str, after: Sequence[Event]) -> Event:
-        """The event of x (m, columns) transferred to that device."""
-        assert self._machine.link is not None, "looked at before"
-        n_rows, n_columns = x.shape
-        return self._machine.link.transfer(name, n_rows, n_columns * FLOAT_BYTES, to, lambda: None, after)[1]

@@ -5,8 +5,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Logits (vocab,) and every token before -> the token that this sequence's sampling takes; None for logits not finite.
-Choose = Callable[[Tensor, Sequence[int]], int | None]
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
+
+# What a sequence's sampling takes after a state (1, hidden), by this end and every token before; see Drafted.
+Choose = Callable[[Tensor, DraftEnd, Sequence[int]], Drafted]
 
 
 class Draft(NamedTuple):

@@ -2,11 +2,10 @@
 
 A product's weights take turns over as many bytes as the model has, where there is room: only a small model's lie in the
 L2 cache. Launches are recorded in a graph over a whole turn, as when tokens are generated, and the GPU's own clock
-times them, so that what the CPU needs for a launch is not counted. More rows than turn_rows run as in a segment of
-layers: so many at a time, through all the weights before the next ones.
+times them, so that what the CPU needs for a launch is not counted. All rows are one product, as in a segment of layers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,7 +84,6 @@ def probe_gpu_products(
     platform: GpuPlatform,
     shapes: Sequence[ProductShape],
     rows: Sequence[int],
-    turn_rows: int,
     kernels: Mapping[str, ProductKernel],
     sampling: Sampling,
     max_cycle_bytes: int,
@@ -97,7 +95,7 @@ def probe_gpu_products(
     return [
         samples
         for shape in shapes
-        for samples in _shape_samples(platform, shape, rows, turn_rows, kernels[shape.layout], sampling, cycle_bytes)
+        for samples in _shape_samples(platform, shape, rows, kernels[shape.layout], sampling, cycle_bytes)
     ]
 
 
@@ -106,7 +104,6 @@ def probe_gpu_attention(
     heads: tuple[int, int, int],
     n_layers: int,
     points: Sequence[tuple[int, int]],
-    turn_rows: int,
     attend: Callable[..., Any],
     is_capturable: bool,
     sampling: Sampling,
@@ -121,7 +118,7 @@ def probe_gpu_attention(
     n_layers = max(1, min(n_layers, MAX_CACHE_LAYERS, platform.free_bytes() // FREE_SHARE // layer_bytes))
     pages = new_pages((n_layers, n_kv_heads, head_dim), KV_KIND, n_pages, (1, n_pages), platform.device)
     pages.table[0] = torch.arange(n_pages, dtype=torch.int32)
-    workspace = attention_workspace(pages, min(turn_rows, max(m for m, _ in points)), n_heads)
+    workspace = attention_workspace(pages, max(m for m, _ in points), n_heads)
     found = []
     for m, context in points:
         queries, out = (platform.allocate((m, n_heads * head_dim), torch.float32) for _ in range(2))
@@ -129,8 +126,7 @@ def probe_gpu_attention(
         slots = torch.zeros(m, dtype=torch.int32, device=platform.device)
         positions = torch.arange(context - m, context, dtype=torch.int32, device=platform.device)
         calls = [
-            partial(attend, queries[t], pages, slots[t], positions[t], layer, None, out[t], workspace=workspace)
-            for t in _turns(m, turn_rows)
+            partial(attend, queries, pages, slots, positions, layer, None, out, workspace=workspace)
             for layer in range(n_layers)
         ]
         found.append(AttentionSamples(m, context, _seconds(platform, calls, n_layers, is_capturable, sampling)))
@@ -141,7 +137,6 @@ def _shape_samples(
     platform: GpuPlatform,
     shape: ProductShape,
     rows: Sequence[int],
-    turn_rows: int,
     kernel: ProductKernel,
     sampling: Sampling,
     cycle_bytes: int,
@@ -156,15 +151,10 @@ def _shape_samples(
     for m in rows:
         x = platform.allocate((m, shape.n_columns), torch.float32).fill_(0.5)
         out = platform.allocate((m, shape.n_rows), torch.float32)
-        calls = [partial(kernel.multiply, x[t], matrix, out[t]) for t in _turns(m, turn_rows) for matrix in matrices]
+        calls = [partial(kernel.multiply, x, matrix, out) for matrix in matrices]
         seconds = _seconds(platform, calls, n_matrices, kernel.is_capturable, sampling)
         found.append(ProductSamples(shape, m, n_matrices * shape.n_bytes, seconds))
     return found
-
-
-def _turns(m: int, turn_rows: int) -> Iterator[slice]:
-    """m rows in pieces of at most turn_rows."""
-    return (slice(first, min(first + turn_rows, m)) for first in range(0, m, turn_rows))
 
 
 def _seconds(
@@ -177,7 +167,6 @@ def _seconds(
             call()
 
     calls[0]()  # compiles, which recording does not allow
-    calls[-1]()  # the last piece may have fewer rows, and so another kernel
     work = platform.recorded(everything) if is_capturable else everything
     found = platform.seconds(work, 1)
     n_more = min(sampling.repeats - 1, int(sampling.max_s / found[0]))

@@ -1,0 +1,105 @@
+"""What a head is asked for where drafts are made: a token and how sure it is, instead of a vocabulary of logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.weights.weight import Weight
+
+NO_TOKEN = -1  # of a row whose logits are not finite
+DRAFTED_BYTES = 8  # of a row that crosses the link: int32 id, fp32 confidence
+LEAST_TEMPERATURE = 1e-5  # below it fp32 has no room for the noise beside the logits
+NOISE_BYTES = 20  # of a row towards the GPU: seed, sequence, position, temperature
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """How the token at one position is chosen: with the noise that verification uses there.
+
+    Filters (top-k, top-p, min-p) are left out: without them another token comes out only where verification would not
+    have kept the noisy best, at most 1 - top_p of the time.
+    """
+
+    temperature: float  # 0 is greedy
+    seed: int  # 0 to 2^64 - 1
+    sequence: int
+    position: int
+
+
+class Drafted(NamedTuple):
+    """A token that a head drafts."""
+
+    token_id: int  # NO_TOKEN where the logits are not finite
+    confidence: float  # NaN where it can't be judged
+
+
+class Judge(Protocol):
+    """Says how sure the likeliest token is, from the logits of the likeliest ones."""
+
+    @property
+    def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """fp32 (h, 3k), (h,), (h,), (1,): of k logits, their softmax and its change; ReLU and sigmoid."""
+        ...
+
+    def of_row(self, logits: Tensor) -> float:
+        """The same on the CPU: logits (vocab,) -> 0 to 1, NaN where they are not finite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateMap:
+    """Normed states x -> x + x W^T + bias, W = up down, or up alone."""
+
+    up: Weight  # (hidden, rank)
+    down: Weight | None  # (rank, hidden)
+    bias: Tensor  # fp32 (hidden,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftVocabulary:
+    """The rows of a head that drafts choose from."""
+
+    rows: Weight  # (k, hidden)
+    token_ids: Tensor  # int64 (k,), ascending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftEnd:
+    """From hidden states to drafts: final norm, map, head, judge. To be made once: executors keep what they made of it,
+    by identity."""
+
+    is_normed: bool = False  # the states have passed the final norm, or need none
+    state_map: StateMap | None = None
+    judge: Judge | None = None  # None: the chosen token's probability is the confidence
+    vocabulary: DraftVocabulary | None = None  # None: the model's
+
+
+def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
+    """int32 (m, 5) on the CPU, as the GPU's kernels take it: seed, low word first, sequence, position, and the bits of
+    1 / temperature, 0 where it is 0 or so small that the noise no longer counts."""
+    words = np.empty((len(noise), 5), np.int32)
+    for row, one in zip(words, noise, strict=True):
+        inverse = 0.0 if one.temperature < LEAST_TEMPERATURE else 1 / one.temperature
+        row[:2] = np.array([one.seed], np.uint64).view(np.int32)
+        row[2:4] = one.sequence, one.position
+        row[4:] = np.array([inverse], np.float32).view(np.int32)
+    return torch.from_numpy(words)
+
+
+def drafted_of(rows: Tensor) -> list[Drafted]:
+    """int32 (m, 2) on the CPU, ids and the bits of confidences, as they cross the link."""
+    confidences = rows[:, 1].contiguous().view(torch.float32)
+    return [Drafted(int(i), float(c)) for i, c in zip(rows[:, 0].tolist(), confidences.tolist(), strict=True)]
+
+
+def drafted_rows(drafted: Sequence[Drafted]) -> Tensor:
+    """The same the other way round."""
+    rows = torch.empty(len(drafted), 2, dtype=torch.int32)
+    for row, one in zip(rows, drafted, strict=True):
+        row[0] = one.token_id
+        row[1:] = torch.tensor([one.confidence]).view(torch.int32)
+    return rows

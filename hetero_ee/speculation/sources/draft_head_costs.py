@@ -1,0 +1,86 @@
+"""What a draft head takes: seconds of a draft and of a prompt's part, and memory, on the CPU or beside the model's head
+on the GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from hetero_ee.models.blocks import TensorRole, TensorSpec, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
+from hetero_ee.planning.statistics import DraftRates, PromptReading
+from hetero_ee.planning.times.memory import layers_room_terms, rounded
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
+from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, draft_head_works, fc_block, layer_blocks
+from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
+from hetero_ee_profiles.hardware import HardwareProfile
+
+TYPICAL_CONTEXT_TOKENS = 512  # at which a draft's seconds are reckoned
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCosts:
+    """Of one head for a model of this shape, with this many threads."""
+
+    facts: DraftHeadFacts
+    spec: ModelSpec
+    profile: HardwareProfile
+    threads: int
+
+    def rates(self, source: str) -> DraftRates:
+        """As the planner takes them: by the CPU, and by the GPU where there is one."""
+        by_gpu = None if self.profile.gpu is None else self._rates(source, on_gpu=True)
+        return self._rates(source, on_gpu=False, by_gpu=by_gpu)
+
+    def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, *, on_gpu: bool) -> float:
+        """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
+        token's embedding to the layer, the state from it, and the draft to the CPU."""
+        works = draft_head_works(self.facts.spec, Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
+        head = decoder_blocks(replace(self.spec, vocab_size=self.facts.n_draft_tokens))[-1]
+        end = DraftEnd(is_normed=True)
+        choice = draft_works(head, 1, end) if head_on_gpu else logits_works(head, 1, end)
+        embedded_on_gpu = embedding_on_gpu and not self.facts.has_embedding
+        link, n_transfers = self.profile.link, (embedded_on_gpu != on_gpu) + (on_gpu != head_on_gpu) + head_on_gpu
+        seconds = self._works_s(works, on_gpu=on_gpu) + self._works_s(choice, on_gpu=head_on_gpu)
+        return seconds + (n_transfers * link.transfer.value if link is not None else 0.0)
+
+    def reading_s(self, m: int, context_tokens: int, *, on_gpu: bool) -> float:
+        """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
+        firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
+        pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
+        return sum(self._works_s(draft_head_works(self.facts.spec, each), on_gpu=on_gpu) for each in pieces)
+
+    def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
+        """Weights, keys and values, the verified tokens' states, and on a GPU the buffers of its layer. Its own
+        embedding, which is no more than looked up in, stays on the CPU."""
+        spec = self.facts.spec
+        blocks = (fc_block(spec), *layer_blocks(spec))
+        tensors = [(tensor, "int4") for block in blocks for tensor in block.tensors.values()]
+        if self.facts.n_draft_tokens < self.spec.vocab_size:
+            shape = (self.facts.n_draft_tokens, spec.hidden_size)
+            tensors.append((TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8"))
+        if self.facts.has_embedding and not on_gpu:
+            shape = (spec.vocab_size, spec.hidden_size)
+            tensors.append((TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape), "int8"))
+        n_states = -(-context_tokens // PIECE_ROWS) * PIECE_ROWS
+        parts = [tensor_bytes(tensor, layout) for tensor, layout in tensors]
+        parts += [kv_bytes_per_token(spec, BESIDE_KV_TYPE) * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
+        if not on_gpu:
+            return sum(parts)
+        room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)
+        return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
+
+    def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
+        reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu, self.facts.has_embedding)
+        memory = cache(partial(self.memory_bytes, on_gpu=on_gpu))
+        draft_s = cache(partial(self.draft_s, on_gpu=on_gpu))
+        return DraftRates(source, self.facts.acceptance, draft_s(False, False), reading, memory, by_gpu, draft_s)
+
+    def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
+        times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)
+        disk_bytes_per_s = self.profile.disk_read_bytes_per_s.value
+        return sum(work_s(work, times, disk_bytes_per_s, self.facts.spec) for work in works)
