@@ -124,9 +124,9 @@ def _row(
 ) -> Row:
     spec, plan = stories.engine.spec, opened.plan
     knowledge = stories.knowledge(described.asked)
-    drafts = knowledge.statistics(spec, profile, plan.threads).of_plan(plan).drafts
-    draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
-    costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, draft_s)
+    known = knowledge.statistics(spec, profile, plan.threads).of_plan(plan)
+    draft_s = known.drafts.seconds(plan.decode_placements) if known.drafts else 0.0
+    costs = planned_costs(spec, profile, plan, stories.mean_context_tokens, draft_s, known.exits)
     if drafting is None or plan.drafts is None:
         return full_row(described, costs, full)
     counts = StepCounts()

@@ -27,7 +27,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.emulated import emulated_machine
 from hetero_ee.runtime.devices.timeline import Timeline
-from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.execution import open_plan
 from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -39,6 +39,7 @@ from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_layer import DraftHeadLayer
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
+from hetero_ee.weights.weight import DenseWeight
 from hetero_ee_profiles.hardware import HardwareProfile
 
 POSITION, DEPTH, GUESSES = 0, 1, 2  # columns of a hidden state; GUESSES: by the draft head since the last verified row
@@ -155,7 +156,9 @@ class Replay:
         described = described_row(REPLAYED, self.model, machine, self.cpu_share, asked, "greedy", plan)
         drafts = statistics.of_plan(plan).drafts
         draft_s = drafts.seconds(plan.decode_placements) if drafts else 0.0
-        costs = planned_costs(self.spec, self.profile, plan, PROMPT_TOKENS + self.n_tokens // 2, draft_s)
+        costs = planned_costs(
+            self.spec, self.profile, plan, PROMPT_TOKENS + self.n_tokens // 2, draft_s, statistics.exits
+        )
         full = self._run(plan, statistics, None)
         if plan.drafts is None:
             return full_row(described, costs, full)
@@ -184,7 +187,7 @@ class Replay:
                 if counts is None:
                     yield generate(*common)
                 else:
-                    yield generate_exact(*common, self._drafting(plan, executor, fates), counts)
+                    yield generate_exact(*common, self._drafting(plan, executor, statistics), counts)
 
         found = timed(texts())
         executor.close()
@@ -197,9 +200,10 @@ class Replay:
         at = statistics.drafts.acceptance_at if statistics.drafts is not None else lambda place: 0.0
         return Fates(seed, PROMPT_TOKENS + self.n_tokens, rates, at, plan.draft_length)
 
-    def _drafting(self, plan: Plan, executor: PlannedExecutor, fates: Fates) -> Drafting:
-        if plan.drafts == EXIT and plan.exit_layer is not None:
-            end = DraftEnd(judge=ReplayedJudge())
+    def _drafting(self, plan: Plan, executor: PlannedExecutor, statistics: Statistics) -> Drafting:
+        if plan.drafts == EXIT and plan.exit_layer is not None and statistics.exits is not None:
+            map_rank = statistics.exits.map_ranks.get(plan.exit_layer, 0)
+            end = DraftEnd(state_map=_map_of(self.spec.hidden_size, map_rank), judge=ReplayedJudge())
             n_layers = step_times(self.spec, self.profile, plan).layers_ahead(plan.exit_layer)
             rule = FixedThreshold(0.5)
             return Drafting(plan.exit_layer, plan.draft_length, rule, end, async_layers=n_layers)
@@ -208,6 +212,13 @@ class Replay:
         layer = DraftHeadLayer(head, head_spec, None, executor.machine, on_gpu=on_gpu)
         source = DraftHeadSource(lambda: layer, executor)
         return Drafting(0, plan.draft_length, FixedThreshold(0.0), None, (source,))
+
+
+def _map_of(hidden_size: int, rank: int) -> StateMap | None:
+    """A map of this rank that does nothing."""
+    nothing = torch.zeros(1)
+    up, down = (DenseWeight(nothing.expand(shape)) for shape in ((hidden_size, rank), (rank, hidden_size)))
+    return StateMap(up, None if rank == hidden_size else down, nothing) if rank else None
 
 
 def head_rates(

@@ -10,7 +10,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.problem import Problem, resolve
-from hetero_ee.planning.statistics import ExitRates, Statistics
+from hetero_ee.planning.statistics import ExitRates, ExitStatistics, Statistics
 from hetero_ee.planning.times.steps import StepTimes, exit_steps, sequence_step
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -105,13 +105,19 @@ class StepCosts:
 
 
 def planned_costs(
-    spec: ModelSpec, profile: HardwareProfile, plan: Plan, context_tokens: int, chain_draft_s: float
+    spec: ModelSpec,
+    profile: HardwareProfile,
+    plan: Plan,
+    context_tokens: int,
+    chain_draft_s: float,
+    exits: ExitStatistics | None = None,
 ) -> StepCosts:
-    """From the profile, at this context. chain_draft_s: of one draft of a chain."""
+    """From the profile, at this context. chain_draft_s: of one draft of a chain. exits: whose maps are charged."""
     limits = Limits(context_tokens=plan.context_tokens, kv_type=plan.kv_type, threads=plan.threads)
     problem = resolve(spec, profile, limits, Statistics())
     places = plan.decode_placements
-    times = StepTimes(problem.costs, problem.parts, places, context_tokens, plan.draft_length)
+    ranks = None if exits is None else exits.map_ranks
+    times = StepTimes(problem.costs, problem.parts, places, context_tokens, plan.draft_length, map_ranks=ranks)
     full_s = times.verify_s(0, 1)
     if plan.drafts == EXIT and plan.exit_layer is not None:
         exit_layer = plan.exit_layer
