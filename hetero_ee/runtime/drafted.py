@@ -11,9 +11,7 @@ from torch import Tensor
 from hetero_ee.weights.weight import Weight
 
 NO_TOKEN = -1  # of a row whose logits are not finite
-DRAFTED_BYTES = 8  # of a row that crosses the link: int32 id, fp32 confidence
 LEAST_TEMPERATURE = 1e-5  # below it fp32 has no room for the noise beside the logits
-NOISE_BYTES = 20  # of a row towards the GPU: seed, sequence, position, temperature
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 operations. A new step needs its line here."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,17 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import drafted
-from hetero_ee.runtime.devices.device import CPU
-from hetero_ee.runtime.drafted import DRAFTED_BYTES, NOISE_BYTES, DraftEnd, DraftNoise, DraftVocabulary, noise_words
+from hetero_ee.runtime.devices.device import CPU, GPU
+from hetero_ee.runtime.devices.emulated import emulated_machine
+from hetero_ee.runtime.devices.timeline import Timeline
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, DraftVocabulary, StateMap, noise_words
+from hetero_ee.runtime.execution import open_plan
+from hetero_ee.runtime.executors.dummy import DummyExecutor, dummy_weights
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.speculation.drafting import Drafting
@@ -30,11 +35,13 @@ from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.quantizers import quantize
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import DenseWeight, TileWeight
+from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import MODEL, save_head
-from tests.emulation import emulated, planned
+from tests.emulation import LAPTOP, emulated, planned
 from tests.executor_support import Model, model_of
 from tests.logged_machine import Crossing, Log
+from tests.scripted_model import Says
 from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
 
 CONTEXT_TOKENS, MAP_RANK = 128, 8
@@ -242,19 +249,49 @@ def test_states_that_are_not_finite_draft_nothing(model: Model) -> None:
     executor.close()
 
 
-def test_a_draft_by_exit_moves_at_most_64_bytes(model: Model) -> None:
-    """Beside the token's embedding: where it is read, and its keys and values lie; its noise; what was drafted."""
-    log = Log()
-    executor = on_stand_in(*model, plan_of(model[0], "split"), wrap=log.machine)
+# What a draft by exit moves over the link.
+
+PAGE = Path(__file__).parents[2] / "docs" / "early_exit.md"
+BIG, GREEDY = known_spec("llama-2-7b"), DraftNoise(0.0, 0, 0, 1)
+
+
+def crossings(make_draft: Callable[[PlannedExecutor, torch.Tensor, DraftEnd], object]) -> list[Crossing]:
+    """Of one draft after half the layers of Llama-2-7B's shape, which are on the GPU, with an exit map of rank 256."""
+    log, profile = Log(), reference_profile(LAPTOP)
+    plan = planned(BIG, overrides=((r"layers\.([0-9]|1[0-5])\..*", "gpu"), ("layers.*", "cpu"), ("head", "gpu")))
+    machine = log.machine(emulated_machine(profile, BIG, plan, Timeline()))
+    executor = open_plan(
+        BIG, dummy_weights(BIG), plan, machine, lambda layers: DummyExecutor(BIG, plan.context_tokens, layers)
+    )
+    nothing, rank = torch.zeros(1), 256
+    up, down = (DenseWeight(nothing.expand(shape)) for shape in ((BIG.hidden_size, rank), (rank, BIG.hidden_size)))
+    end = DraftEnd(state_map=StateMap(up, down, nothing), judge=Says(1.0))
     sequence = executor.cache.open_new()
-    hidden = executor.run(Batch.of_sequence(sequence, 0, [5]), None, range(1))
-    embedded = log.crossings.copy()
-    log.clear()
-    noise = DraftNoise(0.8, 1, 0, 1)
-    executor.draft(hidden, [noise], end_of(model[0]))
-    assert embedded == []  # the embedding is read on the GPU
-    assert log.crossings == [Crossing("transfer", "drafts", CPU, DRAFTED_BYTES)]
-    assert noise_words([noise]).nbytes == NOISE_BYTES
-    place = torch.tensor([[0], [1]], dtype=torch.int32)  # slot and position, as SegmentRoom.place copies them
-    assert place.nbytes + NOISE_BYTES + DRAFTED_BYTES <= 64
+    hidden = executor.run(Batch.of_sequence(sequence, 0, [5]), None, range(16))
+    make_draft(executor, hidden, end)
     executor.close()
+    return log.crossings
+
+
+def on_the_gpu(executor: PlannedExecutor, hidden: torch.Tensor, end: DraftEnd) -> object:
+    return executor.draft(hidden, [GREEDY], end)
+
+
+def on_the_cpu(executor: PlannedExecutor, hidden: torch.Tensor, end: DraftEnd) -> object:
+    """As it was: the map, the choice and the predictor on the CPU, wherever the head lies."""
+    return executor.lm_head(executor.on_cpu(executor.final_norm(hidden)))
+
+
+def test_the_page_says_what_a_draft_moves() -> None:
+    place = ("slot and position of its keys and values", GPU, torch.zeros(2, 1, dtype=torch.int32).nbytes)
+    noise = ("seed, sequence, position and temperature of its noise", GPU, noise_words([GREEDY]).nbytes)
+    sums = []
+    for make_draft, beside in ((on_the_cpu, [place]), (on_the_gpu, [place, noise])):
+        embedding, *rest = ((each.name, each.to, each.n_bytes) for each in crossings(make_draft))
+        assert embedding == ("hidden states", GPU, 4 * BIG.hidden_size)
+        moved = [*beside, *rest]
+        sums.append(sum(n_bytes for *_, n_bytes in moved))
+        lines = [f"| {name} | {to.upper()} | {n_bytes:,} |" for name, to, n_bytes in moved]
+        table = "\n".join([*lines, f"| **together, {len(moved)} copies** | | **{sums[-1]:,}** |"])
+        assert table in PAGE.read_text(encoding="utf-8"), table
+    assert sums[1] <= 64 < sums[0]
