@@ -1,11 +1,11 @@
-"""Features of a row, held to the operation exit_predictor and to what each column is said to be."""
+"""Features of a row, held to what a GPU judges by and to what each column is said to be."""
 
 import numpy as np
 import pytest
 import torch
 
 from hetero_ee.speculation.exits.features import exit_features, is_finite
-from hetero_ee_kernels.reference import exit_predictor
+from hetero_ee_kernels.reference import judged
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -13,35 +13,26 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
-def test_the_same_features_as_the_operation(k: int) -> None:
-    """The operation shows its features through a network that passes one of them on: relu(x + 100), logit / 100."""
-    previous = np.zeros((5, k), np.float32)
-    its_previous = torch.zeros(5, k)
+def test_logits_softmax_and_its_change(k: int) -> None:
+    previous, before = np.zeros((5, k), np.float32), torch.zeros(5, k)
     for layer in range(3):
         logits = random(layer, 5, k, scale=3.0)
-        found = exit_features(logits, previous)
-        for column in range(3 * k):
-            first = torch.zeros(1, 3 * k)
-            first[0, column] = 1.0
-            chance = exit_predictor(
-                torch.from_numpy(logits),
-                its_previous.clone(),
-                first,
-                torch.tensor([100.0]),
-                torch.tensor([0.01]),
-                torch.tensor([-1.0]),
-            ).double()
-            shown = torch.logit(chance).numpy() * 100
-            np.testing.assert_allclose(found[:, column], shown, atol=1e-4)
-        exit_predictor(
-            torch.from_numpy(logits),
-            its_previous,
-            torch.zeros(1, 3 * k),
-            torch.zeros(1),
-            torch.zeros(1),
-            torch.zeros(1),
-        )
-        np.testing.assert_allclose(previous, its_previous.numpy(), atol=1e-6)
+        softmax = torch.softmax(torch.from_numpy(logits), 1)
+        expected = torch.cat([torch.from_numpy(logits), softmax, softmax - before], 1)
+        np.testing.assert_allclose(exit_features(logits, previous), expected.numpy(), atol=1e-6)
+        np.testing.assert_allclose(previous, softmax.numpy(), atol=1e-6)
+        before = softmax
+
+
+def test_the_same_features_as_on_a_gpu() -> None:
+    """That shows its own through a network that passes one of them on: relu(x + 100), logit / 100."""
+    logits = -np.sort(-random(1, 5, 4, scale=3.0))
+    found = exit_features(logits, np.zeros((5, 4), np.float32))
+    for column in range(12):
+        network = torch.zeros(1, 12), torch.tensor([100.0]), torch.tensor([0.01]), torch.tensor([-1.0])
+        network[0][0, column] = 1.0
+        chances = torch.stack([judged(torch.from_numpy(row), *network) for row in logits])
+        np.testing.assert_allclose(found[:, column], torch.logit(chances.double()).numpy() * 100, atol=1e-4)
 
 
 def test_the_first_layer_changes_from_nothing() -> None:
