@@ -107,11 +107,29 @@ class Compiled:
 
 
 def compile_for(record: Compilation, card: CardClass) -> Compiled:
-    """Raises what Triton raises where the kernel doesn't compile.
+    """Raises what Triton raises where the kernel doesn't compile."""
+    kernel = _kernel(record, card)
+    metrics = _hip_metrics(kernel.asm["amdgcn"]) if card.is_hip else _cuda_metrics(kernel.asm["cubin"])
+    n_loads = len(VECTOR_LOADS.findall(kernel.asm["amdgcn" if card.is_hip else "ptx"]))
+    n_fusible = len(FUSIBLE.findall(kernel.asm.get("ptx", "")))
+    layouts = set(MMA_OF_LANES.findall(kernel.asm["ttgir"]))
+    in_order = all(re.search(LANES_IN_ORDER.format(layout), kernel.asm["ttgir"]) for layout in layouts)
+    in_order = in_order and bool(layouts) == ("mma.sync" in kernel.asm["ttgir"])
+    shared = kernel.metadata.shared
+    return Compiled(record.name, card, record.n_warps, *metrics, shared, n_loads, n_fusible, in_order)
 
-    Options are those of the product's launches. Pointers and integers are taken to be divisible by 16, as at run time:
-    else no load would be a vector's.
-    """
+
+def reduction_layouts(record: Compilation, card: CardClass) -> set[tuple[str, str]]:
+    """Shape and layout over threads of all that is reduced: where they are the same, so is the order of sums."""
+    text = _kernel(record, card).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<([\dx]+)x\w+, (#[^>]*)>', text, re.DOTALL)
+    return {(shape, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), of)) for shape, of in reduced}
+
+
+def _kernel(record: Compilation, card: CardClass) -> Any:
+    """Options are those of the product's launches. Pointers and integers are taken to be divisible by 16, as at run
+    time: else no load would be a vector's."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -129,15 +147,7 @@ def compile_for(record: Compilation, card: CardClass) -> Compiled:
     architecture: Any = card.name if card.is_hip else int(card.name.removeprefix("sm_"))
     target = GPUTarget("hip" if card.is_hip else "cuda", architecture, 32)
     options = {"num_warps": record.n_warps, "num_stages": 1} | UNFUSED
-    kernel = triton.compile(source, target=target, options=options)
-    metrics = _hip_metrics(kernel.asm["amdgcn"]) if card.is_hip else _cuda_metrics(kernel.asm["cubin"])
-    n_loads = len(VECTOR_LOADS.findall(kernel.asm["amdgcn" if card.is_hip else "ptx"]))
-    n_fusible = len(FUSIBLE.findall(kernel.asm.get("ptx", "")))
-    layouts = set(MMA_OF_LANES.findall(kernel.asm["ttgir"]))
-    in_order = all(re.search(LANES_IN_ORDER.format(layout), kernel.asm["ttgir"]) for layout in layouts)
-    in_order = in_order and bool(layouts) == ("mma.sync" in kernel.asm["ttgir"])
-    shared = kernel.metadata.shared
-    return Compiled(record.name, card, record.n_warps, *metrics, shared, n_loads, n_fusible, in_order)
+    return triton.compile(source, target=target, options=options)
 
 
 def _cuda_metrics(cubin: bytes) -> tuple[int, int]:

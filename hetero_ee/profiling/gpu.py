@@ -13,6 +13,7 @@ from hetero_ee.profiling.cpu import memory_reader
 from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations, gpu_operations
 from hetero_ee.runtime.gpu.registry import Registry
@@ -150,8 +151,7 @@ def _overheads(measuring: _Measuring, operations: GpuOperations) -> list[Overhea
         prepare_int8=_nothing,
     )
     segments = [_segment(_shallow(spec, depth), platform, bare, max_tokens) for depth in (FEW_LAYERS, MANY_LAYERS)]
-    argmax = measuring.registry.choose("argmax", platform.kind).load()
-    finish = _finish(spec, platform, bare, argmax)
+    finish = _finish(spec, platform, bare)
     found = []
     for m, context in points:
         runs = [_prepared(segment, m, context, finish) for segment in segments]
@@ -208,13 +208,12 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
     return run
 
 
-def _finish(
-    spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, argmax: Callable[[Any], Any]
-) -> Callable[[Tensor], Any]:
+def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -> Callable[[Tensor], Any]:
     """What follows the last layer, but for the lm_head's product: hidden states of all tokens -> the id on the CPU."""
     device = platform.device
     scale, bias = torch.ones(spec.hidden_size, device=device), torch.zeros(spec.hidden_size, device=device)
     last, logits = torch.ones(1, spec.hidden_size, device=device), torch.zeros(1, spec.vocab_size, device=device)
+    greedy = noise_words([DraftNoise(0.0, 0, 0, 0)]).to(device)
 
     def finish(hidden: Tensor) -> int:
         last.copy_(hidden[-1:])
@@ -222,7 +221,7 @@ def _finish(
             operations.layer_norm(last, scale, bias, spec.norm_eps)
         else:
             operations.rms_norm(last, scale, spec.norm_eps)
-        return int(argmax(logits)[0])
+        return int(operations.draft(logits, greedy)[0, 0])
 
     return finish
 

@@ -64,11 +64,9 @@ def embed(
     positions: Any,
     offset: int = 0,
 ) -> Any:
-    """ids, positions: int32 (m,), ids below weight.n_rows; learned: fp32 (n, n_columns), a row for each position +
-    offset, or None; out: fp32 (m, n_columns), allocated where None. Returns out.
-
-    Raises ValueError where they don't fit.
-    """
+    """ids, positions: int32 (m,), ids below weight.n_rows; learned: None or fp32 (n, n_columns), with a row for each
+    position + offset; out: fp32 (m, n_columns), allocated where None. Returns out. Raises ValueError where they don't
+    fit."""
     m = len(ids)
     check("ids", ids, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)

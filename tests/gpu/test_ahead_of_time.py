@@ -19,7 +19,7 @@ import triton.language as tl
 from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.tile_group import mma
 from hetero_ee_kernels.tile_matrix import PTX
-from tests.gpu_compilation import CARD_CLASSES, CardClass, Compilation, Compiled, compile_for
+from tests.gpu_compilation import CARD_CLASSES, CardClass, Compilation, Compiled, compile_for, reduction_layouts
 from tests.gpu_compilations import every_compilation
 from tests.gpu_support import IS_INTERPRETED
 
@@ -76,6 +76,17 @@ def test_compiles_well(record: Any) -> None:
 def test_compiles_well_for_every_class(record: Any, card: CardClass) -> None:
     if card.runs(record):
         check(record, card)
+
+
+@pytest.mark.parametrize("kind", ["fp16_group_1", "fp16_group_4", "fp32_group_1", "int8_group_1"])
+def test_a_prompts_attention_sums_in_the_order_of_one_tokens(kind: str) -> None:
+    """Two specializations of one kernel: the compiler must spread their sums over threads alike."""
+    few, many = (
+        next(record for record in RECORDS if record.name == f"attention_{kind}{whole}") for whole in ("", "_whole")
+    )
+    found = reduction_layouts(few, CARD_IN_CI)
+    assert any(shape.count("x") == 2 for shape, _ in found)
+    assert found == reduction_layouts(many, CARD_IN_CI)
 
 
 def test_names_are_unique_and_every_kernel_file_has_records() -> None:

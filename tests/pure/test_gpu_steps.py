@@ -258,7 +258,8 @@ BIG, GREEDY = known_spec("llama-2-7b"), DraftNoise(0.0, 0, 0, 1)
 def crossings(make_draft: Callable[[PlannedExecutor, torch.Tensor, DraftEnd], object]) -> list[Crossing]:
     """Of one draft after half the layers of Llama-2-7B's shape, which are on the GPU, with an exit map of rank 256."""
     log, profile = Log(), reference_profile(LAPTOP)
-    plan = planned(BIG, overrides=((r"layers\.([0-9]|1[0-5])\..*", "gpu"), ("layers.*", "cpu"), ("head", "gpu")))
+    places = ((r"layers\.([0-9]|1[0-5])\..*", "gpu"), ("layers.*|embedding", "cpu"), ("head", "gpu"))
+    plan = planned(BIG, overrides=places)
     machine = log.machine(emulated_machine(profile, BIG, plan, Timeline()))
     executor = open_plan(
         BIG, dummy_weights(BIG), plan, machine, lambda layers: DummyExecutor(BIG, plan.context_tokens, layers)

@@ -13,7 +13,15 @@ import torch
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.attention import attention
 from hetero_ee_kernels.kv_write import kv_write
-from hetero_ee_kernels.pages import KINDS, PAGE_TOKENS, PART_TOKENS, Pages, attention_workspace, new_pages
+from hetero_ee_kernels.pages import (
+    FEW_ROWS,
+    KINDS,
+    PAGE_TOKENS,
+    PART_TOKENS,
+    Pages,
+    attention_workspace,
+    new_pages,
+)
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, int32, random
 
 TOLERANCE = 3e-6
@@ -242,3 +250,25 @@ def test_a_neighbour_s_scale_is_caught(part: int) -> None:
     found = one.attend(pages)
     pages.scales[:, :, part] = pages.scales[:, :, part].roll(1, -1)
     assert one.fits(found, one.pages()) and not one.fits(found, pages)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("heads", [(2, 1, 16), (1, 4, 16), (1, 3, 8)])
+def test_a_prompts_rows_have_the_bits_of_one_row(heads: tuple[int, int, int], window: int | None) -> None:
+    """More rows than FEW_ROWS are one launch, without a workspace, that adds up the parts itself."""
+    rows = [(0, position) for position in range(290, 310)] + [(1, 0), (1, 1), (0, 5), (1, 2)]
+    many = case(12, "fp16", heads, window, [310, 3], rows)
+    pages = many.pages()
+    together = many.attend(pages, workspace=torch.empty(0, device=DEVICE))
+    assert len(rows) > FEW_ROWS and many.fits(together, pages)
+    for first in range(len(rows)):
+        assert_same_bits(many.attend(pages, [first]), together[[first]])
+
+
+def test_an_infinite_value_spoils_no_other_sequence() -> None:
+    two = case(13, "fp32", (1, 1, 8), None, [40, 30], [(0, 38), (0, 39), (1, 28), (1, 29)])
+    good = two.attend(two.pages())
+    two.texts[1][3, 8:] = float("inf")
+    found = two.attend(two.pages())
+    assert_same_bits(found[:2], good[:2])
+    assert not found[2:].isfinite().any()
