@@ -209,7 +209,7 @@ def _prepared(segment: GpuSegment, m: int, context_tokens: int, finish: Callable
 
 
 def _finish(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations) -> Callable[[Tensor], Any]:
-    """What follows the last layer, but for the lm_head's product: hidden states of all tokens -> the id on the CPU."""
+    """What follows the last layer, but for the lm_head's product: hidden states of all tokens -> a token chosen."""
     device = platform.device
     scale, bias = torch.ones(spec.hidden_size, device=device), torch.zeros(spec.hidden_size, device=device)
     last, logits = torch.ones(1, spec.hidden_size, device=device), torch.zeros(1, spec.vocab_size, device=device)

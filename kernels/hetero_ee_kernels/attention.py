@@ -161,6 +161,8 @@ def attention_kernel(
                     total = tl.fma(total, correction, weight)
                     if scales_ptr is not None:
                         weight *= tl.load(scales_ptr + VALUES + lines, mask=is_there, other=0.0)[None, :]
+                    if ROWS > 1:  # what one row does not see may be infinite: 0 x inf spoils it
+                        value = tl.where(seen[:, :, None], value, 0.0)
                     sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
                     best = higher
             greatest = tl.max(best, 1)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.noise import N_WORDS, row_noise
 
 PIECE = 512  # logits a program: 2 of each thread, as noise takes many registers; 32,000 are 63 programs a row
@@ -175,9 +175,10 @@ def draft(logits: Any, noise: Any, network: Any = None, ids: Any = None, out: An
         n_pieces = -(-n // PIECE)
         best = torch.empty((m, n_pieces, KEPT.value), dtype=torch.int64, device=logits.device)
         sums = torch.empty((m, n_pieces), device=logits.device)
-        pieces_kernel[(m, n_pieces)](logits, noise, ids, best, sums, n, N_WORDS, PIECE, num_warps=N_WARPS)
+        pieces_kernel[(m, n_pieces)](logits, noise, ids, best, sums, n, N_WORDS, PIECE, num_warps=N_WARPS, **UNFUSED)
         parts = network or (None,) * 4
-        rows_kernel[(m,)](logits, ids, best, sums, *parts, out, n, n_pieces, **_sizes(n_pieces, h), num_warps=ROW_WARPS)
+        sizes = _sizes(n_pieces, h)
+        rows_kernel[(m,)](logits, ids, best, sums, *parts, out, n, n_pieces, **sizes, num_warps=ROW_WARPS, **UNFUSED)
     return out
 
 

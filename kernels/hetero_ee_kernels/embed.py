@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hetero_ee_kernels.checks import check
+from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, output
 
 BLOCK, N_WARPS = 512, 4
@@ -78,6 +78,6 @@ def embed(
     if m:
         embed_kernel[(m, triton.cdiv(n_columns, BLOCK))](
             weight.tiles, weight.scales, weight.table.view(torch.int8), ids, learned, positions, out, weight.factor,
-            n_columns, weight.n_groups, offset, weight.kind == BYTES, BLOCK, num_warps=N_WARPS, enable_fp_fusion=False,
+            n_columns, weight.n_groups, offset, weight.kind == BYTES, BLOCK, num_warps=N_WARPS, **UNFUSED,
         )  # fmt: skip
     return out

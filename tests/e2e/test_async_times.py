@@ -40,7 +40,7 @@ def told(*, async_layers: int, head: str = "cpu") -> tuple[Timeline, list[float]
         gpu=replace(profile.gpu, free_bytes=PLENTY),
         machine=replace(profile.machine, ram_bytes=PLENTY, vram_bytes=PLENTY),
     )
-    pins = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"), ("head", head))
+    pins = ((r"layers\.0\..*", "gpu"), ("layers.*|embedding", "cpu"), ("head", head))
     plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
     timeline = Timeline()
     executor = dummy(SPEC, plan, roomy, timeline)

@@ -238,7 +238,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "exact without statistics": (["plan", *PAPER, "--mode", "exact"], "try hetero-ee plan --published-exits"),
     "a pin of nothing": (["plan", *PAPER, "-ot", "layer.3=gpu"], "matches no part"),
     "a streamed head": (["plan", *PAPER, "-ot", "head=stream"], "can't be streamed"),
-    "an embedding on the GPU": (["plan", *PAPER, "-ot", ".*=gpu"], "embedding is looked up"),
+    "a streamed embedding": (["plan", *PAPER, "-ot", "embedding=stream"], "can't be streamed"),
     "more RAM than there is": (["plan", *PAPER, "--ram-budget", "1000"], "lower --ram-budget"),
     "no RAM": (["plan", *PAPER, "--ram-budget", "0"], "raise --ram-budget"),
     "nobody's home": (["plan", "--hardware", "~nobody-of-that-name/x.json"], "can't be used"),

@@ -97,7 +97,8 @@ def test_a_plan_is_run_on_the_gpu(model: Model, driver: StandInCuda, text: list[
 
 
 def test_where_time_goes_is_recorded_when_asked_for(model: Model, driver: StandInCuda) -> None:
-    found = opened(model, driver, [], traces=True, limits=Limits(overrides=STREAMED, context_tokens=CONTEXT_TOKENS))
+    pins = (("embedding", "cpu"), *STREAMED)
+    found = opened(model, driver, [], traces=True, limits=Limits(overrides=pins, context_tokens=CONTEXT_TOKENS))
     generated(found.executor)
     found.executor.close()
     spans = found.spans()

@@ -58,10 +58,11 @@ STEPS = {
     "exit_predictor": {"draft"},
     r"draft_head\.attention": {"matmul_int4", "kv_write", "attention"},
     r"draft_head\.ffn": {"matmul_int4", "activate"},
+    "draft_vocabulary": {"matmul_int8"},
 }
 CROSSINGS = {
-    "transfer to the gpu": "hidden states|draft embedding",
-    "transfer to the cpu": "hidden states|logits|drafts",
+    "transfer to the gpu": "hidden states|draft embedding|verified states",
+    "transfer to the cpu": "hidden states|logits|drafts|verified states",
     "copy to the gpu": f"{LAYER}(attention|ffn)",  # streamed weights; of visiting attentions keys and values too
     "copy to the cpu": f"{LAYER}attention back",  # new keys and values of those
 }

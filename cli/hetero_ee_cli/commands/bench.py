@@ -322,7 +322,7 @@ def _rates(text: str) -> "DraftRates":
         return DraftRates("synthetic acceptance", tuple(map(float, text.split(","))), 0.0)
     except ValueError as error:
         raise UsageError(
-            f"--synthetic-acceptance is {shown(text)}; expected rates from 0 to 1, separated by commas."
+            f"--synthetic-acceptance is {shown(text)}; expected 1 to 8 rates from 0 to 1, separated by commas."
         ) from error
 
 

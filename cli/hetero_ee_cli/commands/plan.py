@@ -151,7 +151,6 @@ def _own_statistics(
     try:
         calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer).find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
-        # As an engine does: only on an emulated machine may a draft head run on the GPU.
         return knowledge.statistics(spec, profile, limits.threads)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")

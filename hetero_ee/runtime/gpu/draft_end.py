@@ -48,7 +48,7 @@ class GpuDraftEnd:
         self._x = torch.zeros(MAX_ROWS, hidden_size, device=device)
         self._noise = torch.zeros(noise_words([]).shape[1] * MAX_ROWS, dtype=torch.int32, device=device)
         self._out = torch.zeros(MAX_ROWS, 2, dtype=torch.int32, device=device)
-        self._replays = Replays(self._compute, recorder)
+        self._replays = Replays(recorder)
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, noise: Sequence[DraftNoise]) -> Tensor:
@@ -63,7 +63,7 @@ class GpuDraftEnd:
                 m = some.stop - first
                 self._x[:m].copy_(hidden[some])
                 self._words(m).copy_(words[some], non_blocking=True)
-                self._replays.run(m)
+                self._replays.run(m, self._compute)
                 found[some] = self._out[:m]
         return found
 

@@ -45,14 +45,17 @@ class CudaGraphRecorder:
 
 
 class Replays:
-    """compute: launches for so many rows, in buffers that stay where they are. record: None records nothing."""
+    """Recorded launches, by numbers of rows. record: None records nothing. Holds no owner: what runs out of memory must
+    go without waiting for cycles to be found."""
 
-    def __init__(self, compute: Callable[[int], None], record: Recorder | None) -> None:
-        self._compute, self._record = compute, record
+    def __init__(self, record: Recorder | None) -> None:
+        self._record = record
         self._known: dict[int, Work] = {}
 
-    def run(self, m: int) -> None:
-        """The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
+    def run(self, m: int, compute: Callable[[int], None]) -> None:
+        """compute: launches for so many rows, in buffers that stay where they are, always the same.
+
+        The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
 
         Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
         """
@@ -60,9 +63,9 @@ class Replays:
         if replay is not None:
             replay()
             return
-        self._compute(m)
+        compute(m)
         if self._record is not None and m <= MAX_ROWS:
-            self._known[m] = self._record(lambda: self._compute(m))
+            self._known[m] = self._record(lambda: compute(m))
 
 
 class GpuSegment:
@@ -90,7 +93,7 @@ class GpuSegment:
         if isinstance(weights, ModelWeights):
             weights = GpuWeights(weights, blocks, operations, self._device)
         self._weights, self._room = weights, room or SegmentRoom(spec, cache)
-        self._replays = Replays(self._compute, recorder)
+        self._replays = Replays(recorder)
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -111,7 +114,7 @@ class GpuSegment:
         for first in range(0, len(batch), self._room.n_rows):
             end = min(first + self._room.n_rows, len(batch))
             self._room.place(hidden[first:end], slots[first:end], batch.positions[first:end])
-            self._replays.run(end - first)
+            self._replays.run(end - first, self._compute)
             out[first:end] = self._room.buffers.x[: end - first]
         return out
 

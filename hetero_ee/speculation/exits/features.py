@@ -2,7 +2,7 @@
 
 The twelve of SpecEE (arXiv 2504.08850, section 4), for k = 4 candidates: their logits, from the normed (and mapped,
 where there is a map) hidden state, the softmax over those four, and the change of that softmax since the exit layer
-evaluated last. The definition, and the numbers, are those of the kernel exit_predictor.
+evaluated last. The definition, and the numbers, are those of the GPU's kernel `draft`.
 """
 
 import numpy as np

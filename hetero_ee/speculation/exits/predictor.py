@@ -19,7 +19,7 @@ from hetero_ee.speculation.exits.features import Floats, exit_features, is_finit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitPredictor:
-    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32: the parameters of the kernel exit_predictor."""
+    """SpecEE's network, n_features - h - 1 with ReLU and sigmoid, fp32: as the GPU's kernel `draft` takes them."""
 
     first: Floats  # (h, n_features)
     first_bias: Floats  # (h,)

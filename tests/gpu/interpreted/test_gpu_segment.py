@@ -257,7 +257,7 @@ def test_everything_is_launched_and_recorded_inside_its_device(llama: Model, mon
 
         return call
 
-    monkeypatch.setattr(gpu_segment, "_entered", enter)
+    monkeypatch.setattr(gpu_segment, "entered", enter)
     ops = operations("torch")
     tape = Tape(replace(ops, **{name: checked(getattr(ops, name)) for name in ("rms_norm", "attention", "add")}))
     part = segment(llama, ops=tape.operations, recorder=checked(tape))
