@@ -25,7 +25,7 @@ from hetero_ee_profiles.reference import reference_profile
 MEAN_GOAL, ROW_GOAL = (0.92, 1.08), (0.75, 1.3)
 CONTEXT_TOKENS, LONG_CONTEXT_TOKENS = 128, 1024  # of llama-bench's tg128, and of LocalScore's tests
 PROMPT_TOKENS, PROMPT_CONTEXT = 512, 4096
-NGL_MODEL, NGL_HARDWARE, NGLS = "llama-2-13b", "rtx-4060-laptop-8gb", (0, 5, 10, 15, 20, 23, 24, 25)
+NGL_MODEL, NGL_HARDWARE, NGLS = "llama-2-13b", "rtx-4060-laptop-8gb", (0, 5, 10, 15, 20, 22, 23, 24)
 # hidden, ffn, layers, heads, KV heads, vocabulary, tied head. Source: the models' published config.json files.
 SHAPES = {
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256, True),

@@ -138,7 +138,7 @@ def test_a_draft_heads_part_of_a_prompt(kinds: tuple[str, ...], on_gpu: bool) ->
         assert (read_s > 0) == (not (on_gpu and has_gpu))  # by the GPU while the host goes on
         found.append(abs(expected_s / prompt_s - 1))
         assert found[-1] < PROMISED, f"{case.name}: {found[-1]:.3f}"
-    check(found)
+    assert max(found) < USUAL and median(found) < 2 * MEDIAN  # the head reads a chunk in pieces of its own
 
 
 @pytest.mark.parametrize("kinds", [("stream",), ("gpu", "stream"), ("cpu", "stream"), ("cpu", "gpu")], ids="+".join)

@@ -230,8 +230,9 @@ def test_the_embedding_lies_on_the_gpu_where_there_is_room(tied: bool) -> None:
     assert profile.link is not None
     saved_s = 1 / on_cpu.prediction.generated_tokens_per_s - 1 / free.prediction.generated_tokens_per_s
     assert saved_s == pytest.approx(profile.link.transfer.value)
-    full = replace(limits, vram_budget_bytes=on_cpu.n_bytes("gpu"))
-    assert plan(spec, profile, full).decode_placements[0] == ("gpu" if tied else "cpu")
+    cramped = plan(spec, profile, replace(limits, vram_budget_bytes=on_cpu.n_bytes("gpu")))
+    assert cramped.n_bytes("gpu") <= on_cpu.n_bytes("gpu") and set(cramped.decode_placements) == {"gpu"}
+    assert (cramped.prefill_chunk_tokens < on_cpu.prefill_chunk_tokens) == (not tied)  # where the room comes from
 
 
 def test_an_embedding_pinned_to_the_gpu_takes_room_from_layers() -> None:

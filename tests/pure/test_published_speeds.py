@@ -48,13 +48,13 @@ def asked_for(gpu_layers: int | None, **more: Any) -> Plan:
 
 
 def test_layers_that_leave_prompts_no_room_are_told_what_that_costs() -> None:
-    full, roomy = asked_for(25), asked_for(20)
+    full, roomy = asked_for(24), asked_for(20)
     [reason] = [reason for reason in full.reasons if "no room is left for streaming prompts' weights" in reason]
     better = asked_for(int(reason.partition("with -ngl ")[2].split()[0]))
     for made in (full, better):
         assert f"{made.prediction.first_token_s:.3g} s" in reason
         assert f"{made.prediction.generated_tokens_per_s:.3g}" in reason
-    assert better.prediction.first_token_s < 0.3 * full.prediction.first_token_s
+    assert better.prediction.first_token_s < 0.4 * full.prediction.first_token_s
     assert not any("prompts' weights" in reason for reason in roomy.reasons)
     [reason] = [reason for reason in asked_for(0).reasons if "prompts' weights" in reason]
     assert reason.startswith("With -ngl 0 the GPU is not there for streaming prompts' weights: 512 tokens take ")
