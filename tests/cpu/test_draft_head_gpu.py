@@ -19,7 +19,6 @@ from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.drafted import DRAFTED_BYTES
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.speculation.drafting import Drafting
@@ -149,7 +148,7 @@ def test_what_crosses_for_a_draft_is_an_id_and_how_sure_it_is(
     (origin,) = counts.statistics(executor.spec.n_layers, 0).origins
     names = Counter(name for name, _ in link.transfers)
     assert names["drafts"] == origin.n_drafted > 30
-    assert {n_bytes for name, n_bytes in link.transfers if name == "drafts"} == {DRAFTED_BYTES}
+    assert {n_bytes for name, n_bytes in link.transfers if name == "drafts"} == {8}
     embeds_on_gpu = executor.plan.decode_placements[0] == "gpu"
     assert embeds_on_gpu == (places == "all")
     assert set(names) - {"hidden states", "logits"} == {"drafts"} | (set() if embeds_on_gpu else {"draft embedding"})
