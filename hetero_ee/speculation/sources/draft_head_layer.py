@@ -83,15 +83,18 @@ class DraftHeadLayer:
         here, ready = self._moved("verified states", states)
         self._run([], lambda: put(here), ready)
 
+    def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
+        """compute() on its device. Raises DeviceMemoryError where there is no room for what comes out."""
+        return self._run([], compute)
+
     def embed(self, token_ids: list[int]) -> Tensor | None:
         """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
-    def warm_up(self, embedded: Tensor) -> None:
-        """Computes once what a token, embedded as (1, d), takes, so that memory runs out now or not at all."""
-        sequence = self.cache.open_new()
+    def warm_up(self) -> None:
+        """Computes once what a token takes, so that memory runs out now or not at all."""
+        sequence, row = self.cache.open_new(), torch.zeros(1, self._spec.hidden_size)
         try:
-            row, _ = self._moved("draft embedding", embedded)
             self.guess(row, row, Batch.of_sequence(sequence, 0, [0]))
         finally:
             self.cache.close(sequence)
