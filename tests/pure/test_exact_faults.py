@@ -136,6 +136,7 @@ def test_a_source_that_cannot_be_told_ends_no_text(call: str, fault: Exception) 
     source: Any = ScriptedSource(lambda _: [], HIDDEN)
     for each in ("truncate", "read_prompt", "observe"):
         setattr(source, each, failing if each == call else lambda *_: None)
+    source.drafts = lambda *_: (draft for draft in ())
     warnings, _ = warned_of(source)
     assert len(warnings) == 1 and warnings[0].startswith("it is full. Source scripted could not ")
 
