@@ -175,7 +175,8 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     head = random_head(spec, 0)
     assert head.draft_token_ids is not None
     facts = DraftHeadFacts(head.spec, len(head.draft_token_ids), False, (0.5,))
-    n_bytes = HeadCosts(facts, spec, reference_profile(LAPTOP), 1).memory_bytes(CONTEXT_TOKENS, on_gpu=True)
+    costs = HeadCosts(facts, spec, reference_profile(LAPTOP), 1)
+    n_bytes = costs.memory_bytes(CONTEXT_TOKENS, on_gpu=True)
     executor = on_stand_in(*model, plan_of(model, n_bytes=n_bytes))
     source, gpu = source_for(executor, lambda: executor), executor.machine.gpu
     assert gpu is not None and held_bytes(gpu)[DRAFT_HEAD] == n_bytes
@@ -186,6 +187,12 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     states = sum(piece.nbytes for piece in source._sequences[0].states._pieces)
     rows: Any = source._end.vocabulary
     assert 0 < weights + states + inner.cache.n_bytes + rows.rows.n_bytes <= n_bytes
+    trimmed, whole = (
+        costs.rates("a head"),
+        replace(costs, facts=DraftHeadFacts(head.spec, spec.vocab_size, False, (0.5,))),
+    )
+    assert trimmed.by_gpu is not None and trimmed.by_gpu.head_rows_bytes == whole.rates("a head").head_rows_bytes == 0
+    assert trimmed.head_rows_bytes >= rows.rows.n_bytes
     executor.close()
     assert held_bytes(gpu) == {} and inner.cache.n_bytes == 0
 
