@@ -91,10 +91,11 @@ class DraftHeadLayer:
         """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))
 
-    def warm_up(self) -> None:
-        """Computes once what a token takes, so that memory runs out now or not at all."""
-        sequence, row = self.cache.open_new(), torch.zeros(1, self._spec.hidden_size)
+    def warm_up(self, embedded: Tensor) -> None:
+        """Computes once what a token, embedded as (1, d), takes, so that memory runs out now or not at all."""
+        sequence = self.cache.open_new()
         try:
+            row, _ = self._moved("draft embedding", embedded)
             self.guess(row, row, Batch.of_sequence(sequence, 0, [0]))
         finally:
             self.cache.close(sequence)

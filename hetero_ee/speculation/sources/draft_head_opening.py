@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hetero_ee.errors import HeteroError
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
@@ -76,7 +77,8 @@ class DraftHeadOpener:
     def _now(self) -> PlannedExecutor | None:
         return None if self._running is None else self._running()
 
-    def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer:
+    def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer | None:
+        """None where the model, asked for an embedding, had to go on by another plan."""
         machine = self._host if running is None else running.machine
         on_gpu = running is not None and running.plan.draft_device == GPU
         embedding = self._weights.matrices.get(EMBEDDING)
@@ -84,11 +86,17 @@ class DraftHeadOpener:
             max_tokens = self._target.cache.max_tokens if on_gpu else self._target.most_tokens
             on_cpu = head_on_cpu(self._spec, self._weights, max_tokens, self._target.pool)
             return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu)
+        if embedding is not None:
+            embedded = embedding.rows(torch.tensor([0]))
+        else:
+            embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
+            if self._now() is not running:
+                return None
         blocks, max_tokens = [fc_block(self._spec), *layer_blocks(self._spec)], self._target.cache.max_tokens
         executor = machine.open_beside(self._spec, self._weights, blocks, max_tokens)
         layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True)
         try:
-            layer.warm_up()
+            layer.warm_up(embedded)
         except BaseException:
             executor.close()
             raise
