@@ -16,6 +16,7 @@ from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
 from hetero_ee.planning.times.memory import (
     DRAFT_HEAD,
+    DRAFT_ROWS,
     MemoryTerm,
     gpu_reserve_terms,
     part_gpu_bytes,
@@ -134,7 +135,7 @@ def completed(problem: Problem, decode: Placement, chunk: int, context_tokens: i
         request_s = read_s + REQUEST_TEXT_TOKENS * each.token_s
         memory = _memory_terms(problem, decode, prefill, chunk)
         if each.drafts != SEQUENCE:
-            memory = [term for term in memory if term.name != DRAFT_HEAD]
+            memory = [term for term in memory if term.name not in (DRAFT_HEAD, DRAFT_ROWS)]
         found.append(Candidate(problem, context_tokens, chunk, decode, prefill, each, memory, read_s, request_s))
     return min(found, key=lambda candidate: candidate.request_s)
 
@@ -213,16 +214,19 @@ def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
     exits = problem.statistics.exits
     map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
     terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts, map_rank)
-    return terms + _draft_terms(problem, "gpu")
+    return terms + _draft_terms(problem, "gpu", head)
 
 
-def _draft_terms(problem: Problem, device: str) -> list[MemoryTerm]:
-    """What the source of draft sequences takes there."""
+def _draft_terms(problem: Problem, device: str, head: str = "cpu") -> list[MemoryTerm]:
+    """What the source of draft sequences takes there, with the model's head in that place."""
     drafts = problem.statistics.drafts
     if drafts is None or drafts.memory_bytes is None or problem.limits.mode == "full":
         return []
     place = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
-    return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))] if place == device else []
+    if place == device:
+        return [MemoryTerm(device, DRAFT_HEAD, drafts.memory_bytes(problem.context_tokens))]
+    is_beside = device == head == "gpu" and drafts.head_rows_bytes > 0
+    return [MemoryTerm(device, DRAFT_ROWS, drafts.head_rows_bytes)] if is_beside else []
 
 
 def _does_not_fit(problem: Problem, options: Sequence[PartOptions]) -> str:

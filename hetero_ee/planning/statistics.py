@@ -82,6 +82,7 @@ class DraftRates:
     draft_s: float  # seconds to draft a token, the model's head and embedding on the CPU
     reading: PromptReading | None = None  # None: it reads no prompts
     memory_bytes: Callable[[int], int] | None = None  # that its source takes, by tokens of context
+    head_rows_bytes: int = 0  # likewise on the GPU, beside the model's head there, where its source is not
     by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
     placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
 

@@ -8,6 +8,7 @@ by a model's own early layers, LayerSkip (arXiv 2404.16710); derived for the sha
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -15,13 +16,14 @@ from torch import Tensor
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.sources.source import DraftSource
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.waiting import WaitingToken
 from hetero_ee.text.text_stream import Decode
@@ -149,7 +151,8 @@ class _ExactDecoding:
 
     def _prefilled(self, text: Text) -> Tensor:
         for source in self._drafting.sources:
-            source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
+            with self._surviving(source, "forget what was rolled back"):
+                source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
         return prefill(self._executor, text, self._read if self._drafting.sources else None)
 
     def _read(self, batch: Batch, states: Tensor) -> None:
@@ -157,11 +160,9 @@ class _ExactDecoding:
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             start_s = self._elapsed_s()
-            source.truncate(sequence, first_position)
-            try:
+            with self._surviving(source, "read the prompt"):
+                source.truncate(sequence, first_position)
                 source.read_prompt(sequence, first_position, batch.token_ids, states)
-            except (DeviceMemoryError, DeviceLostError) as error:
-                self._warn(f"{error} Source {source.name} could not read the prompt")
             self._counts.add_reading(source.name, self._elapsed_s() - start_s)
 
     def _observe(self, batch: Batch, normed: Tensor) -> None:
@@ -170,11 +171,17 @@ class _ExactDecoding:
             return
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
-            source.truncate(sequence, first_position)
-            try:
+            with self._surviving(source, "keep the verified tokens"):
+                source.truncate(sequence, first_position)
                 source.observe(sequence, first_position, batch.token_ids, normed)
-            except (DeviceMemoryError, DeviceLostError) as error:
-                self._warn(f"{error} Source {source.name} could not keep the verified tokens")
+
+    @contextmanager
+    def _surviving(self, source: DraftSource, what: str) -> Iterator[None]:
+        """Inside, a source that finds no memory, in a cache that texts share too, costs its drafts alone."""
+        try:
+            yield
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:
+            self._warn(f"{error} Source {source.name} could not {what}")
 
     def _warn(self, what: str) -> None:
         if self._drafting.warn is not None and not self._has_warned:

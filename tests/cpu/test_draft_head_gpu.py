@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ import torch
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
+from hetero_ee.errors import DeviceMemoryError
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
+from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.machine import Machine
-from hetero_ee.runtime.drafted import DRAFTED_BYTES
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.replanning import ReplanningExecutor
 from hetero_ee.speculation.drafting import Drafting
@@ -30,6 +32,7 @@ from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
 from hetero_ee.speculation.sources.draft_head_opening import DraftHeadOpener, draft_vocabulary, head_weights
 from hetero_ee.speculation.sources.source import Choose, Draft
+from hetero_ee.speculation.sources.state_rows import StateRows
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold
 from hetero_ee_profiles.reference import reference_profile
@@ -85,9 +88,15 @@ def plan_of(model: Model, places: str = "half", n_bytes: int = 2**20) -> Plan:
     return replace(plan, memory=(*plan.memory, MemoryTerm("gpu", DRAFT_HEAD, n_bytes)))
 
 
-def source_for(executor: Executor, running: Any = None, trimmed: bool = True, seed: int = 0) -> DraftHeadSource:
+def opener_for(executor: Executor, running: Any, seed: int = 0, warn: Any = pytest.fail) -> DraftHeadOpener:
     head = random_head(executor.spec, seed)
-    opener = DraftHeadOpener(head.spec, head_weights(head, compiled=True), executor, running)
+    return DraftHeadOpener(head.spec, head_weights(head, compiled=True), executor, running, warn)
+
+
+def source_for(
+    executor: Executor, running: Any = None, trimmed: bool = True, seed: int = 0, warn: Any = pytest.fail
+) -> DraftHeadSource:
+    head, opener = random_head(executor.spec, seed), opener_for(executor, running, seed, warn)
     vocabulary = draft_vocabulary(executor, head.draft_token_ids) if head.draft_token_ids is not None else None
     return DraftHeadSource(opener, executor, vocabulary if trimmed else None, pytest.fail)
 
@@ -149,7 +158,7 @@ def test_what_crosses_for_a_draft_is_an_id_and_how_sure_it_is(
     (origin,) = counts.statistics(executor.spec.n_layers, 0).origins
     names = Counter(name for name, _ in link.transfers)
     assert names["drafts"] == origin.n_drafted > 30
-    assert {n_bytes for name, n_bytes in link.transfers if name == "drafts"} == {DRAFTED_BYTES}
+    assert {n_bytes for name, n_bytes in link.transfers if name == "drafts"} == {8}
     embeds_on_gpu = executor.plan.decode_placements[0] == "gpu"
     assert embeds_on_gpu == (places == "all")
     assert set(names) - {"hidden states", "logits"} == {"drafts"} | (set() if embeds_on_gpu else {"draft embedding"})
@@ -166,7 +175,8 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     head = random_head(spec, 0)
     assert head.draft_token_ids is not None
     facts = DraftHeadFacts(head.spec, len(head.draft_token_ids), False, (0.5,))
-    n_bytes = HeadCosts(facts, spec, reference_profile(LAPTOP), 1).memory_bytes(CONTEXT_TOKENS, on_gpu=True)
+    costs = HeadCosts(facts, spec, reference_profile(LAPTOP), 1)
+    n_bytes = costs.memory_bytes(CONTEXT_TOKENS, on_gpu=True)
     executor = on_stand_in(*model, plan_of(model, n_bytes=n_bytes))
     source, gpu = source_for(executor, lambda: executor), executor.machine.gpu
     assert gpu is not None and held_bytes(gpu)[DRAFT_HEAD] == n_bytes
@@ -177,6 +187,12 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     states = sum(piece.nbytes for piece in source._sequences[0].states._pieces)
     rows: Any = source._end.vocabulary
     assert 0 < weights + states + inner.cache.n_bytes + rows.rows.n_bytes <= n_bytes
+    trimmed, whole = (
+        costs.rates("a head"),
+        replace(costs, facts=DraftHeadFacts(head.spec, spec.vocab_size, False, (0.5,))),
+    )
+    assert trimmed.by_gpu is not None and trimmed.by_gpu.head_rows_bytes == whole.rates("a head").head_rows_bytes == 0
+    assert trimmed.head_rows_bytes >= rows.rows.n_bytes
     executor.close()
     assert held_bytes(gpu) == {} and inner.cache.n_bytes == 0
 
@@ -194,7 +210,94 @@ def test_another_plan_takes_the_head_along(model: Model) -> None:
         found.append(token)
         if len(found) in (20, 40):
             executor._change(plans[len(devices)], executor._lengths())
-            devices.append((source._layer_now()._on_gpu, len(executor.inner.machine.opened_beside)))
+            layer = source._layer_now()
+            assert layer is not None
+            devices.append((layer._on_gpu, len(executor.inner.machine.opened_beside)))
     assert by_text(found) == by_text(expected) and devices == [(False, 0), (True, 1)]
     assert counts.statistics(executor.spec.n_layers, 0).origins[0].n_drafted > 30
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("seam", "at", "replaces"),
+    [("draft_rows", 1, True), ("draft_rows", 3, True), ("run", 1, True), ("run", 2, False), ("run", 8, True)],
+)
+def test_the_plan_may_be_replaced_inside_a_draft(model: Model, seam: str, at: int, replaces: bool) -> None:
+    """Where the model chooses a draft, and where it embeds a token for the head; not while it reads a prompt."""
+    plan, warnings = plan_of(model), list[str]()
+    smaller = replace(plan, memory=plan.memory[:-1])
+    executor = ReplanningExecutor(plan, lambda *_: smaller, partial(on_stand_in, *model), warnings.append)
+    expected = list(generate(executor, PROMPTS, SAMPLED, ENDING, str, lambda: 0.0))
+    first: Any = executor.inner
+    inner, calls = getattr(first, seam), list[int]()
+
+    def failing(*arguments: Any) -> Any:
+        if seam == "draft_rows" or not arguments[2]:
+            calls.append(len(calls) + 1)
+            if calls[-1] == at:
+                raise DeviceMemoryError("the GPU is full.")
+        return inner(*arguments)
+
+    setattr(first, seam, failing)
+    source, counts = source_for(executor, lambda: executor.inner), DraftCounts()
+    assert by_text(exact_text(executor, source, SAMPLED, counts)) == by_text(expected)
+    assert (executor.inner is not first) == (len(calls) == at) == bool(warnings) == replaces
+    executor.close()
+
+
+@pytest.mark.parametrize("part", ["opening", "warm-up"])
+def test_a_head_that_finds_no_memory_costs_its_drafts_alone(model: Model, part: str) -> None:
+    """It is tried once, and what was opened of it is given back."""
+    opened, warnings = list[Any](), list[str]()
+
+    def full(*_: Any) -> Any:
+        raise DeviceMemoryError("the GPU is full.")
+
+    def without_room(machine: Machine) -> Machine:
+        open_beside: Any = machine.open_beside
+
+        def failing(*arguments: Any) -> Any:
+            opened.append(open_beside(*arguments))
+            if part == "opening":
+                full()
+            opened[-1].inner.forward = full
+            return opened[-1]
+
+        return replace(machine, open_beside=failing)
+
+    executor = on_stand_in(*model, plan_of(model), wrap=without_room)
+    with pytest.raises(DeviceMemoryError):
+        opener_for(executor, lambda: executor).open()
+    opened.clear()
+    source = source_for(executor, lambda: executor, warn=warnings.append)
+    expected = list(generate(executor, PROMPTS, SAMPLED, ENDING, str, lambda: 0.0))
+    assert by_text(exact_text(executor, source, SAMPLED, DraftCounts())) == by_text(expected)
+    assert warnings == ["the GPU is full. Drafting without the draft head."]
+    assert len(opened) == 1 and executor.machine.opened_beside == []
+    assert part == "opening" or opened[0].inner.cache.n_bytes == 0
+    executor.close()
+
+
+def test_states_that_find_no_memory_are_the_devices_error(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = on_stand_in(*model, plan_of(model))
+    source = source_for(executor, lambda: executor)
+
+    def rows(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(StateRows, "rows", rows)
+    with pytest.raises(DeviceMemoryError):
+        source.read_prompt(0, 0, [1, 2, 3], torch.zeros(3, executor.spec.hidden_size))
+    executor.close()
+
+
+def test_on_the_same_machine_another_plan_has_another_layer(model: Model, cpu: Executor) -> None:
+    """On a CPU that is traced, where what is closed with a plan are its threads."""
+    machine = host_machine()
+    plans: list[Any] = [SimpleNamespace(machine=machine, plan=SimpleNamespace(draft_device="cpu")) for _ in range(2)]
+    running = plans[:1]
+    opener = opener_for(cpu, lambda: running[0])
+    first = opener()
+    assert opener() is first
+    running[0] = plans[1]
+    assert opener() is not first

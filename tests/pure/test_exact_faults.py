@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Continuation
-from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, HeteroError, UsageError
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafting import Drafting
@@ -125,6 +125,20 @@ def test_a_source_that_fails_drafts_no_further(fault: Exception, words: str) -> 
     warnings, sizes = warned_of(source)
     assert sizes == [2] * 5 + [1] and source.closed == [0]
     assert len(warnings) == 1 and warnings[0].startswith(words)
+
+
+@pytest.mark.parametrize("fault", [DeviceMemoryError("it is full."), UsageError("it is full.")], ids=str)
+@pytest.mark.parametrize("call", ["truncate", "read_prompt", "observe"])
+def test_a_source_that_cannot_be_told_ends_no_text(call: str, fault: Exception) -> None:
+    def failing(*_: Any) -> None:
+        raise fault
+
+    source: Any = ScriptedSource(lambda _: [], HIDDEN)
+    for each in ("truncate", "read_prompt", "observe"):
+        setattr(source, each, failing if each == call else lambda *_: None)
+    source.drafts = lambda *_: (draft for draft in ())
+    warnings, _ = warned_of(source)
+    assert len(warnings) == 1 and warnings[0].startswith("it is full. Source scripted could not ")
 
 
 @pytest.mark.parametrize("foreign", [VOCABULARY, -1, 2**40])

@@ -22,7 +22,8 @@ ACCEPTANCE = (0.8, 0.8)
 
 def rates(on_gpu: bool, draft_s: float, n_bytes: int = HEAD_BYTES, by_gpu: DraftRates | None = None) -> DraftRates:
     reading = PromptReading(lambda m, context_tokens: m * draft_s / 20, on_gpu)
-    return DraftRates("a head", ACCEPTANCE, draft_s, reading, lambda context_tokens: n_bytes + context_tokens, by_gpu)
+    memory = lambda context_tokens: n_bytes + context_tokens  # noqa: E731
+    return DraftRates("a head", ACCEPTANCE, draft_s, reading, memory, by_gpu=by_gpu)
 
 
 def both(gpu_s: float = GPU_S, gpu_bytes: int = HEAD_BYTES, cpu_bytes: int = HEAD_BYTES) -> Statistics:
@@ -68,6 +69,17 @@ def test_which_device_drafts(known: Statistics, limits: dict[str, Any], device: 
     drafts = known.of_plan(found).drafts
     assert drafts is not None and drafts.reading is not None
     assert drafts.reading.on_gpu == (device == "gpu")
+
+
+@pytest.mark.parametrize(("head", "n_rows"), [("gpu", 1), ("cpu", 0)])
+def test_rows_of_a_head_that_the_cpu_computes_take_memory_where_the_models_head_lies(head: str, n_rows: int) -> None:
+    trimmed = Statistics(drafts=replace(rates(False, CPU_S), head_rows_bytes=2**27))
+    found = planned(trimmed, overrides=(("head", head),))
+    assert found.draft_device == "cpu"
+    beside = [(term.device, term.n_bytes) for term in found.memory if term.name == "draft vocabulary"]
+    assert beside == [("gpu", 2**27)] * n_rows and found.n_bytes("gpu") <= found.vram_budget_bytes
+    undrafted = planned(trimmed, mode="full", overrides=(("head", head),))
+    assert "draft vocabulary" not in [term.name for term in undrafted.memory]
 
 
 def test_a_source_without_memory_takes_none() -> None:

@@ -15,6 +15,7 @@ GRAPH_LAYER_BYTES = 2**14  # one layer's CUDA graph for one number of rows, some
 N_STATES = 7  # of a pass beside its buffers: 4 on their way over the link, a segment's result, the final norm's two
 CODE_BYTES = 1.125  # an activation as a product takes it: int8, and of 32 an fp32 scale
 DRAFT_HEAD = "draft head"  # the term that says where it is computed
+DRAFT_ROWS = "draft vocabulary"  # of a head that the CPU computes, beside the model's head on the GPU
 
 
 @dataclass(frozen=True, slots=True)

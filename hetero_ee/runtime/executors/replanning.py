@@ -1,6 +1,7 @@
 """An executor that resumes when its GPU runs out of memory, by a plan that takes less, and survives losing it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ class ReplanningExecutor(Executor):
     there are no others. growth: of a context that nobody asked for.
 
     A step that failed for want of the GPU's memory is repeated once, after the tokens of all open sequences have been
-    read again: their bits do not depend on their batch. The CPU's memory is not the GPU's to make up for.
+    read again: their bits do not depend on their batch. The CPU's memory is not the GPU's to make up for. What fails
+    while a prompt's observer is told is the observer's: the prompt's own step is still on its way.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ReplanningExecutor(Executor):
         self._reachable_bytes = reachable_bytes
         self._token_ids: dict[int, list[int]] = {}  # by sequence: at least those that the cache holds
         self._emptied: set[int] = set()  # open sequences whose tokens were lost
+        self._is_telling = False  # an observer, inside a step
         inner, problem = self._opened(plan)
         self._use(inner)
         if problem:
@@ -90,9 +93,17 @@ class ReplanningExecutor(Executor):
 
         def prompt(inner: PlannedExecutor) -> Tensor:
             self._look_at_memory()
-            return inner.prompt(_missing(inner, Batch.joined([*taken, *coming])) if taken else coming, observe)
+            batches = _missing(inner, Batch.joined([*taken, *coming])) if taken else coming
+            return inner.prompt(batches, None if observe is None else partial(self._tell_observer, observe))
 
         return self._step(prompt)
+
+    def _tell_observer(self, observe: Observe, batch: Batch, normed: Tensor) -> None:
+        self._is_telling = True
+        try:
+            observe(batch, normed)
+        finally:
+            self._is_telling = False
 
     def grow(self, n_tokens: int) -> int:
         """See Executor.grow. The tokens of open sequences are read again; where there turns out to be no memory, by the
@@ -153,11 +164,11 @@ class ReplanningExecutor(Executor):
         try:
             return action(self.inner, *self._within_reach(tensors))
         except DeviceMemoryError as error:
-            if self._replan is None or not _other_plan_helps(self.plan, error):
+            if self._replan is None or self._is_telling or not _other_plan_helps(self.plan, error):
                 raise
             problem = str(error)
         except DeviceLostError as error:
-            if self._replan is None:
+            if self._replan is None or self._is_telling:
                 raise
             self._emptied |= set(self.cache.sequences)
             alone = self._replan(0, self.plan.context_tokens)

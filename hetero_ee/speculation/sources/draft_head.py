@@ -8,6 +8,7 @@ sequence ends. Source: EAGLE-1 (arXiv 2401.15077).
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,7 +38,8 @@ class Target(Protocol):
 class _Sequence:
     """What the head holds of one sequence."""
 
-    slot: int  # its number in the head's cache
+    layer: DraftHeadLayer  # that computes it
+    slot: int  # its number in the layer's cache
     first: int  # position of the first verified token held
     states: StateRows = field(default_factory=StateRows)  # of verified positions, on the layer's device
     token_ids: list[int] = field(default_factory=list)  # of verified positions
@@ -49,6 +51,11 @@ class _Sequence:
         """The first position not verified."""
         return self.first + len(self.token_ids)
 
+    def cut(self) -> None:
+        """Leaves in the cache the inputs alone. Nothing is left of one that was given back with its plan."""
+        if self.slot in self.layer.cache.sequences:
+            self.layer.cache.truncate(self.slot, len(self.inputs))
+
 
 class DraftHeadSource:
     """A DraftSource that computes. The verified tokens' states lie where its layer is, and what chooses a draft where
@@ -59,15 +66,15 @@ class DraftHeadSource:
 
     def __init__(
         self,
-        layer: Callable[[], DraftHeadLayer],
+        layer: Callable[[], DraftHeadLayer | None],
         target: Target,
         vocabulary: DraftVocabulary | None = None,
         warn: Callable[[str], None] | None = None,
         draft_s: float = 0.0,
     ) -> None:
-        """layer: the one to be used now; after another one, everything that was held is gone. vocabulary: that it
-        drafts, None for the model's. warn: told once where anything is not finite; what depends on it is then not
-        drafted."""
+        """layer: the one to be used now, None for none; after another one, everything that was held is gone.
+        vocabulary: that it drafts, None for the model's. warn: told once where anything is not finite; what depends on
+        it is then not drafted."""
         self._layer_now, self._target, self._end = layer, target, DraftEnd(is_normed=True, vocabulary=vocabulary)
         self._warn, self._has_warned = warn, False
         self._layer: DraftHeadLayer | None = None
@@ -77,7 +84,6 @@ class DraftHeadSource:
     @torch.inference_mode()
     def drafts(self, sequence: int, token_ids: Sequence[int], choose: Choose) -> Generator[Draft]:
         """See DraftSource.drafts. None unless the state before the newest token was observed."""
-        layer = self._current()
         held = self._known(sequence, token_ids)
         if held is None:
             return
@@ -94,21 +100,22 @@ class DraftHeadSource:
                 history.append(drafted.token_id)
                 following = [drafted.token_id]
                 yield drafted
-                if self._layer_now() is not layer:
+                if self._layer_now() is not held.layer:
                     return
         finally:
-            if layer is self._layer:
-                layer.cache.truncate(held.slot, len(held.inputs))
+            held.cut()
 
     def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
         """See DraftSource.observe. Tokens already held are replaced; after a gap, what is held is dropped."""
         layer = self._current()
+        if layer is None:
+            return
         held = self._sequences.get(sequence)
         if held is not None and held.first <= first_position <= held.end:
             self.truncate(sequence, first_position)
         else:
             self.close(sequence)
-            self._sequences[sequence] = held = _Sequence(layer.cache.open_new(), first_position)
+            self._sequences[sequence] = held = _Sequence(layer, layer.cache.open_new(), first_position)
         states, n_held = held.states, len(held.token_ids)
         if token_ids:
             layer.keep(normed, lambda here: states.put(n_held, here))
@@ -117,12 +124,12 @@ class DraftHeadSource:
     def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
         """See DraftSource.read_prompt. The last position waits for the token after it."""
         self.observe(sequence, first_position, token_ids, normed)
-        held, layer = self._sequences[sequence], self._current()
-        if held.end <= layer.cache.max_tokens:
+        held = self._sequences.get(sequence)
+        if held is not None and held.end <= held.layer.cache.max_tokens:
             try:
                 self._catch_up(held)
             finally:
-                layer.cache.truncate(held.slot, len(held.inputs))
+                held.cut()
 
     def truncate(self, sequence: int, length: int) -> None:
         """See DraftSource.truncate."""
@@ -135,12 +142,12 @@ class DraftHeadSource:
 
     def close(self, sequence: int) -> None:
         """See DraftSource.close."""
-        layer = self._current()
+        self._current()
         held = self._sequences.pop(sequence, None)
         if held is not None:
-            layer.cache.close(held.slot)
+            held.layer.cache.close(held.slot)
 
-    def _current(self) -> DraftHeadLayer:
+    def _current(self) -> DraftHeadLayer | None:
         """The layer to be used now."""
         layer = self._layer_now()
         if layer is not self._layer:
@@ -150,15 +157,16 @@ class DraftHeadSource:
 
     def _known(self, sequence: int, token_ids: Sequence[int]) -> _Sequence | None:
         """The sequence, where everything before the newest token is known, or drafted after what is."""
+        self._current()
         held = self._sequences.get(sequence)
         if held is None or not held.token_ids or len(token_ids) <= held.end:
             return None
-        return held if held.end <= self._current().cache.max_tokens else None
+        return held if held.end <= held.layer.cache.max_tokens else None
 
     def _after(self, held: _Sequence, token_id: int, state: Tensor) -> Tensor | None:
         """The state after one more drafted token, from the head's own prediction; None where there is no room."""
-        cache = self._current().cache
-        return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held.slot, [token_id], state)
+        cache = held.layer.cache
+        return None if cache.length(held.slot) == cache.max_tokens else self._predicted(held, [token_id], state)
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
         """The token that this state (1, hidden) leads to; None where a number is not finite."""
@@ -186,7 +194,12 @@ class DraftHeadSource:
             following.insert(0, held.token_ids[len(held.inputs)])
         for start in range(1, len(following), BESIDE_ROWS):
             tokens, first = following[start : start + BESIDE_ROWS], len(held.inputs)
-            held.tip = self._predicted(held.slot, tokens, held.states.rows(first, first + len(tokens)))[-1:].clone()
+            states = held.layer.on_device(partial(held.states.rows, first, first + len(tokens)))
+            predicted = self._predicted(held, tokens, states)
+            if predicted is None:
+                held.tip = None
+                return
+            held.tip = held.layer.on_device(predicted[-1:].clone)
             held.inputs += tokens
 
     def _forget(self, held: _Sequence, n_kept: int) -> None:
@@ -195,13 +208,16 @@ class DraftHeadSource:
         if n_kept < len(held.inputs):
             del held.inputs[n_kept:]
             held.tip = None
-            self._current().cache.truncate(held.slot, n_kept)
+            held.cut()
 
-    def _predicted(self, slot: int, token_ids: list[int], states: Tensor) -> Tensor:
-        """The next states (m, hidden) after the positions that the cache holds."""
-        layer = self._current()
-        batch = Batch.of_sequence(slot, layer.cache.length(slot), token_ids)
+    def _predicted(self, held: _Sequence, token_ids: list[int], states: Tensor) -> Tensor | None:
+        """The next states (m, hidden) after the positions that the cache holds; None where the model, asked for
+        embeddings, had to go on by another plan."""
+        layer = held.layer
+        batch = Batch.of_sequence(held.slot, layer.cache.length(held.slot), token_ids)
         embedded = layer.embed(token_ids)
         if embedded is None:
             embedded = self._target.run(batch, None, range(0))
+            if self._layer_now() is not layer:
+                return None
         return layer.guess(embedded, states, batch)

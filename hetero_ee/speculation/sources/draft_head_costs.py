@@ -60,25 +60,32 @@ class HeadCosts:
         spec = self.facts.spec
         blocks = (fc_block(spec), *layer_blocks(spec))
         tensors = [(tensor, "int4") for block in blocks for tensor in block.tensors.values()]
-        if self.facts.n_draft_tokens < self.spec.vocab_size:
-            shape = (self.facts.n_draft_tokens, spec.hidden_size)
-            tensors.append((TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8"))
         if self.facts.has_embedding and not on_gpu:
             shape = (spec.vocab_size, spec.hidden_size)
             tensors.append((TensorSpec(EMBEDDING, TensorRole.VOCABULARY, shape), "int8"))
         n_states = -(-context_tokens // PIECE_ROWS) * PIECE_ROWS
-        parts = [tensor_bytes(tensor, layout) for tensor, layout in tensors]
+        parts = [self._rows_bytes, *(tensor_bytes(tensor, layout) for tensor, layout in tensors)]
         parts += [kv_bytes_per_token(spec, BESIDE_KV_TYPE) * context_tokens, FLOAT_BYTES * spec.hidden_size * n_states]
         if not on_gpu:
             return sum(parts)
         room = layers_room_terms(spec, context_tokens, BESIDE_ROWS)
         return sum(map(rounded, parts)) + sum(term.n_bytes for term in room)
 
+    @property
+    def _rows_bytes(self) -> int:
+        """Of a trimmed vocabulary's own rows of the model's head, which lie where that does."""
+        if self.facts.n_draft_tokens == self.spec.vocab_size:
+            return 0
+        shape = (self.facts.n_draft_tokens, self.spec.hidden_size)
+        return tensor_bytes(TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8")
+
     def _rates(self, source: str, *, on_gpu: bool, by_gpu: DraftRates | None = None) -> DraftRates:
         reading = PromptReading(cache(partial(self.reading_s, on_gpu=on_gpu)), on_gpu, self.facts.has_embedding)
         memory = cache(partial(self.memory_bytes, on_gpu=on_gpu))
         draft_s = cache(partial(self.draft_s, on_gpu=on_gpu))
-        return DraftRates(source, self.facts.acceptance, draft_s(False, False), reading, memory, by_gpu, draft_s)
+        rows_bytes = 0 if on_gpu else rounded(self._rows_bytes)
+        alone_s = draft_s(False, False)
+        return DraftRates(source, self.facts.acceptance, alone_s, reading, memory, rows_bytes, by_gpu, draft_s)
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)

@@ -83,6 +83,10 @@ class DraftHeadLayer:
         here, ready = self._moved("verified states", states)
         self._run([], lambda: put(here), ready)
 
+    def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
+        """compute() on its device. Raises DeviceMemoryError where there is no room for what comes out."""
+        return self._run([], compute)
+
     def embed(self, token_ids: list[int]) -> Tensor | None:
         """(m, d) by the head's own embedding, which stays on the CPU; None where it has none."""
         return None if self._embedding is None else self._embedding.rows(torch.tensor(token_ids))

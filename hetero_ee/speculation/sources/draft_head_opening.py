@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hetero_ee.errors import HeteroError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.cpu import host_machine
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE
 from hetero_ee.runtime.drafted import DraftVocabulary
-from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
@@ -40,39 +41,66 @@ Running = Callable[[], PlannedExecutor]
 class DraftHeadOpener:
     """The head's layer on the machine that runs the model now: opened again after another plan was.
 
-    weights: see head_weights.
+    weights: see head_weights. warn: told of each plan beside which the head found no memory.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, target: Executor, running: Running | None) -> None:
-        self._spec, self._weights, self._target = spec, weights, target
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        target: Executor,
+        running: Running | None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self._spec, self._weights, self._target, self._warn = spec, weights, target, warn
         self._running, self._host = running, host_machine()
         self._layer: DraftHeadLayer | None = None
-        self._machine: Machine | None = None  # that it was opened on
+        self._has_tried = False
+        self._beside: PlannedExecutor | None = None  # what the layer was opened beside, or found no memory
 
-    def __call__(self) -> DraftHeadLayer:
-        """Raises DeviceMemoryError where the plan's room for it turns out not to be there."""
-        running = self._running() if self._running is not None else None
-        machine = self._host if running is None else running.machine
-        if self._layer is None or machine is not self._machine:
-            on_gpu = running is not None and running.plan.draft_device == GPU
-            self._layer, self._machine = self._opened(machine, on_gpu=on_gpu), machine
+    def __call__(self) -> DraftHeadLayer | None:
+        """None where there turned out to be no room for it."""
+        if not self._has_tried or self._beside is not self._now():
+            try:
+                self.open()
+            except HeteroError as error:
+                if self._warn is not None:
+                    self._warn(f"{error} Drafting without the draft head.")
         return self._layer
 
-    def _opened(self, machine: Machine, *, on_gpu: bool) -> DraftHeadLayer:
+    def open(self) -> None:
+        """Once beside what runs now, whatever becomes of it. Raises DeviceMemoryError where the plan's room for it
+        turns out not to be there."""
+        self._layer, self._has_tried, self._beside = None, True, self._now()
+        self._layer = self._opened(self._beside)
+
+    def _now(self) -> PlannedExecutor | None:
+        return None if self._running is None else self._running()
+
+    def _opened(self, running: PlannedExecutor | None) -> DraftHeadLayer | None:
+        """None where the model, asked for an embedding, had to go on by another plan."""
+        machine = self._host if running is None else running.machine
+        on_gpu = running is not None and running.plan.draft_device == GPU
+        embedding = self._weights.matrices.get(EMBEDDING)
         if not on_gpu or machine.open_beside is None:
             max_tokens = self._target.cache.max_tokens if on_gpu else self._target.most_tokens
-            executor: BlockExecutor = head_on_cpu(self._spec, self._weights, max_tokens, self._target.pool)
+            on_cpu = head_on_cpu(self._spec, self._weights, max_tokens, self._target.pool)
+            return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu)
+        if embedding is not None:
+            embedded = embedding.rows(torch.tensor([0]))
         else:
-            blocks, max_tokens = [fc_block(self._spec), *layer_blocks(self._spec)], self._target.cache.max_tokens
-            executor = machine.open_beside(self._spec, self._weights, blocks, max_tokens)
-            machine.opened_beside.append(executor)
-        embedding = self._weights.matrices.get(EMBEDDING)
-        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=on_gpu)
-        if on_gpu and machine.open_beside is not None:
-            embedded = layer.embed([0])
-            if embedded is None:
-                embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
+            embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
+            if self._now() is not running:
+                return None
+        blocks, max_tokens = [fc_block(self._spec), *layer_blocks(self._spec)], self._target.cache.max_tokens
+        executor = machine.open_beside(self._spec, self._weights, blocks, max_tokens)
+        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True)
+        try:
             layer.warm_up(embedded)
+        except BaseException:
+            executor.close()
+            raise
+        machine.opened_beside.append(executor)
         return layer
 
 
@@ -82,12 +110,15 @@ def open_draft_head(
     """Drafts for the target's model from the head in `folder`.
 
     running: what runs the target's plan now, where it runs one: its machine is told what drafting takes, on its GPU
-    where the plan has room for the head there. warn: see DraftHeadSource. Raises ModelError, CheckpointError.
+    where the plan has room for the head there. warn: see DraftHeadSource and DraftHeadOpener. Raises ModelError,
+    CheckpointError, and DeviceMemoryError where that room turns out not to be there.
     """
     head = read_draft_head(folder, target.spec)
     weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
     vocabulary = None if head.draft_token_ids is None else draft_vocabulary(target, head.draft_token_ids)
-    return DraftHeadSource(DraftHeadOpener(head.spec, weights, target, running), target, vocabulary, warn)
+    opener = DraftHeadOpener(head.spec, weights, target, running, warn)
+    opener.open()
+    return DraftHeadSource(opener, target, vocabulary, warn)
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
