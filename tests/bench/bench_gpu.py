@@ -1,18 +1,20 @@
 """Everything that is to be known of a GPU on the day there is one, by one command, in at most eight minutes.
 
-    pip install -e . && python tests/bench/bench_gpu.py [--json FILE] [--minutes 8] [--model llama-2-7b] [--dry-run]
+    pip install -e ".[test]"
+    python tests/bench/bench_gpu.py [--json FILE] [--minutes 8] [--model llama-2-7b] [--dry-run]
 
-Needs neither a network nor other libraries than the engine's and pytest. What does not fit into the minutes is left out
-and said so. In this order:
-kernels     the tests of every kernel, on the card
+Needs no network once that is installed. What does not fit into the minutes is left out and said so. In this order:
 machine     a full profile: products as a share of the card's measured copy bandwidth, kappa, prefill, launches, link,
             the CPU's kernels by threads
+kernels     the tests of every kernel, on the card, in at most a quarter of the minutes that are left
 launches    a small launch by itself, and as one of many in a graph
-plans       the model with random weights, 25, 50, 75 and 100 % of its layers on the card: text, prompt and exact mode
-            (acceptance 0.78, synthetic) predicted and achieved, and whether exact mode's text is full mode's
+plans       the model with random weights, 100, 75, 50 and 25 % of its layers on the card: text, prompt and exact mode
+            (acceptance 0.78, synthetic) predicted and achieved, whether exact mode's text is full mode's, and how much
+            of the text is that of the first row
 libraries   bitsandbytes and torch at the same shapes, where they are installed
-Prints Markdown; --json writes all figures. --dry-run runs every line on the CPU behind a stand-in for the GPU's driver,
-with a tiny model: its figures mean nothing.
+Prints Markdown; --json writes all figures, those so far after each part and each row. Ends with 1 where something
+failed, was left out or is wrong. --dry-run runs every line on the CPU behind a stand-in for the GPU's driver, with a
+tiny model: its figures mean nothing.
 """
 
 import argparse
@@ -22,18 +24,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from bench_gpu_ops import machine as card
 from bench_gpu_ops import other_libraries
-from gpu_tables import goals, markdown
+from gpu_tables import agreeing_tokens, failures, goals, markdown, products
 
 from hetero_ee.config import cache_folder
 from hetero_ee.decoding.benchmark import DraftedWay, bench_run, bench_text, bench_text_run
@@ -54,33 +58,38 @@ from hetero_ee.runtime.opening import Opened, Placement, open_placed
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.opening import DraftKnowledge, open_drafting
+from hetero_ee.speculation.sources import draft_head_opening
+from hetero_ee.speculation.sources.draft_head_layer import DraftHead
 from hetero_ee.speculation.sources.synthetic import synthetic, write_synthetic_head
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.gpu.platform import GpuPlatform, cuda_platform
-from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
+from hetero_ee_profiles.hardware import HardwareProfile
 from hetero_ee_profiles.host.host import this_host
 from hetero_ee_profiles.host.memory import memory_info
 from hetero_ee_profiles.host.process import physical_core_count
 from hetero_ee_profiles.machine import this_machine
 from hetero_ee_profiles.measurement import Origin
+from hetero_ee_profiles.records import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = "There is no GPU that torch can use: nothing was measured; --dry-run tries the benchmark out."
 RATES = DraftRates("synthetic acceptance", (0.78,), 0.0)
-LAYER_SHARES = (0.25, 0.5, 0.75, 1.0)
+LAYER_SHARES = (1.0, 0.75, 0.5, 0.25)  # fastest first
 CONTEXT_TOKENS = 1024
 N_LAUNCHES = 200
 KERNEL_TESTS = "tests/gpu/interpreted"
+LEFT_OUT = "left out: the minutes are over"
 DRY_PRESET = Preset((1, 8, 17), ((1, 20),), 2, 2**16, 2**16, 0.0, 0.1, 0.0, 1.0)
 
 Opening = Callable[[ModelSpec, ModelWeights, Placement], Opened]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bench:
-    """What is measured, and by when it has to be. open_placed: makes a plan ready to run."""
+    """What is measured, and by when it has to be; and what was found. opening: makes a plan ready to run. file: of the
+    figures. profile: once a GPU was measured."""
 
     spec: ModelSpec
     platform: GpuPlatform
@@ -91,24 +100,36 @@ class Bench:
     end_s: float
     prompt_tokens: int = 512
     text_tokens: int = 48
+    file: Path | None = None
+    profile: HardwareProfile | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
         return self.end_s - time.perf_counter()
 
+    @property
+    def document(self) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        judged = {"goals": goals(self.figures), "failures": failures(self.figures)}
+        return {"date": now, "is_dry_run": self.is_dry, **self.figures, **judged}
+
+    def keep(self) -> None:
+        """So that what hangs later, or is killed, takes nothing along."""
+        if self.file is not None:
+            write_whole(json.dumps(self.document, indent=1), self.file)
+
     def part(self, name: str, measure: "Callable[[Bench], Any]") -> None:
         """Its figures, or why there are none: one part that fails leaves the others as they are."""
         start_s = time.perf_counter()
         try:
             if self.left_s <= 0:
-                raise TimeoutError("left out: the minutes are over")
+                raise TimeoutError(LEFT_OUT)
             self.figures[name] = measure(self)
         except Exception as error:  # whatever a driver or a kernel raises is this part's result
-            self.figures[name] = {
-                "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            }
-        print(f"{name}: {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
+            self.figures[name] = {"failed": in_a_line(error)}
+        self.keep()
+        say(f"{name}: {time.perf_counter() - start_s:.0f} s")
 
 
 def main() -> int:
@@ -125,15 +146,13 @@ def main() -> int:
     use_kernel_cache(cache_folder())
     end_s = time.perf_counter() + 60 * arguments.minutes
     bench = dry_bench(end_s) if arguments.dry_run else gpu_bench(arguments.model, end_s)
+    bench.file = arguments.json
+    bench.keep()  # a file that can't be written shows now
     for name, measure in PARTS.items():
         bench.part(name, measure)
-    found = bench.figures
-    document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "is_dry_run": bench.is_dry, **found}
-    document["goals"] = goals(document)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=1))
+    document = bench.document
     print("\n".join(markdown(document)))
-    return 1 if any(isinstance(part, dict) and "failed" in part for part in found.values()) else 0
+    return 1 if document["failures"] else 0
 
 
 def gpu_bench(model: str, end_s: float) -> Bench:
@@ -164,17 +183,23 @@ def dry_bench(end_s: float) -> Bench:
 
     spec = read_spec(config_of("llama", num_hidden_layers=4, max_position_embeddings=2048))
     torch_alone = Registry(lambda package: package == "torch")
-    return Bench(spec, StandInGpu(driver_bytes=2**33), torch_alone, DRY_PRESET, opening, True, end_s, 40, 8)
+    return Bench(spec, StandInGpu(driver_bytes=3 * 2**29), torch_alone, DRY_PRESET, opening, True, end_s, 40, 8)
 
 
 def kernels(bench: Bench) -> dict[str, Any]:
     """The kernels' tests: on the card, in a dry run one file in Triton's interpreter."""
     tests = f"{KERNEL_TESTS}/test_quantize.py" if bench.is_dry else KERNEL_TESTS
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if bench.is_dry else {})
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--no-header", "--tb=line", tests]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(60.0, bench.left_s / 2)
-    )
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "--no-header", "--tb=line", tests]
+    limit_s = bench.left_s / 4
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as cut_off:
+        printed: Any = cut_off.stdout or b""  # bytes, whatever was asked for
+        lines = printed.decode(errors="replace").splitlines()
+        n_passed, failed = (sum(f" {word}" in line for line in lines) for word in ("PASSED", "FAILED"))
+        said = f"cut off after {limit_s:.0f} s: {n_passed} passed and {failed} failed by then"
+        return {"passed": False, "said": [said], "failures": [x for x in lines if " FAILED" in x]}
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     return {
         "passed": done.returncode == 0,
@@ -192,17 +217,8 @@ def machine(bench: Bench) -> dict[str, Any]:
     about, free_bytes = this_machine(host, versions()), memory_info(host).available_bytes
     subject = Subject(about, free_bytes, None, time.perf_counter, bench.platform, registry=bench.registry)
     profile = measure_profile(bench.spec, subject, origin, threads=threads, preset=bench.preset, progress=None)
-    bench.figures["profile"] = profile
-    if profile.gpu is None or profile.link is None:
-        raise RuntimeError("; ".join(profile.warnings))
-    link = {name: getattr(profile.link, name).value for name in profile.link.__slots__}
-    return {
+    found = {
         "card": {"card": "a stand-in"} if bench.is_dry else card(),
-        "copy_gb_s": profile.gpu.read_bytes_per_s.value / 1e9,
-        "products": products(profile.gpu, profile.gpu.read_bytes_per_s.value),
-        "attentions": [[a.m, a.context_tokens, a.time.value] for a in profile.gpu.attentions],
-        "overheads": [[row.m, row.layer.value, row.whole_pass.value] for row in profile.gpu.overheads],
-        "link": link,
         "cpu": [
             {"threads": t.threads, "read_gb_s": t.read_bytes_per_s.value / 1e9}
             | {"products": products(t, t.read_bytes_per_s.value)}
@@ -210,22 +226,16 @@ def machine(bench: Bench) -> dict[str, Any]:
         ],
         "warnings": list(profile.warnings),
     }
-
-
-def products(times: DeviceTimes, bytes_per_s: float) -> list[dict[str, Any]]:
-    """Each shape at each m: seconds, weights read as a share of the bandwidth, kappa, and operations a second."""
-    layout_bytes = {"int4": 4.5 / 8, "int8": 8.5 / 8}
-    one_s = {(t.layout, t.n_rows, t.n_columns): t.time.value for t in times.matmuls if t.m == 1}
-    rows = []
-    for t in times.matmuls:
-        size, seconds = t.n_rows * t.n_columns, t.time.value
-        share = size * layout_bytes[t.layout] / seconds / bytes_per_s
-        kappa = seconds / one_s[t.layout, t.n_rows, t.n_columns]
-        rows.append(
-            {"layout": t.layout, "n": t.n_rows, "k": t.n_columns, "m": t.m, "us": seconds * 1e6}
-            | {"share": share, "kappa": kappa, "tflops": 2 * size * t.m / seconds / 1e12}
-        )
-    return rows
+    if profile.gpu is None or profile.link is None:
+        return found
+    bench.profile = profile
+    return found | {
+        "copy_gb_s": profile.gpu.read_bytes_per_s.value / 1e9,
+        "products": products(profile.gpu, profile.gpu.read_bytes_per_s.value),
+        "attentions": [[a.m, a.context_tokens, a.time.value] for a in profile.gpu.attentions],
+        "overheads": [[row.m, row.layer.value, row.whole_pass.value] for row in profile.gpu.overheads],
+        "link": {name: getattr(profile.link, name).value for name in profile.link.__slots__},
+    }
 
 
 def launches(bench: Bench) -> dict[str, float]:
@@ -251,37 +261,61 @@ def launches(bench: Bench) -> dict[str, float]:
 
 def plans(bench: Bench) -> list[dict[str, Any]]:
     """A row for each share of the layers."""
-    profile, spec = bench.figures.pop("profile"), bench.spec
+    profile, spec = bench.profile, bench.spec
+    if profile is None:
+        raise RuntimeError("no GPU was measured to plan for")
     weights = random_weights(spec)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    rows = bench.figures["plans"] = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder, quantizing_once():
         write_synthetic_head(Path(folder), spec, RATES, None)
         knowledge = DraftKnowledge(draft_head=Path(folder), is_asked=True)
         for share in LAYER_SHARES:
-            if bench.left_s <= 0:
-                rows.append({"layer_share": share, "failed": "left out: the minutes are over"})
-                continue
             rows.append({"layer_share": share} | plan_row(bench, profile, weights, knowledge, share))
+            texts = [row["text"] for row in rows if "text" in row]
+            if "text" in rows[-1]:
+                rows[-1]["as_first_row"] = agreeing_tokens(texts[0], texts[-1])
+            bench.keep()
     return rows
+
+
+@contextmanager
+def quantizing_once() -> Iterator[None]:
+    """All rows draft with one head, and quantizing that of a 7B model takes a core some 15 s."""
+    quantize, kept = draft_head_opening.head_weights, list[ModelWeights]()
+
+    def once(head: DraftHead, *, compiled: bool) -> ModelWeights:
+        if not kept:
+            kept.append(quantize(head, compiled=compiled))
+        return kept[0]
+
+    with mock.patch.object(draft_head_opening, "head_weights", once):
+        yield
 
 
 def plan_row(
     bench: Bench, profile: HardwareProfile, weights: ModelWeights, knowledge: DraftKnowledge, share: float
 ) -> dict[str, Any]:
-    """Full mode, a prompt, and exact mode by one placement; tokens a second."""
+    """Full mode, a prompt, and exact mode by one placement; tokens a second. A mode that fails leaves the other."""
     spec, threads = bench.spec, profile.cpu[-1].threads
-    known = knowledge.statistics(spec, profile, threads)
     n_gpu = max(1, round(share * spec.n_layers))
     limits = Limits(context_tokens=CONTEXT_TOKENS, kv_type="fp16", gpu_layers=n_gpu, threads=threads)
-    row: dict[str, Any] = {"gpu_layers": n_gpu}
+    row: dict[str, Any] = {"gpu_layers": n_gpu, "failed": {}, "replanned": []}
     for mode, measure in (("full", full_figures), ("exact", exact_figures)):
-        in_mode = replace(limits, mode=mode)
-        made = make_plan(spec, profile, in_mode, known)
-        opened = bench.opening(spec, weights, Placement(profile, in_mode, made, known))
         try:
-            row |= measure(bench, profile, knowledge, known, opened)
-        finally:
-            opened.executor.close()
+            if bench.left_s <= 0:
+                raise TimeoutError(LEFT_OUT)
+            known = knowledge.statistics(spec, profile, threads)
+            in_mode = replace(limits, mode=mode)
+            made = make_plan(spec, profile, in_mode, known)
+            opened = bench.opening(spec, weights, Placement(profile, in_mode, made, known))
+            try:
+                row |= measure(bench, profile, knowledge, known, opened)
+                if opened.executor.plan is not made:  # memory was short: what was predicted is not what ran
+                    row["replanned"].append(mode)
+            finally:
+                opened.executor.close()
+        except Exception as error:  # as in Bench.part
+            row["failed"][mode] = in_a_line(error)
     return row
 
 
@@ -312,6 +346,7 @@ def exact_figures(
     return {
         "exact": achieved(n_text, expected_s, run.samples_s),
         "tokens_per_pass": counts.statistics(spec.n_layers, 0).tokens_per_pass,
+        "text": text,
         "same_text": [token.token_id for token in tokens] == text[1:],
     }
 
@@ -338,16 +373,20 @@ def libraries(bench: Bench) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[Bench], Any]] = {
-    "kernels": kernels,
     "machine": machine,
+    "kernels": kernels,
     "launches": launches,
     "plans": plans,
     "libraries": libraries,
 }
 
 
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

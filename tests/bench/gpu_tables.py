@@ -1,28 +1,71 @@
-"""The figures of bench_gpu.py as Markdown, and what was aimed at."""
+"""The figures of bench_gpu.py: shares and goals, and all of them as Markdown."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from hetero_ee_profiles.hardware import DeviceTimes
 
 MIN_COPY_SHARE, MAX_KAPPA_8, MAX_MISS = 0.85, 1.6, 0.15  # goals
 
 
-def goals(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was aimed at, and whether it was reached."""
+def products(times: DeviceTimes, bytes_per_s: float) -> list[dict[str, Any]]:
+    """Each shape at each m: seconds, weights read as a share of the bandwidth, kappa, and operations a second."""
+    layout_bytes = {"int4": 4.5 / 8, "int8": 8.5 / 8}
+    one_s = {(t.layout, t.n_rows, t.n_columns): t.time.value for t in times.matmuls if t.m == 1}
+    rows = []
+    for t in times.matmuls:
+        size, seconds = t.n_rows * t.n_columns, t.time.value
+        share = size * layout_bytes[t.layout] / seconds / bytes_per_s
+        kappa = seconds / one_s[t.layout, t.n_rows, t.n_columns]
+        rows.append(
+            {"layout": t.layout, "n": t.n_rows, "k": t.n_columns, "m": t.m, "us": seconds * 1e6}
+            | {"share": share, "kappa": kappa, "tflops": 2 * size * t.m / seconds / 1e12}
+        )
+    return rows
+
+
+def goals(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was aimed at, and whether it was reached. A plan that was not run to its end has no goal."""
     found = []
-    gpu = document["machine"].get("products", [])
-    for row in gpu:
+    for row in figures.get("machine", {}).get("products", []):
         shape = f"{row['layout']} {row['n']} x {row['k']}"
         if row["m"] == 1:
             found.append((f"{shape}, of copy", row["share"], row["share"] >= MIN_COPY_SHARE))
         if row["m"] == 8:
             found.append((f"{shape}, kappa(8)", row["kappa"], row["kappa"] <= MAX_KAPPA_8))
-    rows = [row for row in document["plans"] if "failed" not in row] if isinstance(document["plans"], list) else []
-    for row in rows:
-        for name in ("full", "prompt", "exact"):
-            ratio = row[name]["ratio"]
-            if ratio is not None:
+    for row in plan_rows(figures):
+        for name, mode in (("full", "full"), ("prompt", "full"), ("exact", "exact")):
+            ratio = row.get(name, {}).get("ratio")
+            if ratio is not None and mode not in row["replanned"]:
                 found.append((f"{row['gpu_layers']} layers, {name}: of predicted", ratio, abs(ratio - 1) <= MAX_MISS))
     return [{"goal": name, "value": value, "met": met} for name, value, met in found]
+
+
+def failures(figures: dict[str, Any]) -> list[str]:
+    """What failed, was left out, or is wrong."""
+    found = [
+        f"{name}: {part['failed']}" for name, part in figures.items() if isinstance(part, dict) and "failed" in part
+    ]
+    if not figures.get("kernels", {}).get("passed", True):
+        found.append(f"kernels: {' '.join(figures['kernels']['said'])}")
+    if "cpu" in figures.get("machine", {}) and "products" not in figures["machine"]:
+        found.append(f"machine: no GPU was measured: {'; '.join(figures['machine']['warnings'])}")
+    for row in plan_rows(figures):
+        found += [f"{row['gpu_layers']} layers, {mode}: {why}" for mode, why in row["failed"].items()]
+        if not row.get("same_text", True):
+            found.append(f"{row['gpu_layers']} layers: the text of exact mode is not that of full mode")
+    return found
+
+
+def plan_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = figures.get("plans")
+    return rows if isinstance(rows, list) else []
+
+
+def agreeing_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def kernels_table(part: dict[str, Any]) -> Iterator[str]:
@@ -32,11 +75,17 @@ def kernels_table(part: dict[str, Any]) -> Iterator[str]:
 
 def machine_table(part: dict[str, Any]) -> Iterator[str]:
     yield ", ".join(f"{key} {value}" for key, value in part["card"].items())
-    yield f"\ncopy {part['copy_gb_s']:.0f} GB/s; goals: {MIN_COPY_SHARE:.0%} of it at m = 1, kappa(8) {MAX_KAPPA_8}\n"
-    yield from product_rows("GPU", part["products"])
+    yield from part["warnings"]
+    if "products" in part:
+        yield from gpu_tables(part)
     for times in part["cpu"]:
         yield f"\nCPU, {times['threads']} threads, reads {times['read_gb_s']:.1f} GB/s\n"
         yield from product_rows(f"CPU {times['threads']}", times["products"])
+
+
+def gpu_tables(part: dict[str, Any]) -> Iterator[str]:
+    yield f"\ncopy {part['copy_gb_s']:.0f} GB/s; goals: {MIN_COPY_SHARE:.0%} of it at m = 1, kappa(8) {MAX_KAPPA_8}\n"
+    yield from product_rows("GPU", part["products"])
     yield "\n| link | |\n|---|---|"
     for name, value in part["link"].items():
         yield f"| {name} | {value / 1e9:.1f} GB/s |" if value > 1 else f"| {name} | {value * 1e6:.1f} us |"
@@ -46,7 +95,6 @@ def machine_table(part: dict[str, Any]) -> Iterator[str]:
     yield "\n| tokens | context | attention of a layer, us |\n|---|---|---|"
     for m, context_tokens, seconds in part["attentions"]:
         yield f"| {m} | {context_tokens} | {seconds * 1e6:.1f} |"
-    yield from part["warnings"]
 
 
 def product_rows(where: str, rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -62,15 +110,21 @@ def launches_table(part: dict[str, float]) -> Iterator[str]:
 
 
 def plans_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"tokens/s, predicted and achieved; goal: within {MAX_MISS:.0%}. exact: synthetic acceptance 0.78\n"
-    yield "| layers on the GPU | full | prompt | exact | tokens a pass | same text |\n|---|---|---|---|---|---|"
+    yield f"tokens/s, predicted and achieved; goal: within {MAX_MISS:.0%}. exact: synthetic acceptance 0.78."
+    yield "as first row: tokens of the text before one that differs; CPU and GPU may add up in different orders.\n"
+    yield "| layers on the GPU | full | prompt | exact | tokens a pass | exact as full | as first row | |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
-        if "failed" in row:
-            yield f"| {row['layer_share']:.0%} | {row['failed']} |"
-            continue
-        cells = " | ".join(cell(row[name]) for name in ("full", "prompt", "exact"))
-        same = "yes" if row["same_text"] else "NO"
-        yield f"| {row['gpu_layers']} ({row['layer_share']:.0%}) | {cells} | {row['tokens_per_pass']:.2f} | {same} |"
+        cells = [f"{row['gpu_layers']} ({row['layer_share']:.0%})"]
+        cells += [cell(row[name]) if name in row else "" for name in ("full", "prompt", "exact")]
+        if "text" in row:
+            cells += [f"{row['tokens_per_pass']:.2f}", "yes" if row["same_text"] else "NO"]
+            cells += [f"{row['as_first_row']} of {len(row['text'])}"]
+        else:
+            cells += [""] * 3
+        remarks = [f"{mode}: {why}" for mode, why in row["failed"].items()]
+        remarks += [f"{mode}: another plan ran, for want of memory" for mode in row["replanned"]]
+        yield f"| {' | '.join([*cells, '; '.join(remarks)])} |"
 
 
 def cell(figures: dict[str, Any]) -> str:
@@ -107,3 +161,5 @@ def markdown(document: dict[str, Any]) -> Iterator[str]:
             yield from table(part)
     yield "\n## goals\n\n| goal | value | |\n|---|---|---|"
     yield from (f"| {g['goal']} | {g['value']:.2f} | {'met' if g['met'] else 'missed'} |" for g in document["goals"])
+    yield "\n## failures\n"
+    yield from (f"- {failure}" for failure in document["failures"]) if document["failures"] else ["none"]
