@@ -195,8 +195,7 @@ class HardwareProfile:
     warnings: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.version != PROFILE_VERSION:
-            raise ValueError(f"it has profile version {self.version}, this engine reads version {PROFILE_VERSION}")
+        self.check_version(self.version)
         if self.kind not in (MEASURED, DERIVED):
             raise ValueError(f"kind is {self.kind[:40]!r}, expected {MEASURED} or {DERIVED}")
         threads = [times.threads for times in self.cpu]
@@ -209,6 +208,12 @@ class HardwareProfile:
         gpu = "no GPU" if self.gpu is None else f"{self.machine.gpu_model}, {self.machine.vram_bytes / 2**30:.1f} GiB"
         date = self.disk_read_bytes_per_s.origin.date
         return f"<HardwareProfile {self.name}: {self.machine.cpu_model}, {gpu}, {self.kind} {date}>"
+
+    @staticmethod
+    def check_version(version: int) -> None:
+        """Raises ValueError for one that this engine doesn't read."""
+        if version != PROFILE_VERSION:
+            raise ValueError(f"it has profile version {version}, this engine reads version {PROFILE_VERSION}")
 
     def cpu_with(self, threads: int) -> DeviceTimes:
         """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""
