@@ -101,7 +101,7 @@ class DeviceTimes:
 
     def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
         """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts, and what it
-        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by.
+        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by; 0 takes nothing.
 
         Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
         """
@@ -109,6 +109,8 @@ class DeviceTimes:
         rows = [row for row in self.matmuls if row.layout == layout]
         if not rows:
             raise KeyError(layout)
+        if not share:
+            return 0.0
         nearest = min(rows, key=lambda row: _distance(row.n_rows * row.n_columns, size) + _distance(row.n_rows, n_rows))
         shape = nearest.n_rows, nearest.n_columns
         points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
