@@ -138,7 +138,7 @@ class Resolved:
 class Settings:
     """The sources below the flags."""
 
-    file: Path  # where the file lies, or would lie
+    file: Path | None  # where the file lies, or would lie; None where it can't lie anywhere
     in_file: Mapping[str, Any] = field(default_factory=dict)  # its keys and values
     environment: Mapping[str, str] = field(default_factory=dict)
 

@@ -16,17 +16,20 @@ CONFIG_VARIABLE = "HETERO_EE_CONFIG"
 MAX_FILE_BYTES = 2**16
 
 
-def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+def read_configuration_file(environment: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]]:
     """The file HETERO_EE_CONFIG names, else config.toml in the platform's configuration folder; and its keys.
 
-    A file that was asked for by name must be there; without the other there are no keys. Raises UsageError.
+    A file that was asked for by name must be there; without the other there are no keys. None for a user without a
+    home folder, who has no other. Raises UsageError.
     """
     if named := environment.get(CONFIG_VARIABLE):
         path = expanded(named, CONFIG_VARIABLE)
         described = f"{CONFIG_VARIABLE} names {path}, which"
-    else:
-        path = (own_folder(platformdirs.user_config_path) or Path("~", APPLICATION)) / "config.toml"
+    elif folder := own_folder(platformdirs.user_config_path):
+        path = folder / "config.toml"
         described = f"the configuration {path}"
+    else:
+        return None, {}
     try:
         data = _beginning(path)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
@@ -62,8 +65,10 @@ def expanded(text: str, source: str) -> Path:
         raise UsageError(f"{source} is {shown(text)}, and there is no such home folder.") from error
 
 
-def is_in_sight(path: Path) -> bool:
+def is_in_sight(path: Path | None) -> bool:
     """Whether the system says that there is such a file; it does not in a home folder closed to this user."""
+    if path is None:
+        return False
     try:
         path.lstat()
     except OSError:

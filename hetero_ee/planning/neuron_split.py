@@ -86,14 +86,19 @@ def _times(problem: Problem, part: Part, known_bytes: dict[int, Any]) -> SplitTi
     _, n_neurons = neurons.shape
     sizes = np.arange(0, n_neurons, neurons.block_neurons)
     active_shares = neurons.active_after(part.layer)[:-1] / (n_neurons - sizes)
-    nothing, everything = costs.split_s(part, 0.0, 1.0, 1), costs.split_s(part, 1.0, 1.0, 1)
+    on_cpu, half, on_gpu = (costs.split_s(part, share, 1.0, 1) for share in (0.0, 0.5, 1.0))
     gpu_shares = sizes / n_neurons
-    gpu_s = nothing[0] + (everything[0] - nothing[0]) * gpu_shares
-    cpu_s = everything[1] + (nothing[1] - everything[1]) * (1 - gpu_shares) * active_shares
+    gpu_s = _seconds(gpu_shares, on_cpu[0], half[0], on_gpu[0])
+    cpu_s = _seconds((1 - gpu_shares) * active_shares, on_gpu[1], half[1], on_cpu[1])
     seconds = np.maximum(gpu_s, cpu_s) + 2 * costs.transfer_s(1)
     if part.shape not in known_bytes:
         known_bytes[part.shape] = np.array([rounded(part.bytes_of_neurons(int(size))) for size in sizes])
     return SplitTimes(seconds, known_bytes[part.shape])
+
+
+def _seconds(shares: Any, nothing_s: float, half_s: float, all_s: float) -> Any:
+    """What these shares of an FFN's neurons take on a device: linear, but of no neurons, where there are no calls."""
+    return np.where(shares > 0, all_s - 2 * (all_s - half_s) * (1 - shares), nothing_s)
 
 
 def place_split_chain(

@@ -114,10 +114,7 @@ class Plan:
     name: str | None = None  # of the model, as the user typed it; None where nobody said
 
     def __post_init__(self) -> None:
-        if self.version != PLAN_VERSION:
-            raise UsageError(
-                f"it has plan version {shown(self.version)}, this engine reads version {PLAN_VERSION}; make a new plan"
-            )
+        self.check_version(self.version)
         _check_numbers(self)
         _check_drafts(self)
         _check_parts(self.parts)
@@ -130,6 +127,14 @@ class Plan:
             f"GPU, {self.mode} mode, context {self.context_tokens}, {self.prediction.generated_tokens_per_s:.1f} "
             "tokens/s expected>"
         )
+
+    @staticmethod
+    def check_version(version: int) -> None:
+        """Raises UsageError for one that this engine doesn't read."""
+        if version != PLAN_VERSION:
+            raise UsageError(
+                f"it has plan version {shown(version)}, this engine reads version {PLAN_VERSION}; make a new plan"
+            )
 
     @property
     def sha256(self) -> str:

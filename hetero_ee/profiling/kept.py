@@ -6,6 +6,8 @@ measurement replaces it; disturbed again, the less disturbed of the two is kept,
 
 import hashlib
 import json
+import os
+import secrets
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.disturbance import disturbance, is_disturbed
 from hetero_ee.profiling.preset import product_shapes
-from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, replace_file
+from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, remove_if_there, replace_file
 from hetero_ee_profiles.hardware import MEASURED, HardwareProfile, Machine
 from hetero_ee_profiles.records import read_record, to_json
 
@@ -84,8 +86,16 @@ def keep_unless_disturbed(
     return profile, True
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Removes what killed processes have left. For one that holds the lock of measuring. Raises OSError."""
+    for file in (folder / FOLDER).glob(f"*{UNFINISHED_SUFFIX}"):
+        FileSystem().remove_file(file)
+
+
 def _write(profile: HardwareProfile, file: Path) -> None:
-    replace_file(file, to_json(profile).encode(), FileSystem())
+    """Under a name of its own until it is whole: on a disk without locks another process may write too."""
+    mark = f".{os.getpid()}-{secrets.token_hex(4)}"
+    replace_file(file, to_json(profile).encode(), FileSystem(), mark)
 
 
 def _beside(file: Path) -> Path:

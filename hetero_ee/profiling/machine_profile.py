@@ -11,7 +11,7 @@ from pathlib import Path
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.disturbance import disturbance, disturbances, is_disturbed
-from hetero_ee.profiling.kept import FOLDER, keep_unless_disturbed, kept_profile
+from hetero_ee.profiling.kept import FOLDER, keep_unless_disturbed, kept_profile, remove_unfinished
 from hetero_ee.profiling.preset import FULL, QUICK
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.store.filesystem import FileSystem
@@ -154,6 +154,7 @@ def _measuring_alone(folder: Path, remark: Progress) -> Iterator[None]:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileSystem().acquire_lock(folder / LOCK_FILE, lambda: remark(WAITING, 0, 0))
+        remove_unfinished(folder)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch
+from hetero_ee.weights.store.source_file import SourceFile
 from hetero_ee.weights.weight import DenseWeight, Weight
 
 UNQUANTIZED = "none"
@@ -41,8 +42,17 @@ def is_quantized(role: TensorRole) -> bool:
 
 
 def load_dense(checkpoint: Checkpoint) -> ModelWeights:
-    """The checkpoint's weights unquantized, fp32; those saved so are mapped."""
-    weights = ModelWeights({}, {}, watch=FileWatch(checkpoint.files, _refuse_changed))
+    """The checkpoint's weights unquantized, fp32; those saved so are mapped.
+
+    Their watch takes a file whose rights or names alone have changed for the same.
+    """
+    opened = {file: SourceFile.of(file) for file in checkpoint.files}
+
+    def check(file: Path) -> None:
+        if SourceFile.of(file) != opened[file]:
+            raise CheckpointError(f"{file} was written to since it was opened; open the model again.")
+
+    weights = ModelWeights({}, {}, watch=FileWatch(checkpoint.files, check))
     for tensor in checkpoint.tensors():
         values = checkpoint.tensor(tensor.name)
         if is_quantized(tensor.role):
@@ -50,10 +60,6 @@ def load_dense(checkpoint: Checkpoint) -> ModelWeights:
         else:
             weights.vectors[tensor.name] = values
     return weights
-
-
-def _refuse_changed(file: Path) -> None:
-    raise CheckpointError(f"{file} was written to since it was opened; open the model again.")
 
 
 def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None:

@@ -101,7 +101,7 @@ class DeviceTimes:
 
     def matmul_s(self, layout: str, n_rows: int, n_columns: int, m: int, share: float = 1.0) -> float:
         """Seconds of a product; of the shapes that were measured in this layout the nearest in size counts, and what it
-        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by.
+        takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by; 0 takes nothing.
 
         Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
         """
@@ -109,6 +109,8 @@ class DeviceTimes:
         rows = [row for row in self.matmuls if row.layout == layout]
         if not rows:
             raise KeyError(layout)
+        if not share:
+            return 0.0
         nearest = min(rows, key=lambda row: _distance(row.n_rows * row.n_columns, size) + _distance(row.n_rows, n_rows))
         shape = nearest.n_rows, nearest.n_columns
         points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
@@ -195,8 +197,7 @@ class HardwareProfile:
     warnings: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.version != PROFILE_VERSION:
-            raise ValueError(f"it has profile version {self.version}, this engine reads version {PROFILE_VERSION}")
+        self.check_version(self.version)
         if self.kind not in (MEASURED, DERIVED):
             raise ValueError(f"kind is {self.kind[:40]!r}, expected {MEASURED} or {DERIVED}")
         threads = [times.threads for times in self.cpu]
@@ -209,6 +210,12 @@ class HardwareProfile:
         gpu = "no GPU" if self.gpu is None else f"{self.machine.gpu_model}, {self.machine.vram_bytes / 2**30:.1f} GiB"
         date = self.disk_read_bytes_per_s.origin.date
         return f"<HardwareProfile {self.name}: {self.machine.cpu_model}, {gpu}, {self.kind} {date}>"
+
+    @staticmethod
+    def check_version(version: int) -> None:
+        """Raises ValueError for one that this engine doesn't read."""
+        if version != PROFILE_VERSION:
+            raise ValueError(f"it has profile version {version}, this engine reads version {PROFILE_VERSION}")
 
     def cpu_with(self, threads: int) -> DeviceTimes:
         """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""

@@ -1,6 +1,8 @@
 """Frozen dataclasses to JSON and back, with suspicion: every field there, of its type, and no other.
 
-What a dataclass itself demands of its values it checks in __post_init__, by ValueError.
+What a dataclass itself demands of its values it checks in __post_init__, by ValueError. One with a static method
+`check_version` has its field `version` checked by it before anything else is asked: of another version every field may
+be another.
 """
 
 import dataclasses
@@ -94,6 +96,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
 def _dataclass(kind: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(path, value, "an object")
+    if hasattr(kind, "check_version") and type(value.get("version")) is int:
+        kind.check_version(value["version"])
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
     for name in sorted(names ^ value.keys()):

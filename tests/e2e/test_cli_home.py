@@ -89,6 +89,18 @@ def test_a_user_without_a_home(name: str, cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.parametrize("arguments", [["config", "show"], ["config", "show", "--json"], ["doctor"]])
+def test_without_a_home_no_file_of_the_working_folder_is_read(
+    arguments: list[str], cache: Path, tmp_path: Path
+) -> None:
+    for name in ("~", "~/.config"):
+        file = tmp_path / name / "hetero_ee" / "config.toml"
+        file.parent.mkdir(parents=True)
+        file.write_text("no_setting = 1\n")
+    run = ended([sys.executable, "-c", HOMELESS, *arguments], tmp_path, **folders(cache))
+    assert run.code == 0 and "config.toml" not in run.out, run.out + run.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "variable", "given"),
     [

@@ -78,6 +78,23 @@ def test_a_checkpoint_overwritten_in_place(tiny: Path, tmp_path: Path, cache: Pa
             text(engine)
 
 
+def test_what_is_no_change_of_a_checkpoint(tiny: Path, tmp_path: Path, cache: Path) -> None:
+    """Its times of change are others each time, its content and the time it was written are not."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    file = folder / "model.safetensors"
+    with Engine.from_pretrained(folder, quantizer="none", threads=1) as engine:
+        expected = text(engine)
+        file.chmod(0o600)
+        assert text(engine) == expected
+        os.link(file, tmp_path / "another name")
+        assert text(engine) == expected
+        (tmp_path / "another name").unlink()
+        assert text(engine) == expected
+        file.touch()  # samples alone can't tell that no byte is another
+        with pytest.raises(CheckpointError, match="was written to since it was opened"):
+            text(engine)
+
+
 def test_a_look_costs_microseconds(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     watch = FileWatch([tmp_path / "file"], lambda file: None)

@@ -207,7 +207,7 @@ def test_copies_beside_the_cpu_get_what_it_leaves_of_the_ram(ram_rate: float, ex
     target, source = gpu.allocate((n_bytes,), torch.uint8), gpu.pinned(n_bytes)
 
     def copy(target: Any, source: Any) -> None:
-        pending[0] += n_bytes
+        pending[0] += len(source)
 
     def read() -> int:
         begun = gpu.now_s
@@ -218,6 +218,29 @@ def test_copies_beside_the_cpu_get_what_it_leaves_of_the_ram(ram_rate: float, ex
     gpu.copy = copy  # type: ignore[method-assign]
     found = probe_beside_cpu_bytes_per_s(gpu, (target, source), 20e9, read, 3, gpu.clock)
     assert found == pytest.approx([expected] * 3, rel=0.05)
+
+
+@pytest.mark.parametrize("link_rate, cpu_rate", [(25e9, 60e9), (3e9, 60e9), (60e9, 25e9), (25e9, 26e9), (12e9, 0.5e9)])
+@pytest.mark.parametrize("n_read_bytes", [2**22, 100 * 2**20, 2**30])
+def test_copies_beside_a_cpu_that_leaves_them_alone(link_rate: float, cpu_rate: float, n_read_bytes: int) -> None:
+    """However long a copy takes against a read, nothing of the link's rate is lost."""
+    gpu, link_free_s = StandInGpu(), [0.0]
+    target, source = gpu.allocate((2**26,), torch.uint8), gpu.pinned(2**26)
+
+    def copy(target: Any, source: Any) -> None:
+        assert len(target) == len(source)
+        link_free_s[0] = max(gpu.now_s, link_free_s[0]) + len(source) / link_rate
+
+    def read() -> int:
+        gpu.now_s += n_read_bytes / cpu_rate
+        return n_read_bytes
+
+    def synchronize() -> None:
+        gpu.now_s = max(gpu.now_s, link_free_s[0])
+
+    gpu.copy, gpu.synchronize = copy, synchronize  # type: ignore[method-assign]
+    found = probe_beside_cpu_bytes_per_s(gpu, (target, source), link_rate, read, 3, gpu.clock)
+    assert found == pytest.approx([link_rate] * 3, rel=0.05)
 
 
 def test_a_transfer_is_half_the_way_there_and_back() -> None:

@@ -34,6 +34,14 @@ def changed(path: str, value: Any) -> str:
     return json.dumps(body)
 
 
+def older() -> str:
+    """A profile of version 3, which knew no times of a call."""
+    body = json.loads(changed("version", 3))
+    for times in (*body["cpu"], body["gpu"]):
+        del times["call"]
+    return json.dumps(body)
+
+
 DELETED = object()
 BAD: dict[str, tuple[Callable[[], str], str]] = {
     "empty": (lambda: "", "Expecting value"),
@@ -41,6 +49,7 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
     "a list": (lambda: "[]", "expected an object"),
     "too deep": (lambda: "[" * 100_000, "nested too deeply"),
     "a future version": (lambda: changed("version", 5), "profile version 5, this engine reads version 4"),
+    "an older version": (lambda: older(), "^it has profile version 3, this engine reads version 4$"),
     "a version as text": (lambda: changed("version", "1"), "version is '1', expected int"),
     "a version as truth": (lambda: changed("version", True), "version is True, expected int"),
     "another kind": (lambda: changed("kind", "guessed"), "kind is 'guessed'"),

@@ -15,6 +15,7 @@ from hetero_ee.planning.pins import placement_pins
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.planner import plan
 from hetero_ee.planning.statistics import ExitRates, ExitStatistics, NeuronStatistics, Statistics, published_statistics
+from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.memory import rounded
 from hetero_ee.planning.times.prediction import predicted_run_s
 from hetero_ee_profiles.records import from_json, to_json
@@ -174,3 +175,17 @@ def test_a_part_that_contradicts_itself_is_refused(split: Plan, change: dict[str
         replace(part, **change)
     with pytest.raises(ValueError, match="belong to parts that are split"):
         replace(split.parts[0], gpu_neurons=32, cpu_active_share=0.5)
+
+
+def test_a_device_with_none_of_the_neurons_is_charged_no_calls() -> None:
+    costs = Costs(SPEC, PROFILE)
+    ffn = next(part for part in model_parts(SPEC, "fp16") if part.name == "layers.0.ffn")
+    assert PROFILE.gpu is not None
+    for index, times, share in ((0, PROFILE.gpu, 0.0), (1, costs.cpu, 1.0)):
+        overhead_s = times.layer_overhead_s(SPEC.hidden_size, SPEC.ffn_size, 1) / 2
+        assert costs.split_s(ffn, share, 1.0, 1)[index] == overhead_s
+    calls_s = sum(
+        min(costs.cpu.call.value, costs.cpu.matmul_s(p.layout, p.n_rows, p.n_columns, 1)) for p in ffn.products
+    )
+    few_s = costs.split_s(ffn, 0.5, 1e-9, 1)[1] - costs.split_s(ffn, 0.5, 0.0, 1)[1]
+    assert few_s == pytest.approx(calls_s, rel=1e-3)

@@ -160,6 +160,15 @@ def test_a_split_has_no_more_neurons_than_the_ffn() -> None:
         check_fits(replace(GOOD, parts=tuple(parts)), SPEC)
 
 
+def test_a_plan_of_another_version_is_told_by_it_whatever_its_fields(tmp_path: Path) -> None:
+    body = json.loads(to_json(GOOD)) | {"version": 5, "colour": "red"}
+    del body["prefill_chunk_tokens"]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(body))
+    with pytest.raises(UsageError, match=r"used \(it has plan version 5, this engine reads version 6\); make one with"):
+        Plan.load(file)
+
+
 def test_a_good_plan_is_read_back(tmp_path: Path) -> None:
     GOOD.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")

@@ -351,3 +351,17 @@ def test_asked_threads_stay_in_the_plan_and_foreign_times_are_told() -> None:
 def test_a_model_too_shallow_for_exits() -> None:
     with pytest.raises(UsageError, match="none to exit from"):
         published_statistics(1)
+
+
+@pytest.mark.parametrize(("gpu_layers", "is_shared"), [(32, False), (16, True)])
+def test_a_streamed_layer_shares_the_ram_with_a_cpu_that_reads(gpu_layers: int, is_shared: bool) -> None:
+    spec, profile = spec_of(), derived_profile(DATA_SHEETS[3], "2026-11-21")
+    assert profile.link is not None
+    slow = replace(profile.link.to_gpu_bytes_per_s, value=2e9, p20=2e9, p80=2e9)
+    profile = replace(profile, link=replace(profile.link, beside_cpu_bytes_per_s=slow))
+    found = plan(spec, profile, Limits(mode="full", gpu_layers=gpu_layers))
+    costs = Costs(spec, profile, found.threads)
+    layer = [part for part in model_parts(spec, found.kv_type) if part.layer == 0]
+    copied_s = sum(costs.copy_s(part, beside_cpu=is_shared) for part in layer)
+    (streamed,) = [term.seconds for term in found.prediction.layer_terms if term.name == "streamed"]
+    assert found.gpu_layers == gpu_layers and streamed == pytest.approx(copied_s)

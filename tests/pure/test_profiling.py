@@ -428,6 +428,40 @@ def test_on_a_disk_without_locks_nobody_waits(ask: Asking, probes: Probes, monke
     assert ask() and probes.teams == [4]
 
 
+def test_two_processes_that_keep_a_profile_at_once_do_not_mix(ask: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk without locks: the other one writes while this one has written half."""
+    first = ask()
+    other, good = replace(first, name="other"), contents(ask.folder)
+
+    class Interrupted(FileSystem):
+        def write(self, file: Any, data: bytes | memoryview) -> None:
+            super().write(file, data[: len(data) // 2])
+            monkeypatch.setattr(kept, "FileSystem", FileSystem)
+            keep_profile(ask.folder, other, ask.spec, quick=True)
+            super().write(file, data[len(data) // 2 :])
+
+    monkeypatch.setattr(kept, "FileSystem", Interrupted)
+    keep_profile(ask.folder, first, ask.spec, quick=True)
+    assert contents(ask.folder) == good
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_what_killed_processes_left_is_removed_under_the_lock_alone(
+    ask: Asking, monkeypatch: pytest.MonkeyPatch, is_locked: bool
+) -> None:
+    ask()
+    left = ask.folder / "profiles" / "profile.json.1-ab.new"
+    left.touch()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    if not is_locked:
+        monkeypatch.setattr(FileSystem, "acquire_lock", refuse)
+    ask(AGAIN)
+    assert left.exists() is not is_locked
+
+
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("rates", [[1e9, 1e9, 1e9], [1e9, 1.2e9, 1.5e9]], ids=["quiet", "disturbed"])

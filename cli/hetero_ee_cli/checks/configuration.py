@@ -19,6 +19,8 @@ def configuration(settings: Settings, problem: UsageError | None) -> Finding:
         resolved = [settings.resolve(setting.name) for setting in SETTINGS]
     except UsageError as error:
         return fail(str(error), "Correct it; no other command runs until then.")
+    if settings.file is None:
+        return ok(f"no file, for want of a home folder; {CONFIG_VARIABLE} may name one")
     n_set = sum(found.setting.name in settings.in_file for found in resolved)
     there = f"{n_set} {'setting' if n_set == 1 else 'settings'}" if is_in_sight(settings.file) else "no such file"
     return ok(f"{settings.file}: {there}")

@@ -21,7 +21,7 @@ def show(engine: EngineOptions, as_json: Json = False) -> None:
     flags = asdict(engine) | {"model": engine.model_flag}
     settings = read_settings()
     resolved = [settings.resolve(setting.name, flags.get(setting.name)) for setting in SETTINGS]
-    paths = {name: str(path) for name, path in _paths(settings).items()}
+    paths = {name: path and str(path) for name, path in _paths(settings).items()}
     if as_json:
         values = {
             found.setting.name: {
@@ -36,11 +36,12 @@ def show(engine: EngineOptions, as_json: Json = False) -> None:
     rows += [(found.setting.name, _shown(found), found.source) for found in resolved]
     rows += [("", "", ""), ("path", "", "")]
     missing = {} if is_in_sight(settings.file) else {"config_file": "no such file"}
-    rows += [(name, printable(path), missing.get(name, "")) for name, path in paths.items()]
+    rows += [(name, printable(path or ""), missing.get(name, "")) for name, path in paths.items()]
     print(table(rows))
 
 
-def _paths(settings: Settings) -> dict[str, Path]:
+def _paths(settings: Settings) -> dict[str, Path | None]:
+    """None: nowhere, for a user without a home folder."""
     from huggingface_hub import constants
 
     from hetero_ee.runtime.kernel_cache import kernel_cache_folder

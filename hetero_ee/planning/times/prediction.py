@@ -42,7 +42,7 @@ def predict(made: Candidate, cpu_s: float | None) -> Prediction:
             *_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
             *([TimeTerm("reading for drafts", reading.chunk_s(m, context_tokens))] if reading is not None else []),
         ),
-        layer_terms=_layer_terms(costs, parts[1:-1], context_tokens),
+        layer_terms=_layer_terms(costs, parts[1:-1], context_tokens, beside_cpu=reads_on_cpu(parts, made.decode)),
     )
 
 
@@ -157,13 +157,16 @@ def _terms(
     return tuple(TimeTerm(name, value) for name, value in seconds.items() if value > 0)
 
 
-def _layer_terms(costs: Costs, layers: Sequence[Part], context_tokens: int) -> tuple[TimeTerm, ...]:
-    """One token through a layer of average cost, by where it might be."""
+def _layer_terms(
+    costs: Costs, layers: Sequence[Part], context_tokens: int, *, beside_cpu: bool
+) -> tuple[TimeTerm, ...]:
+    """One token through a layer of average cost, by where it might be. beside_cpu: see Costs.copy_s."""
     seconds = {"CPU": sum(costs.part_s(part, "cpu", 1, context_tokens) for part in layers)}
     if costs.profile.gpu is not None:
         on_gpu = [costs.part_s(part, "gpu", 1, context_tokens) for part in layers]
         seconds["GPU"] = sum(on_gpu)
-        seconds["streamed"] = sum(max(s, costs.copy_s(part)) for s, part in zip(on_gpu, layers, strict=True))
+        copies = [costs.copy_s(part, beside_cpu=beside_cpu) for part in layers]
+        seconds["streamed"] = sum(map(max, on_gpu, copies))
     n_layers = len({part.layer for part in layers})
     return tuple(TimeTerm(name, value / n_layers) for name, value in seconds.items())
 

@@ -144,12 +144,12 @@ def write_whole(file: Path, content: bytes | memoryview, files: FileSystem) -> N
         files.close_durably(opened)
 
 
-def replace_file(file: Path, content: bytes, files: FileSystem) -> None:
-    """The content in the file's place, whole or not at all; its folders are made. One process at a time.
+def replace_file(file: Path, content: bytes, files: FileSystem, mark: str = "") -> None:
+    """The content in the file's place, whole or not at all; its folders are made. One process at a time for a mark.
 
-    Raises OSError.
+    mark: in the name it has until it is whole. Raises OSError.
     """
-    unfinished = file.with_name(f"{file.name}{UNFINISHED_SUFFIX}")
+    unfinished = file.with_name(f"{file.name}{mark}{UNFINISHED_SUFFIX}")
     make_folders(file.parent, files)
     remove_if_there(unfinished, files)  # a killed process's
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from statistics import median
 
 import torch
@@ -70,22 +71,25 @@ def probe_beside_cpu_bytes_per_s(
 ) -> list[float]:
     """What both move at once, less what the CPU reads alone: the rate of copies that cost the CPU nothing.
 
-    copied: (target, source) of a copy to the GPU. alone: its rate. Both sides are given as much as they do in the same
-    time.
+    copied: (target, source) of a copy to the GPU, in bytes, of which a part is copied where the CPU's reads take less
+    time. alone: its rate. The link is given exactly what it moves alone while the CPU reads alone, so that where
+    neither slows the other down both end together, and the rate is `alone`.
     """
     target, source = copied
     n_read_bytes = read()
     read_s = max(median(_timed(platform, read, repeats, clock, is_awaited=False)), LEAST_S)
     copy_s = source.nbytes / alone
-    n_copies, n_reads = max(1, round(read_s / copy_s)), max(1, min(MOST_READS, round(copy_s / read_s)))
+    n_reads = min(MOST_READS, ceil(copy_s / read_s))
+    n_copies = ceil(n_reads * read_s / copy_s)
+    n_copy_bytes = max(1, min(source.nbytes, int(n_reads * read_s * alone / n_copies)))
 
     def both() -> None:
         for _ in range(n_copies):
-            platform.copy(target, source)
+            platform.copy(target[:n_copy_bytes], source[:n_copy_bytes])
         for _ in range(n_reads):
             read()
 
-    n_bytes = n_copies * source.nbytes + n_reads * n_read_bytes
+    n_bytes = n_copies * n_copy_bytes + n_reads * n_read_bytes
     left = [n_bytes / seconds - n_read_bytes / read_s for seconds in _timed(platform, both, repeats, clock)]
     return [min(alone, max(rate, LEAST_SHARE * alone)) for rate in left]
 
