@@ -135,12 +135,16 @@ def test_a_simulation_shows_drafts_beside_what_was_predicted(cli: Cli, demo: Pat
     assert document["generation_s"] < full["generation_s"]
 
 
-def test_synthetic_acceptance_is_what_is_asked_for_and_labelled(cli: Cli, demo: Path) -> None:
+def test_synthetic_acceptance_is_what_is_asked_for_and_labelled(cli: Cli, demo: Path, tmp_path: Path) -> None:
     arguments = [*TINY_BENCH, "-p", "0", "-n", "12", "--mode", "exact", "--draft-length", "4"]
     row = json.loads(cli(*arguments, "--synthetic-acceptance", "1", "--json").out)[0]
     assert row["synthetic_acceptance"] == [1.0] and row["exit_layer"] == 0
     assert (row["acceptance"], row["tokens_per_pass"]) == (1.0, 4.0)
     assert "100% accepted of drafts drawn at 1 |" in cli(*arguments, "--synthetic-acceptance", "1").out
+    (headless := tmp_path / "head").mkdir()
+    (headless / "config.json").write_text(json.dumps(SMALL_MODEL))
+    no_weights = cli(*arguments, "--synthetic-acceptance", "1", "--draft-head", headless)
+    assert no_weights.code == 1 and re.fullmatch(r"hetero-ee: .* holds no model\.safetensors, [^\n]+\n", no_weights.err)
     by_exits = cli(*arguments, "--synthetic-acceptance", "0")
     assert by_exits.code == 2 and "the plan drafts by exits" in by_exits.err
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import ModelError, UsageError
 from hetero_ee.hub.config_file import read_config_file
 from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
+from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import DraftRates
 from hetero_ee.speculation.drafting import Drafting
@@ -39,8 +40,10 @@ def write_synthetic_head(folder: Path, model: ModelSpec, rates: DraftRates, own:
         config = _config(model)
         save_file(_random_tensors(model), folder / SINGLE_FILE)
     else:
-        config = dict(read_config_file(own))
-        shutil.copyfile(own / SINGLE_FILE, folder / SINGLE_FILE)
+        config, file = dict(read_config_file(own)), find_file(own, SINGLE_FILE)
+        if file is None:
+            raise ModelError(f"{own} holds no {SINGLE_FILE}, the draft head's weights.")
+        shutil.copyfile(file, folder / SINGLE_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(config | {ACCEPTANCE: list(rates.acceptance)}))
 
 
