@@ -9,8 +9,9 @@ from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
-from hetero_ee.planning.plan import Plan
+from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
+from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
@@ -128,11 +129,16 @@ def _pass_largest(executor: PlannedExecutor) -> None:
     sequence = cache.open_new()
     try:
         executor.prompt([Batch.of_sequence(sequence, 0, [TOKEN_ID] * n_tokens)])
-        for m in range(1, min(executor.plan.draft_length, MAX_DECODE_TOKENS, n_tokens) + 1):
+        for m in range(1, min(_longest_verification(executor.plan), n_tokens) + 1):
             cache.truncate(sequence, n_tokens - m)
             _pass_step(executor, Batch.of_sequence(sequence, n_tokens - m, [TOKEN_ID] * m))
     finally:
         cache.close(sequence)
+
+
+def _longest_verification(plan: Plan) -> int:
+    """Tokens. Draft sequences are as long as their stop rule likes, see speculation/opening.py."""
+    return min(max(plan.draft_length, BEST_OF_DRAFTS if plan.drafts == SEQUENCE else 1), MAX_DECODE_TOKENS)
 
 
 def _pass_step(executor: PlannedExecutor, batch: Batch) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
@@ -15,7 +17,7 @@ from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.prediction import step_times
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
@@ -111,7 +113,20 @@ def open_drafting(
     switch = None if opened.is_emulated or wants_exact else SpeculationSwitch()  # emulated clocks know no Python
     if plan.drafts == SEQUENCE:
         return _sequences(knowledge, opened, profile, warn, switch)
-    return OpenDrafting(_exits(knowledge.calibration, opened, profile, warn, switch))
+    drafting = _exits(knowledge.calibration, opened, profile, warn, switch)
+    assert drafting.exit_end is not None, "exits have an end"
+    _warm_up(opened, drafting.exit_end)
+    return OpenDrafting(drafting)
+
+
+def _warm_up(opened: Opened, end: DraftEnd) -> None:
+    """What a GPU needs for the end, before a text does: kernels compiled, weights there, a graph of one row recorded.
+
+    Not on an emulated machine, whose time would go on.
+    """
+    if opened.running is not None and not opened.is_emulated and opened.plan.n_bytes(GPU):
+        nothing = torch.zeros(1, opened.executor.spec.hidden_size)
+        opened.executor.draft(nothing, [DraftNoise(0.0, 0, 0, 0)], end)
 
 
 def _exits(
@@ -175,6 +190,7 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
         return None
     try:
         head = open_draft_head(folder, executor, opened.running, request.warn)
+        _warm_up(opened, head.end)
         if profile is not None:
             costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)
             places = opened.plan.decode_placements

@@ -185,7 +185,7 @@ def test_it_takes_the_plans_memory_and_gives_it_back(model: Model) -> None:
     inner: Any = beside.inner  # type: ignore[attr-defined]
     weights = sum(each.matrix.tiles.nbytes + each.matrix.scales.nbytes for each in inner._resident.linears.values())
     states = sum(piece.nbytes for piece in source._sequences[0].states._pieces)
-    rows: Any = source._end.vocabulary
+    rows: Any = source.end.vocabulary
     assert 0 < weights + states + inner.cache.n_bytes + rows.rows.n_bytes <= n_bytes
     trimmed, whole = (
         costs.rates("a head"),

@@ -117,3 +117,16 @@ def test_a_source_that_is_registered_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     assert tokens == list(decoding(ScriptedModel(successor, successor), None, [PROMPT]))
     (origin,) = counts.statistics(model.spec.n_layers, 0).origins
     assert (origin.origin, origin.precision) == ("scripted", 1.0) and origin.n_drafted > 6
+
+
+@pytest.mark.parametrize(("gpu_layers", "is_emulated", "n_drafts"), [(None, False, 1), (None, True, 0), (0, False, 0)])
+def test_a_gpu_has_made_a_draft_before_a_text_asks_for_one(
+    gpu_layers: int | None, is_emulated: bool, n_drafts: int
+) -> None:
+    """So that kernels, weights and a graph are there; a clock that is emulated stands still."""
+    ends = []
+    executor: Any = SimpleNamespace(spec=SPEC, weights=SimpleNamespace(quantizer="none"))
+    executor.draft = lambda hidden, noise, end: ends.append(end)
+    found = replace(opened(EXIT, executor, gpu_layers=gpu_layers), running=lambda: executor, is_emulated=is_emulated)
+    drafting = open_drafting(DraftKnowledge(CALIBRATION), found, PROFILE, print)
+    assert drafting is not None and ends == [drafting.drafting.exit_end] * n_drafts

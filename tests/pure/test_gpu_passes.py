@@ -22,7 +22,7 @@ from hetero_ee.runtime.executors import gpu as gpu_executor
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.operations import GpuOperations
-from hetero_ee.runtime.gpu.segment import GpuSegment, Replays
+from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.statistics import DraftCounts
@@ -142,8 +142,7 @@ def test_the_warm_up_records_what_speculative_decoding_uses(llama: Model, monkey
 
 def is_of_layers(work: Callable[[], None]) -> bool:
     """Whether a segment made the recording; the end of drafts makes one when it is first asked."""
-    (replays,) = (value for value in inspect.getclosurevars(work).nonlocals.values() if isinstance(value, Replays))
-    return isinstance(replays._compute.__self__, GpuSegment)
+    return isinstance(inspect.getclosurevars(work).nonlocals["compute"].__self__, GpuSegment)
 
 
 def test_everything_on_the_gpu_is_one_composition(model: Model) -> None:

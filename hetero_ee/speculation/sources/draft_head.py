@@ -75,7 +75,7 @@ class DraftHeadSource:
         """layer: the one to be used now, None for none; after another one, everything that was held is gone.
         vocabulary: that it drafts, None for the model's. warn: told once where anything is not finite; what depends on
         it is then not drafted."""
-        self._layer_now, self._target, self._end = layer, target, DraftEnd(is_normed=True, vocabulary=vocabulary)
+        self._layer_now, self._target, self.end = layer, target, DraftEnd(is_normed=True, vocabulary=vocabulary)
         self._warn, self._has_warned = warn, False
         self._layer: DraftHeadLayer | None = None
         self._sequences: dict[int, _Sequence] = {}
@@ -170,7 +170,7 @@ class DraftHeadSource:
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
         """The token that this state (1, hidden) leads to; None where a number is not finite."""
-        token_id, confidence = choose(state, self._end, history)
+        token_id, confidence = choose(state, self.end, history)
         if token_id != NO_TOKEN and math.isfinite(confidence):
             return Draft(token_id, confidence)
         if self._warn and not self._has_warned:
