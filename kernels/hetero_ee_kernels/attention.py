@@ -276,9 +276,7 @@ def _sizes(group: int, head_dim: int) -> dict[str, int]:
     dim_block = max(4, triton.next_power_of_2(head_dim))
     group_block = min(MAX_GROUP, triton.next_power_of_2(group))
     lines = max(MIN_LINES, group_block)
-    tile = (
-        TILE if lines == group_block else TILE // 4
-    )
+    tile = TILE if lines == group_block else TILE // 4
     lanes = max(1, min(PAGE_TOKENS, tile // (lines * dim_block)))
     sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": lines // group_block}
     return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}
