@@ -119,28 +119,30 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def fold(builder: Any, values: list[Any], combine: Any) -> Any:
-    """Reduces each of 1, 2, 4, .. 16 vectors of 16 lanes; lane i of the result is vector i's.
+    """Reduces each of 1, 2, 4, 8 or 16 vectors of 16 lanes; vector i's result is in lane 16 i / len(values).
 
-    Whatever their number, a vector's lanes are combined as i with i + 8, i + 4, i + 2, i + 1.
+    Whatever their number, a vector's lanes are combined as i with i + 8, i + 4, i + 2, i + 1; combine must commute. Two
+    vectors at a time give way to one that holds half the lanes of each where they were: a blend and one shuffle.
     """
-    width = 16
-    while width > 1:
-        width //= 2
-        pairs = (
-            [(values[i], values[i + 1]) for i in range(0, len(values), 2)] if len(values) > 1 else [(values[0], None)]
-        )
-        folded = []
-        for first, second in pairs:
-            lanes = first.type.count
-            starts = range(0, lanes if second is None else 2 * lanes, 2 * width)
-            low = [start + lane for start in starts for lane in range(width)]
-            parts = []
-            for shift in (0, width):
-                chosen = ir.Constant(ir.VectorType(I32, len(low)), [lane + shift for lane in low])
-                parts.append(builder.shuffle_vector(first, first if second is None else second, chosen))
-            folded.append(combine(*parts))
-        values = folded
+    for width in (8, 4, 2, 1):
+        moved = [lane ^ width for lane in range(16)]
+        if len(values) == 1:
+            values = [combine(values[0], _chosen(builder, values[0], values[0], moved))]
+            continue
+        stay = [lane if lane & width == 0 else 16 + lane for lane in range(16)]
+        cross = [other if lane & width == 0 else 16 + other for lane, other in enumerate(moved)]
+        half, pairs = len(values) // 2, []
+        for first, second in zip(values[:half], values[half:], strict=True):
+            pairs.append(
+                combine(_chosen(builder, first, second, stay), _chosen(builder, first, second, cross))
+            )
+        values = pairs
     return values[0]
+
+
+def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    """These lanes of two vectors, the second's counted on from 16."""
+    return builder.shuffle_vector(first, second, ir.Constant(I32X16, lanes))
 
 
 def float_to_half(context: Any, builder: Any, value: Any) -> Any:
