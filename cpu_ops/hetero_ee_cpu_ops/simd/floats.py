@@ -9,7 +9,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd.bytes import (
@@ -378,12 +377,13 @@ write_integer = _scalar(I64, types.int64, "integer")[1]
 
 @intrinsic(prefer_literal=True)
 def scratch(typing: Any, n_bytes: Any) -> Any:
-    """The address of n_bytes (a constant) on the stack, 64-byte aligned, until the function returns."""
+    """The address of n_bytes (a constant) on the stack, 64-byte aligned, until the function returns; not cleared."""
     if not isinstance(n_bytes, types.IntegerLiteral):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, n_bytes.literal_value))
+        with builder.goto_entry_block():  # Numba's alloca_once clears it, for which LLVM emits a store a byte
+            memory = builder.alloca(ir.ArrayType(I8, n_bytes.literal_value))
         memory.align = 64
         return builder.ptrtoint(memory, I64)
 
