@@ -38,7 +38,8 @@ from hetero_ee_cpu_ops.simd.tuples import add_products, add_weighted, load_tile,
 
 F32, MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
 BLOCK = 64  # positions between two rescalings: 4 registers of scores
-PIECE = 16
+PIECE = 16  # positions whose keys are taken together
+WIDTH = 64  # features of a block's values that are taken together
 MAX_QUERIES = 64
 MAX_HEAD_DIM = 1024
 MAX_FEATURES = 8192  # of all queries of an item together: with their sums 64 KB, which an L2 cache holds
@@ -83,19 +84,17 @@ def _fetch(address: int, n_bytes: int) -> None:
 
 
 @compiled
-def _unpack(source: int, n: int, head_dim: int, padded: int, piece: int, element: Any) -> None:
-    """n positions in fp32, padded with zeros; the piece's others become zero."""
-    if head_dim == padded:
-        for i in range(0, n * head_dim, 16):
-            store16(load16(source + i * element_bytes(element), element), piece + 4 * i)
-    else:
-        for position in range(n):
-            for i in range(0, padded, 16):
-                at = source + (position * head_dim + i) * element_bytes(element)
-                value = load_lanes(at, 0, min(16, head_dim - i), element)
-                store16(value, piece + 4 * (position * padded + i))
-    for i in range(n * padded, PIECE * padded, 16):
-        store16(spread(F32), piece + 4 * i)
+def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece: int, element: Any) -> None:
+    """`width` features of n positions in fp32, zeros beyond the n_features that there are."""
+    for position in range(n):
+        at, target = source + position * stride, piece + 4 * position * width
+        if n_features >= width:
+            for i in range(0, width, 16):
+                store16(load16(at + i * element_bytes(element), element), target + 4 * i)
+        else:
+            for i in range(0, width, 16):
+                value = load_lanes(at + i * element_bytes(element), 0, min(16, n_features - i), element)
+                store16(value, target + 4 * i)
 
 
 @compiled
@@ -161,10 +160,47 @@ def block_scores(
                 tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, at + AHEAD_BYTES, element
             )
         else:
-            _unpack(at, n, head_dim, padded, frame + PIECES, element)
+            _unpack(at, row_bytes, n, head_dim, padded, frame + PIECES, element)
             _piece_scores(
                 tile, rows, frame, n_queries, padded, start, piece, frame + PIECES, 4 * padded, at + AHEAD_BYTES, F32
             )
+
+
+@compiled
+def _correct(before: Any, highest: Any) -> Any:
+    """The factor for earlier blocks' sums; where the maximum stays, exactly 1."""
+    return np.float32(1) if before == highest else first_lane(exponential(spread(np.float32(before - highest))))
+
+
+@compiled
+def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
+    """_softmax of a whole block, in registers."""
+    a, b = multiply(load16(scores, F32), spread(factor)), multiply(load16(scores + 64, F32), spread(factor))
+    c, d = multiply(load16(scores + 128, F32), spread(factor)), multiply(load16(scores + 192, F32), spread(factor))
+    if key_scales:
+        a, b = multiply(a, load16(key_scales, F32)), multiply(b, load16(key_scales + 64, F32))
+        c, d = multiply(c, load16(key_scales + 128, F32)), multiply(d, load16(key_scales + 192, F32))
+    before = read_float(state)
+    highest = max(before, lane_maximum(maximum(maximum(a, b), maximum(c, d))))
+    top = spread(highest)
+    a, b, c, d = (
+        exponential(subtract(a, top)),
+        exponential(subtract(b, top)),
+        exponential(subtract(c, top)),
+        exponential(subtract(d, top)),
+    )
+    total = lane_sum(add(add(add(a, b), c), d))
+    if value_scales:
+        a, b = multiply(a, load16(value_scales, F32)), multiply(b, load16(value_scales + 64, F32))
+        c, d = multiply(c, load16(value_scales + 128, F32)), multiply(d, load16(value_scales + 192, F32))
+    store16(a, scores)
+    store16(b, scores + 64)
+    store16(c, scores + 128)
+    store16(d, scores + 192)
+    correction = _correct(before, highest)
+    write_float(highest, state)
+    write_float(np.float32(read_float(state + 4) * correction + total), state + 4)
+    return correction
 
 
 @compiled
@@ -193,7 +229,7 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
             low, high = max(first - lane, 0), min(end - lane, 16)
             weight = multiply(weight, load_lanes(value_scales + 4 * lane, low, high, F32))
         store16(weight, at)
-    correction = first_lane(exponential(spread(np.float32(before - highest))))
+    correction = _correct(before, highest)
     write_float(highest, state)
     write_float(np.float32(read_float(state + 4) * correction + lane_sum(total)), state + 4)
     return correction
@@ -209,10 +245,14 @@ def block_weights(
         first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, BLOCK)
         if first < end:
             scores, state = frame + SCORES + 4 * BLOCK * number, frame + STATES + 8 * number
-            correction = _softmax(scores, first, end, factor, key_scales, value_scales, state)
-            total = frame + SUMS + 4 * number * padded
-            for i in range(0, padded, 16):
-                store16(multiply(load16(total + 4 * i, F32), spread(correction)), total + 4 * i)
+            if end - first == BLOCK:
+                correction = _softmax_whole(scores, factor, key_scales, value_scales, state)
+            else:
+                correction = _softmax(scores, first, end, factor, key_scales, value_scales, state)
+            if correction != 1:
+                total = frame + SUMS + 4 * number * padded
+                for i in range(0, padded, 16):
+                    store16(multiply(load16(total + 4 * i, F32), spread(correction)), total + 4 * i)
 
 
 @compiled
@@ -220,7 +260,8 @@ def _weigh_part(
     cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
     row_bytes: int, element: Any,
 ) -> None:  # fmt: skip
-    """Adds n positions to some features of len(rows) sums."""
+    """Adds n positions to 16 len(cells) / len(rows) features of len(rows) sums. ahead: what to ask for meanwhile, 0 for
+    nothing."""
     n_bytes = len(cells) // len(rows) * 16 * element_bytes(element)
     totals = load_tile(cells, rows, sums, 4 * padded)
     for position in range(n):
@@ -233,56 +274,55 @@ def _weigh_part(
 
 @compiled
 def _weigh(
-    tile: Any, rows: Any, frame: int, number: int, first: int, end: int, padded: int, values: int, stride: int,
+    tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
     ahead: int, row_bytes: int, element: Any,
 ) -> None:  # fmt: skip
-    """Adds positions first..end-1 of a block to the sums of queries `number` on; values: of the block's start."""
-    weights, at = frame + SCORES + 4 * (BLOCK * number + first), values + first * stride
-    sums, n_vectors, i = frame + SUMS + 4 * number * padded, len(tile) // len(rows), 0
-    while i + 16 * n_vectors <= padded:
-        _weigh_part(
-            tile, rows, weights, at + i * element_bytes(element), stride, end - first, sums + 4 * i, padded,
-            ahead + i * element_bytes(element) if ahead else 0, row_bytes, element,
-        )  # fmt: skip
-        i += 16 * n_vectors
-    while i < padded:
-        _weigh_part(
-            rows, rows, weights, at + i * element_bytes(element), stride, end - first, sums + 4 * i, padded,
-            ahead + i * element_bytes(element) if ahead else 0, row_bytes, element,
-        )  # fmt: skip
+    """The same for `width` features."""
+    i, step = 0, 16 * (len(tile) // len(rows))
+    while i + step <= width:
+        at, then = values + i * element_bytes(element), ahead + i * element_bytes(element) if ahead else 0
+        _weigh_part(tile, rows, weights, at, stride, n, sums + 4 * i, padded, then, row_bytes, element)
+        i += step
+    while i < width:
+        at = values + i * element_bytes(element)
+        _weigh_part(rows, rows, weights, at, stride, n, sums + 4 * i, padded, 0, row_bytes, element)
         i += 16
 
 
 @compiled
-def _weigh_alone(frame: int, number: int, first: int, end: int, padded: int, values: int, ahead: int) -> None:
-    """One query of a tile, where the others don't see what it sees."""
+def _weigh_alone(
+    frame: int, number: int, first: int, end: int, sums: int, width: int, padded: int
+) -> None:
+    """Positions first..end-1 of the piece for one query."""
     if first < end:
-        _weigh(FOUR, ONE, frame, number, first, end, padded, values, 4 * padded, ahead, 4 * padded, F32)
+        weights, at = frame + SCORES + 4 * (BLOCK * number + first), frame + PIECES + 4 * first * width
+        _weigh(FOUR, ONE, weights, at, 4 * width, end - first, sums + 4 * number * padded, width, padded, 0, 0, F32)
 
 
 @compiled
 def _weigh_tile(
-    tile: Any, rows: Any, frame: int, number: int, start: int, low: int, high: int, padded: int, values: int,
-    ahead: int, row_bytes: int,
+    tile: Any, rows: Any, frame: int, number: int, start: int, sums: int, width: int, padded: int, ahead: int,
+    row_bytes: int,
 ) -> None:  # fmt: skip
-    """The queries of a tile: positions low..high-1 of the block, as far as each sees them, in order."""
-    common_first, common_end = low, high
+    """The block's values for len(rows) queries, as far as each sees them, in order."""
+    common_first, common_end = 0, BLOCK
     for other in range(number, number + len(rows)):
         at = frame + RANGES + 16 * other
         common_first, common_end = max(common_first, word(at, 0) - start), min(common_end, word(at, 1) - start)
     if common_first >= common_end:
-        common_first = common_end = high
+        common_first = common_end = BLOCK
     for other in range(number, number + len(rows)):
         at = frame + RANGES + 16 * other
-        first, end = max(word(at, 0) - start, low), min(word(at, 1) - start, high)
-        _weigh_alone(frame, other, first, min(end, common_first), padded, values, 0)
+        first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, common_first)
+        _weigh_alone(frame, other, first, end, sums, width, padded)
     if common_first < common_end:
-        _weigh(
-            tile, rows, frame, number, common_first, common_end, padded, values, 4 * padded, ahead, row_bytes, F32
-        )
+        weights, at = frame + SCORES + 4 * (BLOCK * number + common_first), frame + PIECES + 4 * common_first * width
+        n, then = common_end - common_first, ahead + common_first * row_bytes if ahead else 0
+        at_sums = sums + 4 * number * padded
+        _weigh(tile, rows, weights, at, 4 * width, n, at_sums, width, padded, then, row_bytes, F32)
     for other in range(number, number + len(rows)):
-        end = min(word(frame + RANGES + 16 * other, 1) - start, high)
-        _weigh_alone(frame, other, common_end, end, padded, values, 0)
+        end = min(word(frame + RANGES + 16 * other, 1) - start, BLOCK)
+        _weigh_alone(frame, other, common_end, end, sums, width, padded)
 
 
 @compiled
@@ -293,24 +333,25 @@ def block_values(
     """Adds weight x value of positions start + low .. start + high - 1; values: of position `start`."""
     row_bytes = head_dim * element_bytes(element)
     if n_queries == 1 and head_dim == padded:
-        ahead = values + low * row_bytes + AHEAD_BYTES
-        _weigh(FOUR, ONE, frame, 0, low, high, padded, values, row_bytes, ahead, row_bytes, element)
+        at, weights = values + low * row_bytes, frame + SCORES + 4 * low
+        _weigh(
+            FOUR, ONE, weights, at, row_bytes, high - low, frame + SUMS, padded, padded, at + AHEAD_BYTES, row_bytes,
+            element,
+        )  # fmt: skip
         return
-    for piece in range(low & -PIECE, high, PIECE):
-        at, n, first, end = values + piece * row_bytes, min(PIECE, high - piece), max(piece, low), piece + PIECE
-        _unpack(at, n, head_dim, padded, frame + PIECES, element)
-        source, ahead, number = frame + PIECES - 4 * piece * padded, at + AHEAD_BYTES, 0
+    for i in range(0, padded, WIDTH):
+        width, sums, number = min(WIDTH, padded - i), frame + SUMS + 4 * i, 0
+        at = values + i * element_bytes(element)
+        _unpack(at + low * row_bytes, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element)
+        ahead = at + AHEAD_BYTES
         while number < n_queries:
             if n_queries - number == 1:
                 place = frame + RANGES + 16 * number
-                first, end = max(word(place, 0) - start, first), min(word(place, 1) - start, end)
-                _weigh_alone(frame, number, first, end, padded, source, ahead)
+                first, end = max(word(place, 0) - start, 0), min(word(place, 1) - start, BLOCK)
+                _weigh_alone(frame, number, first, end, sums, width, padded)
                 number += 1
             else:
-                if _sees(frame, number, len(rows), start + piece, start + piece + PIECE):
-                    _weigh_tile(
-                        tile, rows, frame, number, start, piece, min(piece + PIECE, high), padded, source, ahead,
-                        row_bytes,
-                    )  # fmt: skip
+                if _sees(frame, number, len(rows), start, start + BLOCK):
+                    _weigh_tile(tile, rows, frame, number, start, sums, width, padded, ahead, row_bytes)
                 number += len(rows)
             ahead = 0

@@ -92,6 +92,10 @@ class Lanes:
         for coefficient in EXP_SERIES[1:]:
             series = series.times_plus(r, coefficient)
         result = (r * r).times_plus(series, r) + 1.0
+        if target_has(self.context, "avx512f"):  # one instruction for what takes eight, and the same bits
+            mask, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
+            arguments = [result.value, n.value, result.value, mask, rounding]
+            return self._of(call(self.builder, "llvm.x86.avx512.mask.scalef.ps.512", F32X16, arguments))
         exponent = self.builder.sub(shifted.bits(), integers(MAGIC_BITS))
         first = self.builder.ashr(exponent, integers(1))  # 2^n in two factors: n reaches beyond fp32's exponents
         second = self.builder.sub(exponent, first)
