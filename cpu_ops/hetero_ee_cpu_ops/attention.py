@@ -8,13 +8,17 @@ query, its position, the window and the keys and values it sees, never on other 
 Within a block, key p's product is summed in 16 lanes by features and then over lanes in a fixed tree; each output
 feature takes the block's values in order of position.
 
+An item of work is a key head and up to 64 queries: consecutive rows of one sequence with all their query heads. They
+pass the keys and values together (attention_block.py), which are read and converted once an item.
+
 Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (n_layers, n_kv_heads, capacity, d)
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
-features) fp32, heads side by side from `first` on. Any d; 1 <= n_heads / n_kv_heads <= 128.
+features) fp32, heads side by side from `first` on. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
 
-One row, 32 heads of 128 over 8 key heads, fp16, one thread (Zen 5, AVX-512, Nov 2026): 7.8 us at 16 positions, 106 us
-at 512, 455 us at 2048 (18 GB/s of cache). A work item is a row and a key head, so one row of a model with one key head
-stays on one thread.
+Xeon (Sapphire Rapids, AVX-512), one thread, Nov 2026, heads of 128. Memory gives 13.3 GB/s; one row reads 10.7 GB/s of a
+fp16 cache behind 2048 positions, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, fp16, 1024 positions,
+a key head: 11 us for one row, 31 for 2 to 4, 49 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, of 215 that
+multiply-adds in registers reach. One row of a model with one key head stays on one thread.
 """
 
 from functools import cache
@@ -133,7 +137,7 @@ def _item(tile: Any, rows: Any, arguments: int, index: int, element: Any) -> Non
 
 @cache
 def _chunk(kind: str) -> Chunk:
-    """The function of one kind of cache. Sixteen vectors are 32 registers of AVX2, which has 16: it gets lower tiles."""
+    """The function of one kind of cache. Sixteen vectors take 32 of AVX2's registers, which are 16: its tiles are lower."""
     element = ELEMENTS[kind]
     rows, tile = ((0,) * 4, (0,) * 16) if target_has(cpu_target.target_context, "avx512f") else ((0,) * 2, (0,) * 4)
 
@@ -195,7 +199,8 @@ def _enter(
 class Attention:
     """One model's attention. kind: how the cache is stored, one of kv_table.DTYPES. Safe to share between threads.
 
-    Raises ValueError for head counts that don't divide, more than 128 query heads a key head, or an unknown kind.
+    Raises ValueError for head counts that don't divide, more than 128 query heads a key head, heads of more than 1024,
+    or an unknown kind.
     """
 
     def __init__(
@@ -203,6 +208,8 @@ class Attention:
     ) -> None:
         if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
             raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} are too long, {MAX_HEAD_DIM} is the most.")
         if kind not in DTYPES:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim

@@ -16,7 +16,7 @@ from hetero_ee_profiles.hardware import DeviceTimes
 
 VOCABULARY_LAYOUT = "int8"  # of embedding, head, exit map
 EXIT_MAP, DRAFT_VOCABULARY, CHOICE, JUDGE = "exit_map", "draft_vocabulary", "draft_choice", "exit_predictor"
-MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
+MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 
 
 class Overhead(Enum):
@@ -128,7 +128,7 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
 
 
 def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
-    """A decode batch takes the time of reading what is kept; its type may be another than the one that was timed."""
+    """A decode batch reads what is kept once; its type may be another than the one that was timed."""
     heads, few = (spec.n_heads, spec.n_kv_heads, spec.head_dim), m <= MAX_DECODE_TOKENS
     kept_share = attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
     return times.attention_s(*heads, m, attention.n_positions, few=few, kept_share=kept_share)

@@ -129,21 +129,21 @@ class DeviceTimes:
     ) -> float:
         """Seconds of one layer's attention, linear between the measured contexts and numbers of tokens.
 
-        few: whether m is a decode batch's. From heads that were not measured: beyond a call in proportion to the keys
-        and values for a decode batch, else to the queries. kept_share: of a value's bytes as timed, what a cache of
-        another type keeps; counts for a decode batch.
+        few: whether m is a decode batch's. From heads that were not measured: beyond a call, what one token takes is in
+        proportion to the keys and values, which a batch reads once, and what more tokens add to the queries; all is to
+        the queries where m is not a decode batch's. kept_share: of a value's bytes as timed, what a cache of another
+        type keeps; counts for what one token takes.
         """
         width = n_heads * head_dim
         nearest = min(self.attentions, key=lambda row: _distance(row.n_heads * row.head_dim, width))
         rows = [row for row in self.attentions if _shape(row) == _shape(nearest)]
-        by_m = []
-        for measured_m in sorted({row.m for row in rows}):
-            points = [(row.context_tokens, row.time.value) for row in rows if row.m == measured_m]
-            by_m.append((measured_m, interpolated(points, context_tokens)))
-        if few:
-            share = n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
-            return self._scaled(interpolated(by_m, m), share * kept_share)
-        return self._scaled(interpolated(by_m, m), width / (nearest.n_heads * nearest.head_dim))
+        by_m = _at_context(rows, context_tokens)
+        seconds, queries_share = interpolated(by_m, m), width / (nearest.n_heads * nearest.head_dim)
+        if not few:
+            return self._scaled(seconds, queries_share)
+        share = n_kv_heads * head_dim / (nearest.n_kv_heads * nearest.head_dim)
+        one_s = min(seconds, interpolated(by_m, 1))
+        return self._scaled(one_s, share * kept_share) + (seconds - one_s) * queries_share
 
     def _scaled(self, seconds: float, share: float) -> float:
         """What takes so many seconds, at another size. At most half of them are the call's, so that noise makes nothing
@@ -234,6 +234,29 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     right = min(max(1, bisect_left(ordered, (at, 0.0))), len(ordered) - 1)
     (x0, y0), (x1, y1) = ordered[right - 1], ordered[right]
     return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y0, y1))
+
+
+def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tuple[float, float]]:
+    """Seconds at this context for each m that was measured.
+
+    An m that was measured at one context alone grows with it as those that were measured at several do, in between
+    them: tokens of a sequence share what they read, so that neither m nor the context makes it proportional.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row.m, []).append((row.context_tokens, row.time.value))
+    several = {m: found for m, found in points.items() if len(found) > 1}
+    seconds: list[tuple[float, float]] = []
+    for m, found in points.items():
+        if len(found) > 1 or not several:
+            seconds.append((m, interpolated(found, context_tokens)))
+            continue
+        [(alone_tokens, alone_s)] = found
+        growth = [
+            (other, interpolated(of, context_tokens) - interpolated(of, alone_tokens)) for other, of in several.items()
+        ]
+        seconds.append((m, alone_s + max(0.0, interpolated(growth, m))))
+    return seconds
 
 
 def _distance(a: int, b: int) -> float:

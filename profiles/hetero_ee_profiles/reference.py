@@ -26,7 +26,7 @@ from hetero_ee_profiles.measurement import Measurement, Origin, derived
 
 GIB = 2**30
 COMMAND = "derived from data sheets by hetero_ee_profiles/reference.py"
-DATE = "2026-11-22"  # of the rule and the numbers in it
+DATE = "2026-11-23"  # of the rule and the numbers in it
 VERSIONS = "data sheets; CPU kernels as in docs/benchmarks.md of 2026-11-21"
 # Copy kernels, and fits of seconds a token over bytes through llama.cpp's CUDA scoreboard (discussion 15013).
 VRAM_SHARE = 0.90
@@ -42,6 +42,9 @@ FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
 # AVX2 without byte dot products, linear codes: 262 GOPS there, with 32-byte vectors.
 AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES = 128.0
+# Of two multiply-adds of a vector of fp32 a cycle, what a CPU's attention does of a prompt, which computes in fp32:
+# 0.52 on one thread of a Xeon (Sapphire Rapids, AVX-512, tests/bench/bench_cpu_ops.py, 2026-11-23).
+ATTENTION_SHARE = 0.5
 CPU_SHARE = 0.7  # of that on all cores: makes 51 a cycle of a Ryzen 7950X's core, where 50 is the best published
 CPU_LAYER_OVERHEAD_S = 17e-6  # measured on the same machine
 CPU_CALL_S = 4e-6  # assumed
@@ -156,7 +159,9 @@ def derived_profile(sheet: DataSheet, date: str) -> HardwareProfile:
 
 def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     per_cycle = OPERATIONS_PER_CYCLE_AND_64_BYTES if sheet.has_dot else AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES
-    operations_per_s = CPU_SHARE * per_cycle * sheet.vector_bytes / 64 * sheet.n_cores * sheet.ghz * 1e9
+    cycles_per_s = sheet.n_cores * sheet.ghz * 1e9
+    operations_per_s = CPU_SHARE * per_cycle * sheet.vector_bytes / 64 * cycles_per_s
+    attention_per_s = ATTENTION_SHARE * 4 * sheet.vector_bytes / 4 * cycles_per_s
     return _times(
         origin,
         threads=sheet.n_cores,
@@ -164,6 +169,7 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
         rated=_rate(sheet.ram_gb_s, origin),
         share=RAM_SHARE,
         operations_per_s=dict.fromkeys(ROWS, operations_per_s),
+        attention_per_s=dict.fromkeys(ROWS, attention_per_s),
         call_s=CPU_CALL_S,
         layer_s=CPU_LAYER_OVERHEAD_S,
         pass_s=2 * CPU_LAYER_OVERHEAD_S,
@@ -172,13 +178,15 @@ def _cpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
 
 def _gpu_times(sheet: DataSheet, origin: Origin) -> DeviceTimes:
     fp32 = sheet.fp32_tflops * 1e12
+    operations_per_s = {m: fp32 * FP32_SHARES[min(most for most in FP32_SHARES if most >= m)] for m in ROWS}
     return _times(
         origin,
         threads=0,
         free_bytes=int(sheet.vram_gib * GIB * GPU_FREE_SHARE),
         rated=_rate(sheet.vram_gb_s, origin),
         share=VRAM_SHARE,
-        operations_per_s={m: fp32 * FP32_SHARES[min(most for most in FP32_SHARES if most >= m)] for m in ROWS},
+        operations_per_s=operations_per_s,
+        attention_per_s=operations_per_s,
         call_s=GPU_CALL_S,
         layer_s=GPU_LAYER_OVERHEAD_S,
         pass_s=GPU_PASS_OVERHEAD_S,
@@ -193,6 +201,7 @@ def _times(
     rated: Measurement,
     share: float,
     operations_per_s: dict[int, float],
+    attention_per_s: dict[int, float],
     call_s: float,
     layer_s: float,
     pass_s: float,
@@ -219,10 +228,10 @@ def _times(
             n_heads, n_heads, head_dim, m, context, "fp32",
             seconds(
                 call_s
-                + max(2 * side * 4 * context / rate, 4 * m * context * side / operations_per_s[m])
+                + max(2 * side * 4 * context / rate, 4 * m * context * side / attention_per_s[m])
             ),
         )
-        for m in (1, 16, 512)
+        for m in (1, 4, 16, 512)
         for context in CONTEXTS
     )  # fmt: skip
     overheads = tuple(

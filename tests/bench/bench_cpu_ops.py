@@ -6,6 +6,7 @@ read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and s
 of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All
 threads at the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled
 for AVX2 only. overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
+"attention": see bench_attention.py.
 Linear tiles at the top level (like llama.cpp's Q4_0), fitted codebooks (what stores hold by default) under "codebook".
 Every figure is the median of its repeats; run it on a quiet machine.
 """
@@ -57,6 +58,8 @@ def main() -> None:
 
 
 def measure(threads: int, passes: int) -> dict[str, Any]:
+    from bench_attention import attention_metrics
+
     from hetero_ee_cpu_ops.matmul import Matmul
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
@@ -73,6 +76,7 @@ def measure(threads: int, passes: int) -> dict[str, Any]:
         }
         metrics |= row if name == "linear" else {name: row}
     pool.close()
+    metrics["attention"] = attention_metrics(threads, passes)
     return metrics
 
 
@@ -174,6 +178,8 @@ def in_child_for_avx2(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_tables(document: dict[str, Any]) -> None:
+    from bench_attention import print_attention
+
     print("| code | threads | tiles | read GB/s | m = 1 GB/s | kappa 2 | 4 | 8 | 16 | GOPS at 16 |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for code, metrics in (("native", document), ("AVX2", document.get("avx2"))):
@@ -182,6 +188,9 @@ def print_tables(document: dict[str, Any]) -> None:
                 kappa = " | ".join(f"{row['kappa'][str(m)]:.2f}" for m in ROWS[1:])
                 speeds = f"{part['read_gbps']:.1f} | {row['gemv_gbps']:.1f}"
                 print(f"| {code} | {part['threads']} | {name} | {speeds} | {kappa} | {row['gops_16']:.0f} |")
+    for code, metrics in (("native", document), ("AVX2", document.get("avx2"))):
+        for part in (metrics, metrics["one_thread"]) if metrics else ():
+            print_attention(code, part["threads"], part["attention"])
     if "overhead_us_per_layer" in document:
         print(f"decode step without weights: {document['overhead_us_per_layer']:.0f} us a layer")
 

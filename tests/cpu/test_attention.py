@@ -142,6 +142,43 @@ def test_bits_depend_on_the_row_alone():
 
 
 @pytest.mark.parametrize("kind", DTYPES)
+def test_rows_that_share_a_pass_keep_their_bits(kind):
+    """Consecutive rows of one sequence, as many as a prompt has: over edges of tiles, parts, blocks and windows."""
+    rng = np.random.default_rng(list(DTYPES).index(kind))
+    with teams() as all_teams:
+        for m, n, n_kv_heads, group, head_dim in (
+            (2, 70, 2, 1, 128), (5, 130, 1, 1, 64), (3, 64, 1, 8, 64), (67, 200, 1, 1, 20), (130, 130, 2, 1, 16),
+            (40, 90, 1, 3, 80), (2, 33, 1, 70, 8), (9, 65, 1, 2, 256),
+        ):  # fmt: skip
+            texts = [rng.normal(size=(n, 2 * n_kv_heads * head_dim)).astype(np.float32) for _ in range(2)]
+            rows = [(0, n - m + row) for row in range(m)] + [(1, n - 1), (0, 0)]
+            queries = rng.normal(size=(m + 2, 3 + n_kv_heads * group * head_dim)).astype(np.float32) * 3
+            for window in (None, 1, 5, 63, 64, 65, 100):
+                case = Case(kind, n_kv_heads, group, head_dim, window, texts, rows, queries)
+                caches = case.caches(spare=0)
+                whole = case.attend(caches, pool=all_teams[m % 3])
+                assert np.abs(whole - case.reference(caches)).max() <= TOLERANCE * case.largest
+                for row in {0, 1, m // 2, m - 1, m, m + 1}:
+                    assert_same_bits(case.attend(caches, [row])[0], whole[row])
+                assert_same_bits(case.attend(caches, range(1, m)), whole[1:m])
+
+
+def test_a_neighbour_s_infinity_stays_with_it():
+    """What a later row of the same tile wrote and an earlier one does not see, and what is before a window."""
+    rng = np.random.default_rng(5)
+    texts = [rng.normal(size=(80, 2 * 16)).astype(np.float32)]
+    queries = rng.normal(size=(8, 3 + 16)).astype(np.float32)
+    for window in (None, 4):
+        case = Case("fp32", 1, 1, 16, window, texts, [(0, 72 + row) for row in range(8)], queries)
+        caches = case.caches(spare=0)
+        before = case.attend(caches)
+        for part in (caches[0].keys, caches[0].values):
+            part[:, :, 79] = np.inf
+            part[:, :, 70] = np.nan if window else part[:, :, 70]
+        assert_same_bits(case.attend(caches)[2:7], before[2:7])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
 def test_threads_change_nothing(kind):
     """Enough work to be shared."""
     rng = np.random.default_rng(1)
@@ -281,6 +318,7 @@ def test_wrong_arguments_are_refused():
         lambda: Attention(1, 5, 2, 8, "fp32"),
         lambda: Attention(1, 4, 2, 8, "bf16"),
         lambda: Attention(1, 129, 1, 8, "fp32"),
+        lambda: Attention(1, 1, 1, 1025, "fp32"),
         lambda: KvWrite(1, 2, 8, "bf16"),
         lambda: attention.attend(q, table, 3, None),
         lambda: attention.attend(q, table, 0, 0),

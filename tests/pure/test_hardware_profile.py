@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_ee import UsageError
-from hetero_ee_profiles.hardware import HardwareProfile, interpolated
+from hetero_ee_profiles.hardware import AttentionTime, HardwareProfile, interpolated
 from hetero_ee_profiles.measurement import Origin, derived, measured
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
 from hetero_ee_profiles.reference import DATA_SHEETS, DataSheet, derived_profile, reference_names, reference_profile
@@ -171,6 +171,27 @@ def test_times_between_shapes_and_rows() -> None:
     assert times.attention_s(16, 16, 128, 64, 1024, few=False) == pytest.approx(call_s + (many - call_s) / 2)
     with pytest.raises(KeyError):
         times.matmul_s("int3", 1, 1, 1)
+
+
+def test_attention_of_more_tokens_reads_once_and_computes_for_each() -> None:
+    """Of a decode batch, another cache type shrinks what one token takes, not what more tokens add; an m that was
+    timed at one context grows with it as its neighbours do."""
+    times = PROFILE.cpu_with(0)
+    row, call_s = times.attentions[0], times.call.value
+
+    def at(m: int, context_tokens: int, seconds: float) -> AttentionTime:
+        time = replace(row.time, value=seconds, p20=seconds, p80=seconds)
+        return replace(row, m=m, context_tokens=context_tokens, time=time)
+
+    heads = row.n_heads, row.n_kv_heads, row.head_dim
+    rows = at(1, 16, 1.0), at(1, 1000, 11.0), at(4, 16, 2.0), at(7, 16, 3.0), at(7, 1000, 25.0)
+    times = replace(times, attentions=rows)
+    assert times.attention_s(*heads, 1, 1000, few=True) == pytest.approx(11.0)
+    assert times.attention_s(*heads, 4, 1000, few=True) == pytest.approx(2.0 + (10.0 + 22.0) / 2)
+    halved = times.attention_s(*heads, 7, 1000, few=True, kept_share=0.5)
+    assert halved == pytest.approx(call_s + (11.0 - call_s) / 2 + 14.0)
+    alone = replace(times, attentions=(at(4, 16, 2.0),))
+    assert alone.attention_s(*heads, 4, 32, few=False) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)

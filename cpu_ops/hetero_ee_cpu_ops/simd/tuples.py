@@ -17,11 +17,12 @@ from hetero_ee_cpu_ops.simd.floats import ELEMENTS, fold, fused, loader, pointer
 
 @intrinsic
 def add_products(
-    typing: Any, totals: Any, rows: Any, queries: Any, query_stride: Any, keys: Any, key_stride: Any, element: Any
+    typing: Any, totals: Any, rows: Any, queries: Any, stride: Any, keys: Any, step: Any, element: Any
 ) -> Any:
     """totals[row, k] += 16 features of query `row` (fp32) x those of key k, for a tile of len(rows) x keys.
 
-    queries, keys: addresses of the first one's features; strides in bytes.
+    queries, keys: addresses of the first one's features; stride, step: bytes to the next
+    query and key.
     """
     if element not in ELEMENTS:
         return None
@@ -62,10 +63,8 @@ def store_sums(typing: Any, totals: Any, rows: Any, address: Any, stride: Any) -
 
 
 @intrinsic
-def add_weighted(
-    typing: Any, totals: Any, rows: Any, weights: Any, weight_stride: Any, values: Any, element: Any
-) -> Any:
-    """totals[row, t] += the fp32 at weights + row * weight_stride x values 16t..16t+15 at `values`."""
+def add_weighted(typing: Any, totals: Any, rows: Any, weights: Any, stride: Any, values: Any, element: Any) -> Any:
+    """totals[row, t] += the fp32 at weights + row * stride x values 16t..16t+15 at `values`."""
     if element not in ELEMENTS:
         return None
 

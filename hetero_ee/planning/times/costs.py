@@ -10,7 +10,7 @@ from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
-MAX_DECODE_TOKENS = 16  # up to so many, attention takes the time of reading keys and values
+MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
@@ -125,7 +125,7 @@ class Costs:
         return link.transfer.value + n_more * FLOAT_BYTES / link.to_cpu_bytes_per_s.value
 
     def _attention_s(self, part: Part, times: DeviceTimes, m: int, context_tokens: int) -> float:
-        """Of few tokens in proportion to the bytes of the keys and values read, where another type was timed."""
+        """Of few tokens, reading in proportion to the bytes of the keys and values, where another type was timed."""
         spec, few = self.spec, m <= MAX_DECODE_TOKENS
         kept_share = part.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
         return times.attention_s(
