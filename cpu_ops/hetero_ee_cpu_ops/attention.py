@@ -15,8 +15,8 @@ Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
 features) fp32, heads side by side from `first` on. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
 
-Xeon (Sapphire Rapids, AVX-512), one thread, Nov 2026, heads of 128. Memory gives 13.3 GB/s; one row reads 10.7 GB/s of a
-fp16 cache behind 2048 positions, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, fp16, 1024 positions,
+Xeon (Sapphire Rapids, AVX-512), one thread, Nov 2026, heads of 128. Memory gives 13.3 GB/s; one row reads 10.7 GB/s of
+a fp16 cache behind 2048 positions, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, fp16, 1024 positions,
 a key head: 11 us for one row, 31 for 2 to 4, 49 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, of 215 that
 multiply-adds in registers reach. One row of a model with one key head stays on one thread.
 """
@@ -137,7 +137,7 @@ def _item(tile: Any, rows: Any, arguments: int, index: int, element: Any) -> Non
 
 @cache
 def _chunk(kind: str) -> Chunk:
-    """The function of one kind of cache. Sixteen vectors take 32 of AVX2's registers, which are 16: its tiles are lower."""
+    """The function of one kind of cache. Sixteen vectors would take 32 registers of AVX2, which has 16."""
     element = ELEMENTS[kind]
     rows, tile = ((0,) * 4, (0,) * 16) if target_has(cpu_target.target_context, "avx512f") else ((0,) * 2, (0,) * 4)
 

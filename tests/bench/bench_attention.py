@@ -42,12 +42,12 @@ def _multiply_adds(address: int, n: int) -> None:
     """n times twelve multiply-adds of 16 lanes that wait for nothing but themselves."""
     a, b, c = zeros(CELLS), zeros(CELLS), zeros(CELLS)
     for _ in range(n):
-        a = add_products(a, ROWS, address, 0, address, 0, F32)
-        b = add_products(b, ROWS, address, 0, address, 0, F32)
-        c = add_products(c, ROWS, address, 0, address, 0, F32)
-    store_tile(a, ROWS, address + 64, 128)
-    store_tile(b, ROWS, address + 64, 128)
-    store_tile(c, ROWS, address + 64, 128)
+        a = add_products(a, ROWS, address, 64, address + 128, 64, F32)
+        b = add_products(b, ROWS, address, 64, address + 256, 64, F32)
+        c = add_products(c, ROWS, address, 64, address + 384, 64, F32)
+    store_tile(a, ROWS, address + 512, 128)
+    store_tile(b, ROWS, address + 768, 128)
+    store_tile(c, ROWS, address + 1024, 128)
 
 
 def attention_metrics(threads: int, passes: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def attention_metrics(threads: int, passes: int) -> dict[str, Any]:
 
 
 def fma_gflops_of_one_thread() -> float:
-    data = np.zeros(256, np.float32)
+    data = np.zeros(512, np.float32)
     _multiply_adds(data.ctypes.data, 1)
     seconds = median_s([lambda: _multiply_adds(data.ctypes.data, FMA_STEPS)], 20)
     return FMA_CHAINS * len(CELLS) * 32 * FMA_STEPS / seconds / 1e9
@@ -153,17 +153,15 @@ def median_s(actions: Sequence[Callable[[], Any]], passes: int) -> float:
 
 
 def print_attention(code: str, threads: int, metrics: dict[str, Any]) -> None:
-    print(
-        f"| {code}, {threads} threads: one token, GB/s | {' | '.join(str(n) for n in CONTEXTS)} | kappa 2 | 4 | 8 | 16 |"
-    )
+    contexts = " | ".join(str(n) for n in CONTEXTS)
+    print(f"| {code}, {threads} threads: one token, GB/s | {contexts} | kappa 2 | 4 | 8 | 16 |")
     print("|---" * (1 + len(CONTEXTS) + len(KAPPA_TOKENS) - 1) + "|")
     for kind, groups in metrics["decode_gbps"].items():
         for group, by_context in groups.items():
             kappa = [f"{value:.2f}" for value in metrics["layer_kappa"][kind].values()]
             cells = kappa if group == f"group {GROUPS[0]}" else [""] * len(kappa)
-            print(
-                f"| {kind}, {group} | {' | '.join(f'{value:.1f}' for value in by_context.values())} | {' | '.join(cells)} |"
-            )
+            speeds = [f"{value:.1f}" for value in by_context.values()]
+            print(f"| {kind}, {group} | {' | '.join([*speeds, *cells])} |")
     print(f"multiply-adds in registers: {metrics['fma_gflops']:.0f} GFLOPS")
     for kind, rows in metrics["prompt"].items():
         for name, row in rows.items():
