@@ -15,11 +15,11 @@ Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
 features) fp32, heads side by side from `first` on. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
 
-Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128. One thread: memory gives 13.3 GB/s; one row behind 2048 positions
-reads 10.7 of a fp16 cache, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, 1024 positions of a key head
-in fp16 take 11 us for one row, 31 for 2 to 4, 49 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, where multiply-adds
-in registers do 215. A layer of Llama-2-7B behind 2048 positions on two threads: kappa(4) 1.13, kappa(8) 1.34. One row of
-a model with one key head stays on one thread.
+Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128. One thread: memory gives 13.3 GB/s; one row behind 2048
+positions reads 10.7 of a fp16 cache, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, 1024 positions of
+a key head in fp16 take 11 us for one row, 31 for 2 to 4, 49 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, where
+multiply-adds in registers do 215. A layer of Llama-2-7B behind 2048 positions on two threads: kappa(4) 1.13, kappa(8)
+1.34. One row of a model with one key head stays on one thread.
 """
 
 from functools import cache
