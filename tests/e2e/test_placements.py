@@ -189,7 +189,7 @@ def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, qu
 def assert_trained(
     folder: Path, quantizer: str, everywhere: Sequence[Any], n_tokens: int, kv_type: str | None = None
 ) -> None:
-    """Three stories of a trained model, told by the CPU alone (unplanned unless a type is given), by every placement."""
+    """Three stories of a trained model, told by the CPU alone (unplanned where no type is given) and everywhere."""
     options: dict[str, Any] = {"quantizer": quantizer, "threads": 1, "context_tokens": 256}
     cpu = {"limits": Limits(gpu_layers=0, kv_type=kv_type), "profile": reference_profile(LAPTOP)} if kv_type else {}
     with Engine.from_pretrained(folder, **options, **cpu) as engine:
