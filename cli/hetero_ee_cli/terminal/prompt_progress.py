@@ -24,15 +24,19 @@ class PromptProgress:
         self._live: Live | None = None
         self._n_done, self._n_all = 0, 0
         self._start_s, self._told_s = 0.0, 0.0
+        self._token_s = 0.0  # of the latest chunk: later ones see more, and take longer
 
     def update(self, n_done: int, n_all: int) -> None:
         """So many tokens of so many are read; the first call of a prompt begins it."""
-        self._told_s = self._clock()
+        now_s, n_before = self._clock(), self._n_done
         self._n_done, self._n_all = n_done, n_all
+        if n_done > n_before:
+            self._token_s = (now_s - self._told_s) / (n_done - n_before)
+        self._told_s = now_s
         if n_done >= n_all:
             self.close()
         elif self._live is None:
-            self._start_s = self._told_s
+            self._start_s = now_s
             self._live = self._started()
         else:
             self._live.refresh()
@@ -42,6 +46,7 @@ class PromptProgress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        self._n_done = 0
 
     def line(self) -> str:
         """What is shown now: nothing at first."""
@@ -52,7 +57,7 @@ class PromptProgress:
         if self._n_done == 0 or self._told_s <= self._start_s:
             return line
         rate = self._n_done / (self._told_s - self._start_s)
-        left_s = max(0.0, (self._n_all - self._n_done) / rate - (now_s - self._told_s))
+        left_s = max(1.0, (self._n_all - self._n_done) * self._token_s - (now_s - self._told_s))
         return f"{line}, {rate:,.{0 if rate >= 10 else 1}f} tokens/s, {_duration(left_s)} left"
 
     def _text(self) -> "Text":
