@@ -28,14 +28,15 @@ class PromptProgress:
 
     def update(self, n_done: int, n_all: int) -> None:
         """So many tokens of so many are read; the first call of a prompt begins it."""
+        if n_done >= n_all:
+            self.close()
+            return
         now_s, n_before = self._clock(), self._n_done
         self._n_done, self._n_all = n_done, n_all
         if n_done > n_before:
             self._token_s = (now_s - self._told_s) / (n_done - n_before)
         self._told_s = now_s
-        if n_done >= n_all:
-            self.close()
-        elif self._live is None:
+        if self._live is None:
             self._start_s = now_s
             self._live = self._started()
         else:

@@ -30,6 +30,8 @@ def test_a_page_beyond_two_to_the_31(kind: str) -> None:
         kv_write(x.clone(), pages, slots, positions, 1, width, 2 * width)
         last = slice(N_TOKENS - 3, N_TOKENS)
         out = torch.empty(3, width, device=DEVICE)
-        found.append(attention(x[last].contiguous(), pages, slots[last].clone(), positions[last].clone(), 1, None, out).clone())
+        found.append(
+            attention(x[last].contiguous(), pages, slots[last].clone(), positions[last].clone(), 1, None, out).clone()
+        )
     assert found[0].isfinite().all()
     assert_same_bits(*found)
