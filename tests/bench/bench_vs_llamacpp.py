@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from llamacpp import LlamaCpp, build_without_amx, check_build, probe_command, system_info, write_gguf
 
+from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
@@ -69,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = llama_spec(arguments.layers)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-        use_kernel_cache(Path(folder))
+        use_kernel_cache(cache_folder())
         file = Path(folder) / "random.gguf"
         write_gguf(spec, file)
         check_build(probe_command(file, max(arguments.threads)))
@@ -174,6 +175,7 @@ class OurModel:
         if threads not in self._executors:
             room = self._cache.max_tokens
             self._executors[threads] = CpuExecutor(self._spec, self._weights, room, threads, cache=self._cache)
+            self._executors[threads].prepare()
         self._executor = self._executors[threads]
 
     def fill(self, n_tokens: int) -> None:
