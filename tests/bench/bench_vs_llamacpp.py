@@ -40,7 +40,7 @@ from hetero_ee_profiles.host.process import physical_core_count
 CONTEXT = 16
 PREFILL_TOKENS, PROMPT_TOKENS = 128, 2048
 PAUSE_S = 0.1  # both engines' threads spin for a while after their work; neither shall meet the other's
-STEPS_A_TURN, LONG_S = 3, 1.0  # longer passes are timed once a turn
+STEPS_A_TURN, LONG_S = 3, 0.3  # longer passes are timed once a turn
 STEPS = {"decode": 1, "batch4": 4, "batch8": 8, "prefill128": PREFILL_TOKENS}
 FLASH_ATTENTION = {"off": ("off",), "on": ("on",), "both": ("off", "on")}
 FILL_TOKENS = 512

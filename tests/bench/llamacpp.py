@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llamacpp_state import longer_state
 
 from hetero_ee.models.spec import ModelSpec
 
@@ -55,10 +56,13 @@ class LlamaCpp:
         self._api.llama_set_n_threads(self._context, threads, threads)
 
     def fill(self, n_tokens: int) -> None:
-        """Makes the context so long: by decoding what is missing, or forgetting the rest."""
+        """Makes the context so long: by decoding what is missing, of a long one the beginning, which is repeated; or
+        by forgetting the rest."""
         self._cut(n_tokens)
-        self._decode(n_tokens - self._n_held, 0)
-        self._n_held = n_tokens
+        for end in sorted({min(n_tokens, UNIT_TOKENS), n_tokens}):
+            if end > self._n_held and not (end > UNIT_TOKENS and self._repeat(end)):
+                self._decode(end - self._n_held, 0)
+            self._n_held = max(self._n_held, end)
 
     def step(self, m: int, n_wanted: int) -> float:
         """Seconds of m tokens behind the context, with logits of the last n_wanted of them."""
@@ -84,6 +88,18 @@ class LlamaCpp:
                 batch.seq_id[row][0], batch.logits[row] = 0, number >= n_tokens - n_wanted
             if self._api.llama_decode(self._context, batch):
                 raise RuntimeError(f"llama.cpp can't decode {batch.n_tokens} tokens behind {self._n_held + first}.")
+
+    def _repeat(self, n_tokens: int) -> bool:
+        """Whether the context could be made so long by its own keys and values."""
+        size = self._api.llama_state_seq_get_size(self._context, 0)
+        state = (ctypes.c_uint8 * size)()
+        self._api.llama_state_seq_get_data(self._context, state, size, 0)
+        try:
+            longer = longer_state(bytes(state), n_tokens)
+        except ValueError:  # another version's
+            return False
+        new = (ctypes.c_uint8 * len(longer)).from_buffer_copy(longer)
+        return bool(self._api.llama_state_seq_set_data(self._context, new, len(longer), 0) == len(longer))
 
     def _cut(self, n_tokens: int) -> None:
         memory = self._api.llama_get_memory(self._context)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_ee.hub.config_file import read_spec
@@ -42,6 +43,19 @@ def llamacpp(bench: Any) -> Any:
     return importlib.import_module("llamacpp")
 
 
+@pytest.fixture
+def model_file(llamacpp: Any, tmp_path: Path) -> Path:
+    """The tiny model for llama.cpp, where that is installed and survives its own passes."""
+    pytest.importorskip("llama_cpp")
+    file = tmp_path / "random.gguf"
+    llamacpp.write_gguf(SPEC, file)
+    try:
+        llamacpp.check_build(llamacpp.probe_command(file, 1))
+    except SystemExit as error:
+        pytest.skip(str(error))
+    return file
+
+
 def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
     models = {name: bench.OurModel(SPEC, bench.random_weights(SPEC), 900, kind) for name, kind in KINDS.items()}
     rows = list(bench.measured(models, [16, 700], [1, 2], 1, 300))
@@ -57,22 +71,42 @@ def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
         assert bench.table_line(row).count("|") == bench.heading(models).splitlines()[0].count("|")
 
 
-def test_llama_cpp_runs_beside_it(bench: Any, llamacpp: Any, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    file = tmp_path / "random.gguf"
-    llamacpp.write_gguf(SPEC, file)
-    try:
-        llamacpp.check_build(llamacpp.probe_command(file, 1))
-    except SystemExit as error:
-        pytest.skip(str(error))
+def test_llama_cpp_runs_beside_it(bench: Any, llamacpp: Any, model_file: Path) -> None:
     assert llamacpp.system_info().startswith("llama-cpp-python ")
     models = {"ours": bench.OurModel(SPEC, bench.random_weights(SPEC), 900, "fp32")}
     for setting in (False, True):
-        models[f"flash attention {setting}"] = llamacpp.LlamaCpp(file, 2, 900, flash_attention=setting)
+        models[f"flash attention {setting}"] = llamacpp.LlamaCpp(model_file, 2, 900, flash_attention=setting)
     rows = list(bench.measured(models, [16, 700], [1], 1, 600))
     assert len(rows) == 1 + 2 * len(bench.STEPS) and min(min(row["seconds"].values()) for row in rows) > 0
     for model in models.values():
         model.close()
+
+
+@pytest.mark.parametrize("flash_attention", [False, True])
+def test_a_long_context_is_its_beginning_again(llamacpp: Any, model_file: Path, flash_attention: bool) -> None:
+    import llama_cpp
+
+    model = llamacpp.LlamaCpp(model_file, 1, 1600, flash_attention=flash_attention)
+    model.fill(512)
+    assert model._repeat(1500)
+    memory = llama_cpp.llama_get_memory(model._context)
+    assert llama_cpp.llama_memory_seq_pos_max(memory, 0) == 1499
+    model.fill(512)  # what was there before is as it was
+    assert model._repeat(512) and llama_cpp.llama_memory_seq_pos_max(memory, 0) == 511
+    model.close()
+
+
+def test_a_state_of_another_layout_is_refused(llamacpp: Any) -> None:
+    longer_state = importlib.import_module("llamacpp_state").longer_state
+    head = [0, 0, 1, 2, *(0, 1, 0), *(1, 1, 0), 1, 1]  # two cells, one layer, values transposed
+    keys, values = [1, 4, 0, 11, 12], [1, 2, 2, 0x00010002, 0x00030004]
+    state = np.array([*head, *keys, *values], "<u4").tobytes()
+    found = np.frombuffer(longer_state(state, 4), "<u4").tolist()
+    assert found[3:5] == [4, 0] and found[16:18] == [1, 1]
+    assert found[18:] == [1, 4, 0, 11, 12, 11, 12, 1, 2, 2, *[0x00010002] * 2, *[0x00030004] * 2]
+    for wrong in (state[:-4], state + bytes(4), state[4:], bytes(8)):
+        with pytest.raises(ValueError, match="state"):
+            longer_state(wrong, 4)
 
 
 @pytest.mark.parametrize(
