@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_ee.engine import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.rope import RopeSpec
+from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -17,7 +19,9 @@ from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import load_dense
+from hetero_ee_profiles.reference import reference_profile
 from tests.e2e.test_cpu_executor import tiled
+from tests.e2e.test_families import reference_greedy
 from tests.families import random_model, save_checkpoint
 
 TOLERANCE = 1e-4  # of the largest logit, as in short texts
@@ -123,3 +127,23 @@ def test_the_cpus_logits_are_the_references_at_every_depth(
     for early_or_late in zip(found.tensor_split(2), expected.tensor_split(2), strict=True):
         assert error(*early_or_late) <= CPU_ERROR
     assert torch.equal(our_logits(executor, token_ids, CHUNK_TOKENS + 77), found)
+
+
+@pytest.mark.parametrize("asked", ["by number", "by limits"])
+def test_a_context_beyond_the_original_one_is_told_and_stretched(asked: str, demo: Path, tmp_path: Path) -> None:
+    made = random_model("phi3-longrope", vocab_size=read_spec(demo).vocab_size)
+    folder = save_checkpoint(made, tmp_path / "longrope", tokenizer_from=demo)
+    prompt, told = text(170), list[str]()
+    size: dict[str, Any] = {"context_tokens": 400, "profile": "off"}
+    if asked == "by limits":
+        size = {
+            "limits": Limits(context_tokens=400),
+            "profile": reference_profile("rtx-4060-laptop-8gb"),
+            "emulate": True,
+        }
+    options = {"quantizer": "none", "threads": 1, "progress": lambda stage, n_done, n_all: told.append(stage)} | size
+    with Engine.from_pretrained(folder, **options) as engine:
+        found = engine.generate(prompt, max_new_tokens=8, temperature=0, ignore_eos=True)
+        assert engine.context_tokens == 400
+    assert list(found.token_ids) == reference_greedy(made, prompt, 8)[0]
+    assert [each for each in told if "original 160, so its rotary positions are stretched (longrope)" in each]

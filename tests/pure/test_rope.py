@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import warn_of_context
 from hetero_ee.models.rope import RopeScaling, RopeSpec
+from hetero_ee.runtime.gpu.buffers import _turns
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -105,6 +106,20 @@ def test_other_kinds_turn_the_same_in_every_context(kind: str) -> None:
     spec = read_spec(SIZES | {"rope_parameters": rope, "architectures": ["LlamaForCausalLM"]})
     assert spec.rope is not None
     assert spec.rope.inverse_frequencies(10**6) == spec.rope.inverse_frequencies()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_every_device_has_one_table_for_a_context(kind: str) -> None:
+    from hetero_ee_cpu_ops.rope import Rope
+
+    pairs = {"short_factor": [1.0] * 32, "long_factor": [3.0] * 32} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 8192, **pairs}
+    spec = read_spec(SIZES | {"rope_parameters": rope, "architectures": ["LlamaForCausalLM"]})
+    assert spec.rope is not None
+    for n_positions in (8192, 9000):
+        on_cpu = Rope(spec.rope.inverse_frequencies(n_positions), spec.rope.scaling.magnitude)
+        on_cpu._grow(n_positions)
+        assert torch.equal(torch.from_numpy(on_cpu._table), _turns(spec, n_positions, "cpu"))
 
 
 def own_context(rope: dict[str, Any]) -> tuple[int, str]:
