@@ -120,8 +120,8 @@ class Engine:
         emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
         traces: keeps in `spans` what a plan runs where and when.
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, a measurement, the
-            kernels' first compilation and long prompts; with 0 in all, the stage is a remark. False: nothing; None:
-            bars on a terminal and in a notebook.
+            kernels' first compilation and long prompts, in tokens; with 0 in all, the stage is a remark. False:
+            nothing; None: bars on a terminal and in a notebook.
 
         Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """

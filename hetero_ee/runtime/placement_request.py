@@ -52,6 +52,12 @@ class PlacementRequest:
             )
 
     @property
+    def asked_context_tokens(self) -> int:
+        """0 where none was asked for, by number, by limits or by a plan."""
+        by_plan = 0 if self.plan is None else self.plan.context_tokens
+        return self.context_tokens or by_plan or (0 if self.limits is None else self.limits.context_tokens)
+
+    @property
     def is_asked(self) -> bool:
         """Whether anything was asked for that takes a plan, so that it is an error where there can't be one."""
         wishes = self.plan, self.limits, self.draft_head

@@ -88,8 +88,8 @@ class ShiftedOps(TorchOps):
 
     shift = 0
 
-    def rope(self, x: Tensor, positions: tuple[int, ...], rope: Any) -> Tensor:
-        return super().rope(x, tuple(position + self.shift for position in positions), rope)
+    def rope(self, x: Tensor, positions: tuple[int, ...], rope: Any, context_tokens: int) -> Tensor:
+        return super().rope(x, tuple(position + self.shift for position in positions), rope, context_tokens)
 
 
 class OffByOnePosition(Later):
