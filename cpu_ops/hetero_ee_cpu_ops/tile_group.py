@@ -11,9 +11,9 @@ VNNI multiplies unsigned by signed bytes: entries are moved up by z (8, or 128) 
 Arm's dot product takes two signed bytes. AVX2's multiply of unsigned by signed adds two products in 16 bits, and
 widening such sums costs as much as making them. Codes below 16 are widened once a group: 8 x 2 x 15 x 127 = 30,480
 fits. Narrow entries, moved up by 32, are widened after four: such a sum begins at -32 times the sum of its 8 codes, may
-wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes go through |entry| times q with the sign of
-entry and are widened each. Against linear codes, m = 8, the weights in L2: narrow entries take 1.11 times as long, full
-bytes 1.67 times (Sapphire Rapids running AVX2 code, 2026-11-23).
+wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes go through |entry| times q with the sign
+of entry and are widened each. Against linear codes, m = 8, the weights in L2: narrow entries take 1.11 times as long,
+full bytes 1.67 times (Sapphire Rapids running AVX2 code, 2026-11-23).
 """
 
 from typing import Any
