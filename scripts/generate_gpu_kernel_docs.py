@@ -28,7 +28,7 @@ where the table doesn't say so; what memory bounds reads 16 bytes at a time (tes
 READS = """
 Keys and values that attention's programs load, by counting: MiB a layer, fp16, {context_tokens} positions. Programs of
 a key head follow each other, so that all but the first find them in the L2 cache where it holds them. With 8 query
-heads or rows instead of 4 a program takes 227 to 247 registers and spills for prompts (hetero_ee_kernels/attention.py).
+heads or rows instead of 4 a program takes 226 to 255 registers and spills for prompts (hetero_ee_kernels/attention.py).
 
 | model | rows of a sequence a program |"""
 READ_SHAPES = (("Llama-2-7B", 32, 1), ("Llama-3-8B", 8, 4))  # n_kv_heads, query heads of each

@@ -12,8 +12,8 @@ program does both and needs no workspace. What lies where follows from absolute 
 its query, position, window and the keys and values it sees, never on other rows, pages, slots, the longest context or
 how many launches there are. Pages outside the rows' windows are never loaded.
 A token alone pays for the lines it leaves empty: 36 instructions a thread and position on sm_86 where 2 lines take 20
-(fp16, heads of 128, counted); 4 of a sequence take those 36 together. 8 lines would take 227 to 247 registers, half of
-the programs, and spill for prompts on every class (16 to 120 bytes; compiled, Triton 3.9).
+(fp16, heads of 128, counted); 4 of a sequence take those 36 together. 8 lines would take 226 to 255 registers, which
+halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
 fp32 multiplies and sums. Tensor cores would take fp16 queries and weights in two halves each, to be accurate, and for
 one row too, to have the same bits; Turing and fp32 caches could not use them, and registers would be spilled (compiled,
 Triton 3.9: 120 bytes on sm_86 for heads of 128).
@@ -137,7 +137,7 @@ def attention_kernel(
                 at = step * LANES + lane
                 page = tl.load(pages + step * LANES // PAGE).to(tl.int64)
                 first_line = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                lines = first_line + step * LANES % PAGE + lane
+                lines = first_line + at % PAGE
                 code = lines[None, :, None] * HEAD_DIM + features
                 is_there = (at >= low) & (at < high)
                 loaded = is_there[None, :, None] & (features < HEAD_DIM)
