@@ -33,6 +33,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.random_weights import RANDOM
 from hetero_ee.weights.tiles import padded_shape
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.host.process import physical_core_count
@@ -210,7 +211,7 @@ class OurModel:
 
 def random_weights(spec: ModelSpec) -> ModelWeights:
     """Tiles of random codes: the bytes of a real model of this shape, without quantizing one."""
-    random, weights = np.random.default_rng(0), ModelWeights({}, {})
+    random, weights = np.random.default_rng(0), ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if not is_quantized(tensor.role):
             weights.vectors[tensor.name] = torch.ones(tensor.shape)

@@ -18,6 +18,8 @@ from hetero_ee.weights.weight import Weight
 class ReferenceExecutor(HostExecutor):
     """Runs one model in plain torch. cache: see HostExecutor."""
 
+    kv_type = "fp32"  # it rounds nothing, and torch would widen what it reads each time
+
     def __init__(
         self,
         spec: ModelSpec,
