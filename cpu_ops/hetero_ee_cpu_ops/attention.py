@@ -17,228 +17,130 @@ at 512, 455 us at 2048 (18 GB/s of cache). A work item is a row and a key head, 
 stays on one thread.
 """
 
+from functools import cache
 from math import sqrt
 from typing import Any
 
 import numpy as np
 from numba import types
+from numba.core.registry import cpu_target
 
 from hetero_ee_cpu_ops.atomics import call_chunk
+from hetero_ee_cpu_ops.attention_block import (
+    BLOCK,
+    FRAME_BYTES,
+    MAX_FEATURES,
+    MAX_HEAD_DIM,
+    MAX_QUERIES,
+    begin_query,
+    block_scores,
+    block_values,
+    block_weights,
+    finish_query,
+)
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.kv_table import CAPACITY, COLUMNS, DTYPES, KEY_SCALES, KEYS, POSITION, VALUE_SCALES, VALUES
 from hetero_ee_cpu_ops.lazy import NO_ARGUMENTS, Chunk, array_in, array_out, entry
-from hetero_ee_cpu_ops.simd.bytes import word, zeros
-from hetero_ee_cpu_ops.simd.floats import (
-    add,
-    element_bytes,
-    exponential,
-    first_lane,
-    keep_lanes,
-    lane_maximum,
-    lane_sum,
-    load16,
-    load_lanes,
-    maximum,
-    multiply,
-    multiply_add,
-    read_float,
-    scratch,
-    spread,
-    store16,
-    store_lanes,
-    subtract,
-    write_float,
-    write_integer,
-)
-from hetero_ee_cpu_ops.simd.tuples import (
-    add_products,
-    add_products_lanes,
-    add_weighted,
-    load_scaled,
-    store_sums,
-    store_vectors,
-)
+from hetero_ee_cpu_ops.simd.bytes import target_has, word
+from hetero_ee_cpu_ops.simd.floats import element_bytes, read_float, scratch, write_float, write_integer
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-F32, HALF, BYTE, MINUS_INFINITY = np.float32(0), np.uint16(0), np.int8(0), np.float32(-np.inf)  # F32 .. BYTE: stored as
-BLOCK = 64  # positions between two rescalings: 4 registers of scores; a block's keys (fp32, d 128) fit an L1 cache
-MAX_GROUP = 128  # query heads of one key head; their running maxima and sums lie on the stack
+ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # as stored
+MAX_GROUP = 128  # query heads of one key head
 SHARED_FROM = 32_000  # positions x query features: 5 us of one thread where the cache is warm, 20 where it is not
-N_ARGUMENTS = 10
+QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES = range(12)
+N_ARGUMENTS, ARGUMENT_BYTES = 12, 96
 
 
 @compiled
-def _products(rows: Any, query: int, keys: int, head_dim: int, scores: int, element: Any) -> None:
-    """Products of one query with len(rows) keys in a row."""
-    totals = zeros(rows)
-    i = 0
-    while i + 16 <= head_dim:
-        totals = add_products(totals, query + 4 * i, keys + i * element_bytes(element), head_dim, element)
-        i += 16
-    if i < head_dim:
-        at = keys + i * element_bytes(element)
-        totals = add_products_lanes(totals, query + 4 * i, at, head_dim, head_dim - i, element)
-    store_sums(totals, scores)
+def _run_end(table: int, row: int, n_rows: int) -> int:
+    """The end of the rows from `row` on that share a sequence."""
+    line = table + 8 * COLUMNS * row
+    end = row + 1
+    while end < n_rows and word(table + 8 * COLUMNS * end, KEYS) == word(line, KEYS):
+        end += 1
+    return end
 
 
 @compiled
-def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
-    """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
-
-    state: running maximum and sum. Scales: addresses for the block's first lane, or 0. Lanes outside are not used.
-    """
-    best = spread(MINUS_INFINITY)
-    for lane in range(first & ~15, end, 16):
-        low, high, at = max(first - lane, 0), min(end - lane, 16), scores + 4 * lane
-        score = multiply(load16(at, F32), spread(factor))
-        if key_scales:
-            score = multiply(score, load_lanes(key_scales + 4 * lane, low, high, F32))
-        score = keep_lanes(score, low, high, MINUS_INFINITY)
-        store16(score, at)
-        best = maximum(best, score)
-    before = read_float(state)
-    highest = max(before, lane_maximum(best))
-    total = spread(F32)
-    for lane in range(first & ~15, end, 16):
-        at = scores + 4 * lane
-        weight = exponential(subtract(load16(at, F32), spread(highest)))
-        total = add(total, weight)
-        if value_scales:
-            low, high = max(first - lane, 0), min(end - lane, 16)
-            weight = multiply(weight, load_lanes(value_scales + 4 * lane, low, high, F32))
-        store16(weight, at)
-    correction = first_lane(exponential(spread(np.float32(before - highest))))
-    write_float(highest, state)
-    write_float(np.float32(read_float(state + 4) * correction + lane_sum(total)), state + 4)
-    return correction
+def _n_parts(n_queries: int, item_queries: int) -> int:
+    return (n_queries + item_queries - 1) // item_queries
 
 
 @compiled
-def _weigh(
-    rows: Any, weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any
-) -> None:
-    """16 len(rows) features: out = out * correction + sum over n positions of weight x value."""
-    totals = load_scaled(rows, out, correction)
-    for position in range(n):
-        at = values + position * head_dim * element_bytes(element)
-        totals = add_weighted(totals, weights + 4 * position, at, element)
-    store_vectors(totals, out)
+def _part(arguments: int, number: int) -> Any:
+    """First query and end of the part of that number: queries are counted over rows and a row's heads."""
+    table, n_rows, group, size = (
+        word(arguments, TABLE),
+        word(arguments, N_ROWS),
+        word(arguments, GROUP),
+        word(arguments, ITEM_QUERIES),
+    )
+    row = 0
+    while True:
+        end = _run_end(table, row, n_rows)
+        n_parts = _n_parts((end - row) * group, size)
+        if number < n_parts:
+            first = row * group + number * size
+            return first, min(first + size, end * group)
+        number -= n_parts
+        row = end
 
 
 @compiled
-def _weigh_lanes(
-    weights: int, values: int, n: int, head_dim: int, count: int, correction: Any, out: int, element: Any
-) -> None:
-    """The last `count` features of a head."""
-    total = multiply(load_lanes(out, 0, count, F32), spread(correction))
-    for position in range(n):
-        value = load_lanes(values + position * head_dim * element_bytes(element), 0, count, element)
-        total = multiply_add(value, spread(read_float(weights + 4 * position)), total)
-    store_lanes(total, out, count, F32)
+def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: int) -> Any:
+    """Queries first..end-1 into the frame, filled up to tiles of `height`; the range of positions that they see."""
+    n_features, group = word(arguments, HEAD_DIM), word(arguments, GROUP)
+    padded, window, low, high = -(-n_features // 16) * 16, word(arguments, WINDOW), 1 << 62, 0
+    for number in range(-(-(end - first) // height) * height):
+        query = min(first + number, end - 1)
+        row = query // group
+        position = word(word(arguments, TABLE) + 8 * COLUMNS * row, POSITION)
+        seen = max(0, position + 1 - window) if window else 0
+        source = word(arguments, QUERY) + row * word(arguments, QUERY_STRIDE)
+        source += 4 * (head * group + query % group) * n_features
+        begin_query(frame, number, source if first + number < end else 0, n_features, padded, seen, position + 1)
+        low, high = min(low, seen), max(high, position + 1)
+    return low, high
 
 
 @compiled
-def _weighted_values(weights: int, values: int, n: int, head_dim: int, correction: Any, out: int, element: Any) -> None:
-    i = 0
-    while i + 64 <= head_dim:
-        _weigh(
-            (0, 0, 0, 0), weights, values + i * element_bytes(element), n, head_dim, correction, out + 4 * i, element
-        )
-        i += 64
-    while i + 16 <= head_dim:
-        _weigh((0,), weights, values + i * element_bytes(element), n, head_dim, correction, out + 4 * i, element)
-        i += 16
-    if i < head_dim:
-        at = values + i * element_bytes(element)
-        _weigh_lanes(weights, at, n, head_dim, head_dim - i, correction, out + 4 * i, element)
-
-
-@compiled
-def _block(
-    query: int,
-    keys: int,
-    values: int,
-    key_scales: int,
-    value_scales: int,
-    first: int,
-    end: int,
-    head_dim: int,
-    factor: Any,
-    state: int,
-    out: int,
-    element: Any,
-) -> None:
-    """One query against positions first..end-1, counted from the block's start; keys .. value_scales: of that start."""
-    scores = scratch(256)
-    row = head_dim * element_bytes(element)
-    i = first
-    while i + 4 <= end:
-        _products((0, 0, 0, 0), query, keys + i * row, head_dim, scores + 4 * i, element)
-        i += 4
-    while i < end:
-        _products((0,), query, keys + i * row, head_dim, scores + 4 * i, element)
-        i += 1
-    correction = _softmax(scores, first, end, factor, key_scales, value_scales, state)
-    _weighted_values(scores + 4 * first, values + first * row, end - first, head_dim, correction, out, element)
-
-
-@compiled
-def _finish(out: int, total: Any, head_dim: int) -> None:
-    inverse = spread(np.float32(1.0 / total))
-    for i in range(0, head_dim, 16):
-        count = min(16, head_dim - i)
-        store_lanes(multiply(load_lanes(out + 4 * i, 0, count, F32), inverse), out + 4 * i, count, F32)
-
-
-@compiled
-def _item(arguments: int, index: int, element: Any) -> None:
-    """One row and key head, with all its query heads."""
-    queries, table, out, layer = word(arguments, 0), word(arguments, 2), word(arguments, 3), word(arguments, 7)
-    n_kv_heads, group, head_dim = word(arguments, 4), word(arguments, 5), word(arguments, 6)
-    window, factor = word(arguments, 8), read_float(arguments + 72)
-    row, head = index // n_kv_heads, index % n_kv_heads
-    line_at = table + 8 * COLUMNS * row
-    capacity, position = word(line_at, CAPACITY), word(line_at, POSITION)
-    line = (layer * n_kv_heads + head) * capacity  # of position 0 of this layer and head
+def _item(tile: Any, rows: Any, arguments: int, index: int, element: Any) -> None:
+    """One key head and a part of one sequence's queries."""
+    n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
+    head, padded, factor = index % n_kv_heads, -(-head_dim // 16) * 16, read_float(arguments + 8 * FACTOR)
+    frame = scratch(FRAME_BYTES)
+    first, end = _part(arguments, index // n_kv_heads)
+    n_queries = end - first
+    low, high = _begin(arguments, frame, head, first, end, len(rows))
+    line_at = word(arguments, TABLE) + 8 * COLUMNS * (first // group)
+    line = (word(arguments, LAYER) * n_kv_heads + head) * word(line_at, CAPACITY)  # of this head's position 0
     row_bytes = head_dim * element_bytes(element)
     keys, values = word(line_at, KEYS) + line * row_bytes, word(line_at, VALUES) + line * row_bytes
     key_scales, value_scales = word(line_at, KEY_SCALES), word(line_at, VALUE_SCALES)
-    query = queries + row * word(arguments, 1) + 4 * head * group * head_dim
-    target = out + 4 * (row * n_kv_heads + head) * group * head_dim
-    states = scratch(1024)
-    for number in range(group):
-        write_float(MINUS_INFINITY, states + 8 * number)
-        write_float(F32, states + 8 * number + 4)
-    for i in range(group * head_dim):
-        write_float(F32, target + 4 * i)
-    first = max(0, position + 1 - window) if window else 0
-    for start in range(first & ~(BLOCK - 1), position + 1, BLOCK):
-        low, high = max(first - start, 0), min(position + 1 - start, BLOCK)
+    for start in range(low & -BLOCK, high, BLOCK):
+        seen, until, place = max(low - start, 0), min(high - start, BLOCK), start * row_bytes
         k_scales = key_scales + 4 * (line + start) if key_scales else 0
         v_scales = value_scales + 4 * (line + start) if value_scales else 0
-        for number in range(group):
-            move = 4 * number * head_dim
-            _block(
-                query + move, keys + start * row_bytes, values + start * row_bytes, k_scales, v_scales, low, high,
-                head_dim, factor, states + 8 * number, target + move, element,
-            )  # fmt: skip
-    for number in range(group):
-        _finish(target + 4 * number * head_dim, read_float(states + 8 * number + 4), head_dim)
+        block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, keys + place, element)
+        block_weights(frame, n_queries, padded, start, factor, k_scales, v_scales)
+        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, values + place, element)
+    for number in range(n_queries):
+        query = first + number
+        at = (query // group * n_kv_heads + head) * group + query % group
+        finish_query(frame, number, word(arguments, OUT) + 4 * at * head_dim, head_dim, padded)
 
 
-def _chunk_fp32(arguments: int, index: int) -> None:
-    _item(arguments, index, F32)
+@cache
+def _chunk(kind: str) -> Chunk:
+    """The function of one kind of cache. Sixteen vectors are 32 registers of AVX2, which has 16: it gets lower tiles."""
+    element = ELEMENTS[kind]
+    rows, tile = ((0,) * 4, (0,) * 16) if target_has(cpu_target.target_context, "avx512f") else ((0,) * 2, (0,) * 4)
 
+    def chunk(arguments: int, index: int) -> None:
+        _item(tile, rows, arguments, index, element)
 
-def _chunk_fp16(arguments: int, index: int) -> None:
-    _item(arguments, index, HALF)
-
-
-def _chunk_int8(arguments: int, index: int) -> None:
-    _item(arguments, index, BYTE)
-
-
-CHUNKS = {"fp32": Chunk(_chunk_fp32), "fp16": Chunk(_chunk_fp16), "int8": Chunk(_chunk_int8)}
+    return Chunk(chunk)
 
 
 @entry(
@@ -258,27 +160,34 @@ def _enter(
         return -1
     if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
         return -1
-    n_positions = 0
-    for row in range(m):
-        position = table[row, POSITION]
-        n_positions += min(position + 1, window) if window else position + 1
+    size = min(MAX_QUERIES, MAX_FEATURES // (-(-head_dim // 16) * 16))
+    n_positions, n_parts, row = 0, 0, 0
+    while row < m:
+        end = _run_end(table.ctypes.data, row, m)
+        n_parts += _n_parts((end - row) * group, size)
+        for other in range(row, end):
+            position = table[other, POSITION]
+            n_positions += min(position + 1, window) if window else position + 1
+        row = end
     alone = alone or n_positions * n_features < SHARED_FROM
     if not alone and arguments.size == 0:
-        return m * n_kv_heads
-    address = scratch(80) if alone else arguments.ctypes.data
-    write_integer(queries.ctypes.data + 4 * first, address)
-    write_integer(4 * queries.shape[1], address + 8)
-    write_integer(table.ctypes.data, address + 16)
-    write_integer(out.ctypes.data, address + 24)
-    write_integer(n_kv_heads, address + 32)
-    write_integer(group, address + 40)
-    write_integer(head_dim, address + 48)
-    write_integer(layer, address + 56)
-    write_integer(window, address + 64)
-    write_float(np.float32(1.0 / sqrt(head_dim)), address + 72)
+        return n_parts * n_kv_heads
+    address = scratch(ARGUMENT_BYTES) if alone else arguments.ctypes.data
+    write_integer(queries.ctypes.data + 4 * first, address + 8 * QUERY)
+    write_integer(4 * queries.shape[1], address + 8 * QUERY_STRIDE)
+    write_integer(table.ctypes.data, address + 8 * TABLE)
+    write_integer(out.ctypes.data, address + 8 * OUT)
+    write_integer(m, address + 8 * N_ROWS)
+    write_integer(n_kv_heads, address + 8 * N_KV_HEADS)
+    write_integer(group, address + 8 * GROUP)
+    write_integer(head_dim, address + 8 * HEAD_DIM)
+    write_integer(layer, address + 8 * LAYER)
+    write_integer(window, address + 8 * WINDOW)
+    write_float(np.float32(1.0 / sqrt(head_dim)), address + 8 * FACTOR)
+    write_integer(size, address + 8 * ITEM_QUERIES)
     if not alone:
-        return m * n_kv_heads
-    for index in range(m * n_kv_heads):
+        return n_parts * n_kv_heads
+    for index in range(n_parts * n_kv_heads):
         call_chunk(function, address, index)
     return 0
 
@@ -297,7 +206,7 @@ class Attention:
         if kind not in DTYPES:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
-        self._pool, self._alone, self._chunk = pool, pool is None, CHUNKS[kind]
+        self._pool, self._alone, self._chunk = pool, pool is None, _chunk(kind)
 
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0

@@ -46,7 +46,7 @@ STEPS = {"decode": 1, "batch4": 4, "batch8": 8, "prefill128": PREFILL_TOKENS}
 FLASH_ATTENTION = {"off": ("off",), "on": ("on",), "both": ("off", "on")}
 FILL_TOKENS = 512
 OURS = "ours"
-CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
+CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
 
 
 class Model(Protocol):

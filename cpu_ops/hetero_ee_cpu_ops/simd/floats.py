@@ -9,7 +9,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd.bytes import (
@@ -94,6 +93,10 @@ class Lanes:
         for coefficient in EXP_SERIES[1:]:
             series = series.times_plus(r, coefficient)
         result = (r * r).times_plus(series, r) + 1.0
+        if target_has(self.context, "avx512f"):  # one instruction for what takes eight, and the same bits
+            mask, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
+            arguments = [result.value, n.value, result.value, mask, rounding]
+            return self._of(call(self.builder, "llvm.x86.avx512.mask.scalef.ps.512", F32X16, arguments))
         exponent = self.builder.sub(shifted.bits(), integers(MAGIC_BITS))
         first = self.builder.ashr(exponent, integers(1))  # 2^n in two factors: n reaches beyond fp32's exponents
         second = self.builder.sub(exponent, first)
@@ -120,28 +123,28 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def fold(builder: Any, values: list[Any], combine: Any) -> Any:
-    """Reduces each of 1, 2, 4, .. 16 vectors of 16 lanes; lane i of the result is vector i's.
+    """Reduces each of 1, 2, 4, 8 or 16 vectors of 16 lanes; vector i's result is in lane 16 i / len(values).
 
-    Whatever their number, a vector's lanes are combined as i with i + 8, i + 4, i + 2, i + 1.
+    Whatever their number, a vector's lanes are combined as i with i + 8, i + 4, i + 2, i + 1; combine must commute. Two
+    vectors at a time give way to one that holds half the lanes of each where they were: a blend and one shuffle.
     """
-    width = 16
-    while width > 1:
-        width //= 2
-        pairs = (
-            [(values[i], values[i + 1]) for i in range(0, len(values), 2)] if len(values) > 1 else [(values[0], None)]
-        )
-        folded = []
-        for first, second in pairs:
-            lanes = first.type.count
-            starts = range(0, lanes if second is None else 2 * lanes, 2 * width)
-            low = [start + lane for start in starts for lane in range(width)]
-            parts = []
-            for shift in (0, width):
-                chosen = ir.Constant(ir.VectorType(I32, len(low)), [lane + shift for lane in low])
-                parts.append(builder.shuffle_vector(first, first if second is None else second, chosen))
-            folded.append(combine(*parts))
-        values = folded
+    for width in (8, 4, 2, 1):
+        moved = [lane ^ width for lane in range(16)]
+        if len(values) == 1:
+            values = [combine(values[0], _chosen(builder, values[0], values[0], moved))]
+            continue
+        stay = [lane if lane & width == 0 else 16 + lane for lane in range(16)]
+        cross = [other if lane & width == 0 else 16 + other for lane, other in enumerate(moved)]
+        half, pairs = len(values) // 2, []
+        for first, second in zip(values[:half], values[half:], strict=True):
+            pairs.append(combine(_chosen(builder, first, second, stay), _chosen(builder, first, second, cross)))
+        values = pairs
     return values[0]
+
+
+def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    """These lanes of two vectors, the second's counted on from 16."""
+    return builder.shuffle_vector(first, second, ir.Constant(I32X16, lanes))
 
 
 def float_to_half(context: Any, builder: Any, value: Any) -> Any:
@@ -378,12 +381,13 @@ write_integer = _scalar(I64, types.int64, "integer")[1]
 
 @intrinsic(prefer_literal=True)
 def scratch(typing: Any, n_bytes: Any) -> Any:
-    """The address of n_bytes (a constant) on the stack, 64-byte aligned, until the function returns."""
+    """The address of n_bytes (a constant) on the stack, 64-byte aligned, until the function returns; not cleared."""
     if not isinstance(n_bytes, types.IntegerLiteral):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, n_bytes.literal_value))
+        with builder.goto_entry_block():  # Numba's alloca_once clears it, for which LLVM emits a store a byte
+            memory = builder.alloca(ir.ArrayType(I8, n_bytes.literal_value))
         memory.align = 64
         return builder.ptrtoint(memory, I64)
 

@@ -1,7 +1,7 @@
-"""Several vectors of 16 lanes at once: the inner steps of attention, and their sums side by side.
+"""Several vectors of 16 lanes at once: tiles of attention's products and of its weighted sums, in registers.
 
 A tuple of vectors stays in registers; each of its vectors is an independent chain of additions, so that one addition's
-latency hides another's.
+latency hides another's. A tile has len(rows) rows; its vectors lie row after row.
 """
 
 from typing import Any
@@ -11,100 +11,106 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I64, f32x16, load, splat
-from hetero_ee_cpu_ops.simd.floats import ELEMENTS, fold, fused, lane_mask, loader, masked_load, pointer
+from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I32, I64, f32x16, load, splat
+from hetero_ee_cpu_ops.simd.floats import ELEMENTS, fold, fused, loader, pointer
 
 
 @intrinsic
-def add_products(typing: Any, totals: Any, query: Any, keys: Any, stride: Any, element: Any) -> Any:
-    """totals[t] += 16 features of the query (fp32 at `query`) x those of key t (at keys + t * stride elements)."""
+def add_products(
+    typing: Any, totals: Any, rows: Any, queries: Any, query_stride: Any, keys: Any, key_stride: Any, element: Any
+) -> Any:
+    """totals[row, k] += 16 features of query `row` (fp32) x those of key k, for a tile of len(rows) x keys.
+
+    queries, keys: addresses of the first one's features; strides in bytes.
+    """
     if element not in ELEMENTS:
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, convert = loader(element, context, builder)
-        features, at, results = load(builder, arguments[1], F32X16), arguments[2], []
-        step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
-        for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            results.append(fused(context, builder, convert(load(builder, at, kind)), features, total))
-            at = builder.add(at, step)
+        vectors, results = list(cgutils.unpack_tuple(builder, arguments[0], totals.count)), []
+        query_at, key_at, keys_ = arguments[2], arguments[4], []
+        for _ in range(totals.count // rows.count):
+            keys_.append(convert(load(builder, key_at, kind)))
+            key_at = builder.add(key_at, arguments[5])
+        for row in range(rows.count):
+            query = load(builder, query_at, F32X16)
+            for number, key in enumerate(keys_):
+                results.append(fused(context, builder, key, query, vectors[row * len(keys_) + number]))
+            query_at = builder.add(query_at, arguments[3])
         return context.make_tuple(builder, signature.return_type, results)
 
-    return totals(totals, types.intp, types.intp, types.intp, element), codegen
+    return totals(totals, rows, types.intp, types.intp, types.intp, types.intp, element), codegen
 
 
 @intrinsic
-def add_products_lanes(typing: Any, totals: Any, query: Any, keys: Any, stride: Any, count: Any, element: Any) -> Any:
-    """The same for the last `count` features of a head."""
-    if element not in ELEMENTS:
-        return None
+def store_sums(typing: Any, totals: Any, rows: Any, address: Any, stride: Any) -> Any:
+    """The sum of each vector's lanes as by lane_sum, however many they are: a row's side by side from address + row *
+    stride on."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, convert = loader(element, context, builder)
-        mask = lane_mask(builder, ir.Constant(I64, 0), arguments[4])
-        features, at, results = masked_load(builder, arguments[1], F32X16, mask), arguments[2], []
-        step = builder.mul(arguments[3], ir.Constant(I64, element.bitwidth // 8))
-        for total in cgutils.unpack_tuple(builder, arguments[0], totals.count):
-            key = convert(masked_load(builder, at, kind, mask))
-            results.append(fused(context, builder, key, features, total))
-            at = builder.add(at, step)
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return totals(totals, types.intp, types.intp, types.intp, types.intp, element), codegen
-
-
-@intrinsic
-def store_sums(typing: Any, totals: Any, address: Any) -> Any:
-    """The sum of each vector's lanes, side by side from `address` on; summed as by lane_sum, however many they are."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors = list(cgutils.unpack_tuple(builder, arguments[0], totals.count))
-        sums = fold(builder, vectors, builder.fadd)
-        builder.store(sums, pointer(builder, arguments[1], sums.type)).align = 4
+        sums = fold(builder, list(cgutils.unpack_tuple(builder, arguments[0], totals.count)), builder.fadd)
+        target, n_keys = arguments[2], totals.count // rows.count
+        for row in range(rows.count):
+            lanes = [16 // totals.count * (row * n_keys + key) for key in range(n_keys)]
+            chosen = builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(I32, n_keys), lanes))
+            builder.store(chosen, pointer(builder, target, chosen.type)).align = 4
+            target = builder.add(target, arguments[3])
         return context.get_dummy_value()
 
-    return types.void(totals, types.intp), codegen
+    return types.void(totals, rows, types.intp, types.intp), codegen
 
 
 @intrinsic
-def load_scaled(typing: Any, rows: Any, address: Any, factor: Any) -> Any:
-    """For each element of the tuple `rows`, the next 16 fp32 values at `address`, times factor."""
+def add_weighted(
+    typing: Any, totals: Any, rows: Any, weights: Any, weight_stride: Any, values: Any, element: Any
+) -> Any:
+    """totals[row, t] += the fp32 at weights + row * weight_stride x values 16t..16t+15 at `values`."""
+    if element not in ELEMENTS:
+        return None
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        factor_ = splat(builder, F32X16, arguments[2])
-        values = [builder.fmul(load(builder, arguments[1], F32X16, 64 * i), factor_) for i in range(rows.count)]
+        kind, convert = loader(element, context, builder)
+        vectors, results = list(cgutils.unpack_tuple(builder, arguments[0], totals.count)), []
+        n_vectors, at = totals.count // rows.count, arguments[2]
+        step = 2 * element.bitwidth  # bytes of 16 values
+        values_ = [convert(load(builder, arguments[4], kind, step * number)) for number in range(n_vectors)]
+        for row in range(rows.count):
+            weight = splat(builder, F32X16, load(builder, at, F32))
+            for number, value in enumerate(values_):
+                results.append(fused(context, builder, value, weight, vectors[row * n_vectors + number]))
+            at = builder.add(at, arguments[3])
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return totals(totals, rows, types.intp, types.intp, types.intp, element), codegen
+
+
+@intrinsic
+def load_tile(typing: Any, cells: Any, rows: Any, address: Any, stride: Any) -> Any:
+    """len(cells) vectors of fp32, a row's side by side from address + row * stride on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        at, values = arguments[2], []
+        for _ in range(rows.count):
+            values += [load(builder, at, F32X16, 64 * number) for number in range(cells.count // rows.count)]
+            at = builder.add(at, arguments[3])
         return context.make_tuple(builder, signature.return_type, values)
 
-    return types.UniTuple(f32x16, rows.count)(rows, types.intp, types.float32), codegen
+    return types.UniTuple(f32x16, cells.count)(cells, rows, types.intp, types.intp), codegen
 
 
 @intrinsic
-def add_weighted(typing: Any, totals: Any, weight: Any, values: Any, element: Any) -> Any:
-    """totals[t] += the fp32 at `weight` x values 16t..16t+15 at `values`."""
-    if element not in ELEMENTS:
-        return None
+def store_tile(typing: Any, values: Any, rows: Any, address: Any, stride: Any) -> Any:
+    """The inverse of load_tile."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, convert = loader(element, context, builder)
-        weight_ = splat(builder, F32X16, load(builder, arguments[1], F32))
-        results = []
-        for number, total in enumerate(cgutils.unpack_tuple(builder, arguments[0], totals.count)):
-            value = convert(load(builder, arguments[2], kind, 2 * number * element.bitwidth))
-            results.append(fused(context, builder, value, weight_, total))
-        return context.make_tuple(builder, signature.return_type, results)
-
-    return totals(totals, types.intp, types.intp, element), codegen
-
-
-@intrinsic
-def store_vectors(typing: Any, values: Any, address: Any) -> Any:
-    """Stores the tuple's vectors side by side."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = arguments[1]
-        for value in cgutils.unpack_tuple(builder, arguments[0], values.count):
-            builder.store(value, pointer(builder, at, F32X16)).align = 4
-            at = builder.add(at, ir.Constant(I64, 64))
+        at, vectors = arguments[2], list(cgutils.unpack_tuple(builder, arguments[0], values.count))
+        n_vectors = values.count // rows.count
+        for row in range(rows.count):
+            for number, value in enumerate(vectors[row * n_vectors : (row + 1) * n_vectors]):
+                target = builder.add(at, ir.Constant(I64, 64 * number))
+                builder.store(value, pointer(builder, target, F32X16)).align = 4
+            at = builder.add(at, arguments[3])
         return context.get_dummy_value()
 
-    return types.void(values, types.intp), codegen
+    return types.void(values, rows, types.intp, types.intp), codegen

@@ -1,0 +1,355 @@
+"""Some queries of one key head against a block of 64 positions: the inner steps of attention.
+
+The queries are those of consecutive rows of one sequence, all query heads of a row side by side; each sees positions
+`first` .. `end` - 1 of its own. Keys and values pass 16 positions (a piece) at a time and are read and converted once
+for all queries: products and weighted sums are taken in register tiles of several queries x keys or features. Neither
+a tile's height nor its neighbours touch the order of a sum, so a query's bits depend on itself and on what it sees.
+
+A frame is memory on the stack of one item: queries and sums padded to 16 features, the piece in fp32, scores.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hetero_ee_cpu_ops.kernel_files import compiled
+from hetero_ee_cpu_ops.simd.bytes import prefetch, word, zeros
+from hetero_ee_cpu_ops.simd.floats import (
+    add,
+    element_bytes,
+    exponential,
+    first_lane,
+    keep_lanes,
+    lane_maximum,
+    lane_sum,
+    load16,
+    load_lanes,
+    maximum,
+    multiply,
+    read_float,
+    spread,
+    store16,
+    store_lanes,
+    subtract,
+    write_float,
+    write_integer,
+)
+from hetero_ee_cpu_ops.simd.tuples import add_products, add_weighted, load_tile, store_sums, store_tile
+
+F32, MINUS_INFINITY = np.float32(0), np.float32(-np.inf)
+BLOCK = 64  # positions between two rescalings: 4 registers of scores
+PIECE = 16  # positions whose keys are taken together
+WIDTH = 64  # features of a block's values that are taken together
+MAX_QUERIES = 64
+MAX_HEAD_DIM = 1024
+MAX_FEATURES = 8192  # of all queries of an item together: with their sums 64 KB, which an L2 cache holds
+AHEAD_BYTES = 4096  # that keys and values are asked for before they are used
+# The frame. Of a query number n: QUERIES and SUMS at 4 n padded, SCORES at 256 n, STATES (maximum, sum) and RANGES
+# (first, end) at 8 n and 16 n.
+QUERIES, SUMS = 0, 4 * MAX_FEATURES
+PIECES = 2 * SUMS
+SCORES = PIECES + 4 * PIECE * MAX_HEAD_DIM
+STATES = SCORES + 4 * BLOCK * MAX_QUERIES
+RANGES = STATES + 8 * MAX_QUERIES
+FRAME_BYTES = RANGES + 16 * MAX_QUERIES
+ONE, FOUR, SIXTEEN = (0,), (0,) * 4, (0,) * 16
+
+
+@compiled
+def begin_query(frame: int, number: int, query: int, head_dim: int, padded: int, first: int, end: int) -> None:
+    """Query `number` of an item; query: the address of its features, 0 for none, which fills a tile."""
+    at, total = frame + QUERIES + 4 * number * padded, frame + SUMS + 4 * number * padded
+    for i in range(0, padded, 16):
+        features = load_lanes(query + 4 * i, 0, min(16, head_dim - i), F32) if query else spread(F32)
+        store16(features, at + 4 * i)
+        store16(spread(F32), total + 4 * i)
+    write_float(MINUS_INFINITY, frame + STATES + 8 * number)
+    write_float(F32, frame + STATES + 8 * number + 4)
+    write_integer(first, frame + RANGES + 16 * number)
+    write_integer(end, frame + RANGES + 16 * number + 8)
+
+
+@compiled
+def finish_query(frame: int, number: int, out: int, head_dim: int, padded: int) -> None:
+    inverse = spread(np.float32(1.0 / read_float(frame + STATES + 8 * number + 4)))
+    total = frame + SUMS + 4 * number * padded
+    for i in range(0, head_dim, 16):
+        store_lanes(multiply(load16(total + 4 * i, F32), inverse), out + 4 * i, min(16, head_dim - i), F32)
+
+
+@compiled
+def _fetch(address: int, n_bytes: int) -> None:
+    for offset in range(0, n_bytes, 64):
+        prefetch(address + offset)
+
+
+@compiled
+def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece: int, element: Any) -> None:
+    """`width` features of n positions in fp32, zeros beyond the n_features that there are."""
+    for position in range(n):
+        at, target = source + position * stride, piece + 4 * position * width
+        if n_features >= width:
+            for i in range(0, width, 16):
+                store16(load16(at + i * element_bytes(element), element), target + 4 * i)
+        else:
+            for i in range(0, width, 16):
+                value = load_lanes(at + i * element_bytes(element), 0, min(16, n_features - i), element)
+                store16(value, target + 4 * i)
+
+
+@compiled
+def _products(
+    cells: Any, rows: Any, queries: int, padded: int, keys: int, stride: int, scores: int, ahead: int, element: Any
+) -> None:
+    """Scores of len(rows) queries with the piece's 16 keys; ahead: what to ask for meanwhile, 0 for nothing."""
+    n_keys = len(cells) // len(rows)
+    step = n_keys * 16 * element_bytes(element)
+    for key in range(0, PIECE, n_keys):
+        totals = zeros(cells)
+        at = keys + key * stride
+        for i in range(0, padded, 16):
+            if ahead:
+                _fetch(ahead, step)
+                ahead += step
+            totals = add_products(
+                totals, rows, queries + 4 * i, 4 * padded, at + i * element_bytes(element), stride, element
+            )
+        store_sums(totals, rows, scores + 4 * key, 4 * BLOCK)
+
+
+@compiled
+def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
+    """Whether any of these n queries sees any of positions start..end-1."""
+    for other in range(number, number + n):
+        at = frame + RANGES + 16 * other
+        if word(at, 0) < end and word(at, 1) > start:
+            return True
+    return False
+
+
+@compiled
+def _piece_scores(
+    tile: Any, rows: Any, frame: int, n_queries: int, padded: int, start: int, piece: int, keys: int, stride: int,
+    ahead: int, element: Any,
+) -> None:  # fmt: skip
+    """start: the block's first position; piece: of the piece within it."""
+    number = 0
+    while number < n_queries:
+        queries, scores = frame + QUERIES + 4 * number * padded, frame + SCORES + 4 * (BLOCK * number + piece)
+        if n_queries - number == 1:
+            _products(SIXTEEN, ONE, queries, padded, keys, stride, scores, ahead, element)
+            number += 1
+        else:
+            if _sees(frame, number, len(rows), start + piece, start + piece + PIECE):
+                _products(tile, rows, queries, padded, keys, stride, scores, ahead, element)
+            number += len(rows)
+        ahead = 0
+
+
+@compiled
+def block_scores(
+    tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
+    keys: int, element: Any,
+) -> None:  # fmt: skip
+    """Products of all queries with positions start + low .. start + high - 1; keys: of position `start`."""
+    row_bytes = head_dim * element_bytes(element)
+    for piece in range(low & -PIECE, high, PIECE):
+        at, n = keys + piece * row_bytes, min(PIECE, high - piece)
+        if n == PIECE and head_dim == padded and (n_queries == 1 or element_bytes(element) == 4):
+            _piece_scores(tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, at + AHEAD_BYTES, element)
+        else:
+            _unpack(at, row_bytes, n, head_dim, padded, frame + PIECES, element)
+            _piece_scores(
+                tile, rows, frame, n_queries, padded, start, piece, frame + PIECES, 4 * padded, at + AHEAD_BYTES, F32
+            )
+
+
+@compiled
+def _correct(before: Any, highest: Any) -> Any:
+    """The factor for earlier blocks' sums; where the maximum stays, exactly 1."""
+    return np.float32(1) if before == highest else first_lane(exponential(spread(np.float32(before - highest))))
+
+
+@compiled
+def _softmax_whole(scores: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
+    """_softmax of a whole block, in registers."""
+    a, b = multiply(load16(scores, F32), spread(factor)), multiply(load16(scores + 64, F32), spread(factor))
+    c, d = multiply(load16(scores + 128, F32), spread(factor)), multiply(load16(scores + 192, F32), spread(factor))
+    if key_scales:
+        a, b = multiply(a, load16(key_scales, F32)), multiply(b, load16(key_scales + 64, F32))
+        c, d = multiply(c, load16(key_scales + 128, F32)), multiply(d, load16(key_scales + 192, F32))
+    before = read_float(state)
+    highest = max(before, lane_maximum(maximum(maximum(a, b), maximum(c, d))))
+    top = spread(highest)
+    a, b, c, d = (
+        exponential(subtract(a, top)),
+        exponential(subtract(b, top)),
+        exponential(subtract(c, top)),
+        exponential(subtract(d, top)),
+    )
+    total = lane_sum(add(add(add(a, b), c), d))
+    if value_scales:
+        a, b = multiply(a, load16(value_scales, F32)), multiply(b, load16(value_scales + 64, F32))
+        c, d = multiply(c, load16(value_scales + 128, F32)), multiply(d, load16(value_scales + 192, F32))
+    store16(a, scores)
+    store16(b, scores + 64)
+    store16(c, scores + 128)
+    store16(d, scores + 192)
+    correction = _correct(before, highest)
+    write_float(highest, state)
+    write_float(np.float32(read_float(state + 4) * correction + total), state + 4)
+    return correction
+
+
+@compiled
+def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, value_scales: int, state: int) -> Any:
+    """Turns scores of lanes first..end-1 of a block into weights; returns the factor for earlier blocks' sums.
+
+    state: running maximum and sum. Scales: addresses for the block's first lane, or 0. Lanes outside are not used.
+    """
+    best = spread(MINUS_INFINITY)
+    for lane in range(first & ~15, end, 16):
+        low, high, at = max(first - lane, 0), min(end - lane, 16), scores + 4 * lane
+        score = multiply(load16(at, F32), spread(factor))
+        if key_scales:
+            score = multiply(score, load_lanes(key_scales + 4 * lane, low, high, F32))
+        score = keep_lanes(score, low, high, MINUS_INFINITY)
+        store16(score, at)
+        best = maximum(best, score)
+    before = read_float(state)
+    highest = max(before, lane_maximum(best))
+    total = spread(F32)
+    for lane in range(first & ~15, end, 16):
+        at = scores + 4 * lane
+        weight = exponential(subtract(load16(at, F32), spread(highest)))
+        total = add(total, weight)
+        if value_scales:
+            low, high = max(first - lane, 0), min(end - lane, 16)
+            weight = multiply(weight, load_lanes(value_scales + 4 * lane, low, high, F32))
+        store16(weight, at)
+    correction = _correct(before, highest)
+    write_float(highest, state)
+    write_float(np.float32(read_float(state + 4) * correction + lane_sum(total)), state + 4)
+    return correction
+
+
+@compiled
+def block_weights(
+    frame: int, n_queries: int, padded: int, start: int, factor: Any, key_scales: int, value_scales: int
+) -> None:
+    """Scores become weights, and the sums of earlier blocks are corrected. Scales: of position `start`, or 0."""
+    for number in range(n_queries):
+        at = frame + RANGES + 16 * number
+        first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, BLOCK)
+        if first < end:
+            scores, state = frame + SCORES + 4 * BLOCK * number, frame + STATES + 8 * number
+            if end - first == BLOCK:
+                correction = _softmax_whole(scores, factor, key_scales, value_scales, state)
+            else:
+                correction = _softmax(scores, first, end, factor, key_scales, value_scales, state)
+            if correction != 1:
+                total = frame + SUMS + 4 * number * padded
+                for i in range(0, padded, 16):
+                    store16(multiply(load16(total + 4 * i, F32), spread(correction)), total + 4 * i)
+
+
+@compiled
+def _weigh_part(
+    cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
+    row_bytes: int, element: Any,
+) -> None:  # fmt: skip
+    """Adds n positions to 16 len(cells) / len(rows) features of len(rows) sums. ahead: what to ask for meanwhile, 0 for
+    nothing."""
+    n_bytes = len(cells) // len(rows) * 16 * element_bytes(element)
+    totals = load_tile(cells, rows, sums, 4 * padded)
+    for position in range(n):
+        if ahead:
+            _fetch(ahead, n_bytes)
+            ahead += row_bytes
+        totals = add_weighted(totals, rows, weights + 4 * position, 4 * BLOCK, values + position * stride, element)
+    store_tile(totals, rows, sums, 4 * padded)
+
+
+@compiled
+def _weigh(
+    tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
+    ahead: int, row_bytes: int, element: Any,
+) -> None:  # fmt: skip
+    """The same for `width` features."""
+    i, step = 0, 16 * (len(tile) // len(rows))
+    while i + step <= width:
+        at, then = values + i * element_bytes(element), ahead + i * element_bytes(element) if ahead else 0
+        _weigh_part(tile, rows, weights, at, stride, n, sums + 4 * i, padded, then, row_bytes, element)
+        i += step
+    while i < width:
+        at = values + i * element_bytes(element)
+        _weigh_part(rows, rows, weights, at, stride, n, sums + 4 * i, padded, 0, row_bytes, element)
+        i += 16
+
+
+@compiled
+def _weigh_alone(frame: int, number: int, first: int, end: int, sums: int, width: int, padded: int) -> None:
+    """Positions first..end-1 of the piece for one query."""
+    if first < end:
+        weights, at = frame + SCORES + 4 * (BLOCK * number + first), frame + PIECES + 4 * first * width
+        _weigh(FOUR, ONE, weights, at, 4 * width, end - first, sums + 4 * number * padded, width, padded, 0, 0, F32)
+
+
+@compiled
+def _weigh_tile(
+    tile: Any, rows: Any, frame: int, number: int, start: int, sums: int, width: int, padded: int, ahead: int,
+    row_bytes: int,
+) -> None:  # fmt: skip
+    """The block's values for len(rows) queries, as far as each sees them, in order."""
+    common_first, common_end = 0, BLOCK
+    for other in range(number, number + len(rows)):
+        at = frame + RANGES + 16 * other
+        common_first, common_end = max(common_first, word(at, 0) - start), min(common_end, word(at, 1) - start)
+    if common_first >= common_end:
+        common_first = common_end = BLOCK
+    for other in range(number, number + len(rows)):
+        at = frame + RANGES + 16 * other
+        first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, common_first)
+        _weigh_alone(frame, other, first, end, sums, width, padded)
+    if common_first < common_end:
+        weights, at = frame + SCORES + 4 * (BLOCK * number + common_first), frame + PIECES + 4 * common_first * width
+        n, then = common_end - common_first, ahead + common_first * row_bytes if ahead else 0
+        at_sums = sums + 4 * number * padded
+        _weigh(tile, rows, weights, at, 4 * width, n, at_sums, width, padded, then, row_bytes, F32)
+    for other in range(number, number + len(rows)):
+        end = min(word(frame + RANGES + 16 * other, 1) - start, BLOCK)
+        _weigh_alone(frame, other, common_end, end, sums, width, padded)
+
+
+@compiled
+def block_values(
+    tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
+    values: int, element: Any,
+) -> None:  # fmt: skip
+    """Adds weight x value of positions start + low .. start + high - 1; values: of position `start`."""
+    row_bytes = head_dim * element_bytes(element)
+    if n_queries == 1 and head_dim == padded:
+        at, weights = values + low * row_bytes, frame + SCORES + 4 * low
+        _weigh(
+            FOUR, ONE, weights, at, row_bytes, high - low, frame + SUMS, padded, padded, at + AHEAD_BYTES, row_bytes,
+            element,
+        )  # fmt: skip
+        return
+    for i in range(0, padded, WIDTH):
+        width, sums, number = min(WIDTH, padded - i), frame + SUMS + 4 * i, 0
+        at = values + i * element_bytes(element)
+        _unpack(
+            at + low * row_bytes, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element
+        )
+        ahead = at + AHEAD_BYTES
+        while number < n_queries:
+            if n_queries - number == 1:
+                place = frame + RANGES + 16 * number
+                first, end = max(word(place, 0) - start, 0), min(word(place, 1) - start, BLOCK)
+                _weigh_alone(frame, number, first, end, sums, width, padded)
+                number += 1
+            else:
+                if _sees(frame, number, len(rows), start, start + BLOCK):
+                    _weigh_tile(tile, rows, frame, number, start, sums, width, padded, ahead, row_bytes)
+                number += len(rows)
+            ahead = 0
