@@ -156,7 +156,9 @@ def block_scores(
     for piece in range(low & -PIECE, high, PIECE):
         at, n = keys + piece * row_bytes, min(PIECE, high - piece)
         if n == PIECE and head_dim == padded and (n_queries == 1 or element_bytes(element) == 4):
-            _piece_scores(tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, at + AHEAD_BYTES, element)
+            _piece_scores(
+                tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, at + AHEAD_BYTES, element
+            )
         else:
             _unpack(at, row_bytes, n, head_dim, padded, frame + PIECES, element)
             _piece_scores(
@@ -288,7 +290,9 @@ def _weigh(
 
 
 @compiled
-def _weigh_alone(frame: int, number: int, first: int, end: int, sums: int, width: int, padded: int) -> None:
+def _weigh_alone(
+    frame: int, number: int, first: int, end: int, sums: int, width: int, padded: int
+) -> None:
     """Positions first..end-1 of the piece for one query."""
     if first < end:
         weights, at = frame + SCORES + 4 * (BLOCK * number + first), frame + PIECES + 4 * first * width
@@ -338,9 +342,7 @@ def block_values(
     for i in range(0, padded, WIDTH):
         width, sums, number = min(WIDTH, padded - i), frame + SUMS + 4 * i, 0
         at = values + i * element_bytes(element)
-        _unpack(
-            at + low * row_bytes, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element
-        )
+        _unpack(at + low * row_bytes, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element)
         ahead = at + AHEAD_BYTES
         while number < n_queries:
             if n_queries - number == 1:

@@ -137,7 +137,9 @@ def fold(builder: Any, values: list[Any], combine: Any) -> Any:
         cross = [other if lane & width == 0 else 16 + other for lane, other in enumerate(moved)]
         half, pairs = len(values) // 2, []
         for first, second in zip(values[:half], values[half:], strict=True):
-            pairs.append(combine(_chosen(builder, first, second, stay), _chosen(builder, first, second, cross)))
+            pairs.append(
+                combine(_chosen(builder, first, second, stay), _chosen(builder, first, second, cross))
+            )
         values = pairs
     return values[0]
 
