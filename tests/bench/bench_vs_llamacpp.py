@@ -5,10 +5,10 @@ document.
 
 Llama-2-7B's layer shapes, 8 layers, 32,000 tokens, every matrix at 4.5 bits a weight (theirs Q4_0, ours codebook tiles,
 head and embedding too), fp16 keys and values in both unless --kv-type says otherwise of ours. A step is a whole pass: m
-tokens of one sequence behind a context, logits for all of them (for the prompt's last token in prefill). Ours is filled
-with random keys and values, theirs by decoding. Ratios are their median time over ours, both measured alternately in
-one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is installed on; a build that does not
-run there is found first (--build-llamacpp).
+tokens of one sequence behind a context, logits for all of them (for the prompt's last token in prefill). Long contexts
+are random keys and values in ours, the first 512 tokens' again and again in theirs. Ratios are their median time over
+ours, both measured alternately in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is
+installed on; a build that does not run there is found first (--build-llamacpp).
 """
 
 import argparse
