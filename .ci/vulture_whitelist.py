@@ -7,7 +7,7 @@ __dir__
 __call__  # of a Protocol, whose callers call the object
 _.align  # llvmlite's, of a load or store
 _Model  # numba's, registered by its decorator
-arguments_address, offset_8, offset_128  # numba's, operands of an intrinsic: its types name them, its code takes a list
+arguments_address, offset_8, offset_128, offsets_32  # numba's, operands of an intrinsic: its code takes a list
 _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
 _.tags, _.parse  # jinja2's, of an extension
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar

@@ -112,15 +112,16 @@ class Engine:
             a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
         vram_budget, vram_margin, ram_budget: GiB of GPU memory to use and to leave free, and of RAM to use.
         gpu_layers: first layers, whole, on the GPU. override: parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
-        kv_type: of the KV cache, "fp32", "fp16" or "int8". mode: "full" or "exact". draft_length: tokens verified at
-            once in exact mode. What is None of all these, the planner chooses. limits: all of them in one object.
+        kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer "none" "fp32". mode: "full" or
+            "exact". draft_length: tokens verified at once in exact mode. What is None of all others, the planner
+            chooses. limits: all of them in one object.
         plan: where every part goes, a Plan or its JSON file, in place of one made now.
         draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
         emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
         traces: keeps in `spans` what a plan runs where and when.
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, a measurement, the
-            kernels' first compilation and long prompts; with 0 in all, the stage is a remark. False: nothing; None:
-            bars on a terminal and in a notebook.
+            kernels' first compilation and long prompts, in tokens; with 0 in all, the stage is a remark. False:
+            nothing; None: bars on a terminal and in a notebook.
 
         Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """

@@ -95,7 +95,7 @@ def open_model(files: ModelFiles, request: PlacementRequest, threads: int, progr
     """
     warn = warner(progress)
     check_context(files.spec, request.context_tokens)
-    warn_of_context(files.spec, request.context_tokens, warn)
+    warn_of_context(files.spec, request.asked_context_tokens, warn)
     n_tokens = request.context_tokens or files.spec.max_context_tokens
     if request.is_asked:
         model = _placed(files, request, threads, progress)

@@ -1,4 +1,5 @@
-"""What int4 costs in quality: each quantizer against fp32 on a text. Prints a table, or with --json one document.
+"""What int4 costs in quality: each quantizer against fp32 on a text; beside it int8 activations, and keys and values of
+less than 32 bits. Prints tables, or with --json one document.
 
     python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--json]
 
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -31,6 +34,7 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantize
 from hetero_ee.weights.weight import Weight
 
+COMPARED = ("mean_kl_nats", "same_top1", "perplexity_ratio")
 CANDIDATES = [
     Quantization(matrices, vocabulary) for matrices in reversed(INT4_QUANTIZERS) for vocabulary in (matrices, "int8")
 ]
@@ -62,13 +66,12 @@ def main() -> None:
     exact = ReferenceExecutor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     truth = [log_probabilities(exact, window) for window in windows]
     rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in CANDIDATES]
-    kernels = int8_activations(checkpoint, arguments.window, windows)
+    beside_weights = activations_and_cache(checkpoint, arguments.window, windows)
     if not arguments.json:
-        print_table(rows, n_tokens)
-        print(f"int8 activations against fp32 ones, same weights: KL {kernels['mean_kl_nats']:.6f} nats")
+        print_tables(rows, beside_weights, n_tokens)
     else:
-        document = {"schema": 1, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}
-        print(json.dumps(document | {"int8_activations": kernels}))
+        document = {"schema": 2, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}
+        print(json.dumps(document | {"beside_weights": beside_weights}))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -108,17 +111,22 @@ def measure(
     )
 
 
-def int8_activations(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, float]:
-    """The CPU kernels, whose activations are int8, against fp32 activations on the same default weights."""
+def activations_and_cache(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, dict[str, float]]:
+    """The CPU kernels' int8 activations, and each type of keys and values, against fp32 on the same default weights."""
     use_kernel_cache(cache_folder())
     from hetero_ee.runtime.executors.cpu import CpuExecutor
 
-    weights = quantized(checkpoint, Quantization())
-    exact = ReferenceExecutor(checkpoint.spec, expanded(weights), window, BatchedTorchOps())
-    kernels = CpuExecutor(checkpoint.spec, weights, window, threads=1)
-    truth = [log_probabilities(exact, tokens) for tokens in windows]
-    metrics = compare(kernels, truth, windows, n_text_bytes=1)
-    return {name: metrics[name] for name in ("mean_kl_nats", "same_top1", "perplexity_ratio")}
+    spec, weights = checkpoint.spec, quantized(checkpoint, Quantization())
+    dense, size = expanded(weights), (spec.n_layers, spec.n_kv_heads, spec.head_dim, window)
+
+    def with_cache(kind: str) -> Executor:
+        return ReferenceExecutor(spec, dense, window, BatchedTorchOps(), cache=CpuKvCache(*size, kind=kind))
+
+    others: dict[str, Executor] = {f"{kind} keys and values": with_cache(kind) for kind in KV_BYTES if kind != "fp32"}
+    others["int8 activations"] = CpuExecutor(spec, weights, window, threads=1, cache=CpuKvCache(*size, kind="fp32"))
+    truth = [log_probabilities(with_cache("fp32"), tokens) for tokens in windows]
+    found = {name: compare(executor, truth, windows, n_text_bytes=1) for name, executor in others.items()}
+    return {name: {of: metrics[of] for of in COMPARED} for name, metrics in found.items()}
 
 
 def compare(executor: Executor, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> dict[str, float]:
@@ -162,7 +170,7 @@ def log_probabilities(executor: Executor, window: list[int]) -> Tensor:
     return torch.log_softmax(logits.double(), -1).float()
 
 
-def print_table(rows: list[Quality], n_tokens: int) -> None:
+def print_tables(rows: list[Quality], beside_weights: dict[str, dict[str, float]], n_tokens: int) -> None:
     print(f"{n_tokens} tokens")
     print("| matrices | embedding and head | MB | bits a weight | mean KL (nats) | same top-1 | perplexity ratio |")
     print("|---|---|---|---|---|---|---|")
@@ -171,6 +179,10 @@ def print_table(rows: list[Quality], n_tokens: int) -> None:
             f"| {row.matrices} | {row.vocabulary} | {row.n_bytes / 1e6:.2f} | {row.bits_per_weight:.2f} "
             f"| {row.mean_kl_nats:.5f} | {row.same_top1:.4f} | {row.perplexity_ratio:.4f} |"
         )
+    print("\n| beside the weights | mean KL (nats) | same top-1 | perplexity ratio |\n|---|---|---|---|")
+    for name, metrics in beside_weights.items():
+        kl, same, ratio = (metrics[of] for of in COMPARED)
+        print(f"| {name} | {kl:.1e} | {same:.4f} | {ratio:.6f} |")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class BareTarget:
     def __init__(self, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.spec = MODEL
-        self.cache = CpuKvCache(1, 1, 1, max_tokens=0)
+        self.cache = CpuKvCache(1, 1, 1, max_tokens=0, kind="fp32")
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.head = torch.randn(VOCAB, HIDDEN, generator=generator)
         self.blocks = decoder_blocks(MODEL)

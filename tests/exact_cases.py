@@ -11,6 +11,7 @@ from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.texts import Ending
+from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.runtime.drafted import DraftEnd, StateMap
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafting import Drafting
@@ -47,6 +48,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "n_sequences": (1, 3),
     "ending": ("length", "stop string", "end token", "stop token", "context"),
     "is_async": (False, True),
+    "kv_type": tuple(KV_BYTES),
 }
 
 
@@ -67,6 +69,7 @@ class Case:
     n_sequences: int
     ending: str
     is_async: bool = False  # on a split machine guesses begin while the CPU verifies
+    kv_type: str = KV_TYPE  # in either mode
 
 
 def drawn_cases(n_cases: int) -> list[Case]:

@@ -25,6 +25,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 40,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -33,13 +34,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "llama-dynamic-rope": (
+        "Llama",
+        LLAMA | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "llama-relu": ("Llama", LLAMA | {"hidden_act": "relu"}),
     "llama-gelu": ("Llama", LLAMA | {"hidden_act": "gelu", "hidden_size": 54, "head_dim": 10}),  # rows not aligned
     "mistral": ("Mistral", LLAMA | {"sliding_window": 7}),
     "mistral-full": ("Mistral", LLAMA | {"sliding_window": None}),
+    "mistral-yarn": (
+        "Mistral",
+        LLAMA | {"sliding_window": 7, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
     "qwen2": ("Qwen2", LLAMA | {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2-yarn": ("Qwen2", LLAMA | {"rope_parameters": YARN_ROPE | {"beta_fast": 8.0, "truncate": False}}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 20}),
+    "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 20, "rope_parameters": YARN_ROPE | {"attention_factor": 1.2}}),
     "phi3": ("Phi3", LLAMA | {"sliding_window": None}),
     "phi3-partial": (
         "Phi3",

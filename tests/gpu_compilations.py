@@ -46,7 +46,7 @@ def _activate() -> list[Compilation]:
 
 
 def _attention() -> list[Compilation]:
-    """Heads of 128 in groups of 1 and 4 over 4096 positions: a part a program, and whole rows."""
+    """Heads of 128 in groups of 1, 2 and 4 over 4096 positions: a part a program, and whole rows."""
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "factor": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
@@ -54,8 +54,10 @@ def _attention() -> list[Compilation]:
     records = []
     for kind, code, group, whole in (
         ("fp16", "*fp16", 1, False),
+        ("fp16", "*fp16", 2, False),
         ("fp16", "*fp16", 4, False),
         ("fp16", "*fp16", 1, True),
+        ("fp16", "*fp16", 2, True),
         ("fp16", "*fp16", 4, True),
         ("fp32", "*fp32", 1, False),
         ("fp32", "*fp32", 1, True),

@@ -34,7 +34,7 @@ def rounded(kind: str, x: Any) -> Any:
     if kind == "fp32":
         return x
     if kind == "fp16":
-        return x.astype(np.float16).astype(np.float32)
+        return x.clip(-65504, 65504).astype(np.float16).astype(np.float32)
     peak = np.abs(x).max(-1, keepdims=True)
     small = peak < np.float32(1e-30)
     with np.errstate(divide="ignore"):

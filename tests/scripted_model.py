@@ -68,7 +68,7 @@ class ScriptedModel:
     def __post_init__(self) -> None:
         self.spec: Any = SimpleNamespace(n_layers=N_LAYERS, vocab_size=VOCABULARY)
         self.weights = SimpleNamespace(quantizer="none")
-        self.cache = CpuKvCache(N_LAYERS, 1, 1, self.max_tokens)
+        self.cache = CpuKvCache(N_LAYERS, 1, 1, self.max_tokens, kind="fp32")
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         for batch in chunks:

@@ -1,6 +1,6 @@
 """Writes the keys and values of m new rows into the KV cache at their positions.
 
-fp32: as they are. fp16: to nearest, ties to even; beyond 65504 becomes infinity. int8, for each position and head:
+fp32: as they are. fp16: to nearest, ties to even, within +-65504, its range. int8, for each position and head:
 scale = max |x| / 127, code = x / scale to nearest, ties to even; a head below 1e-30 everywhere is stored as zero.
 Layout: kv_table.py. Keys and values come as fp32 (m, features), the key heads side by side from feature first_key on,
 the value heads from first_value on, so that a fused projection is read where it lies. For int8 they must be finite.

@@ -24,6 +24,7 @@ from hetero_ee_cpu_ops.quantize import (
     INPUT,
     N_COLUMNS,
     OFFSETS_8,
+    OFFSETS_32,
     OFFSETS_128,
     ROW_BLOCK,
     quantize_row_block,
@@ -32,7 +33,7 @@ from hetero_ee_cpu_ops.quantize import (
 from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros, zeros8
 from hetero_ee_cpu_ops.simd.floats import read_float
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, add_group, has_wide_registers
+from hetero_ee_cpu_ops.tile_group import LINEAR, NARROW, NARROW_LIMIT, add_group, has_wide_registers, tile_kind
 
 PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
 CHUNK_BYTES = 2**19  # weights in a chunk, at most: 15 us of work; two threads read 42 GB/s so, 36 with a quarter
@@ -44,13 +45,14 @@ MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Indices in the argument array of a chunk function; quantize.py has those after them.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-N_ARGUMENTS = 18
+N_ARGUMENTS = 19
 
 
 @compiled(nogil=True)
 def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on, in len(halves) parts of the row block."""
-    n_groups, tile_bytes = word(arguments, N_GROUPS), 256 if len(kind) < 3 else 512
+    n_groups, tile_bytes = word(arguments, N_GROUPS), 512 if len(kind) == 3 else 256
+    offset_bytes = 8 if len(kind) == 4 else 4
     chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
     source = block if chosen == 0 else word(chosen, block)
     tile = word(arguments, TILES) + source * n_groups * tile_bytes
@@ -59,7 +61,7 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
     r = min(8, word(arguments, N_ROWS) - top)  # rows side by side in this row's block of activations
     entry = top * n_groups + row - top
     codes = word(arguments, CODES) + entry * 32
-    scale, offset = word(arguments, CODE_SCALES) + entry * 4, word(arguments, OFFSETS) + entry * 4
+    scale, offset = word(arguments, CODE_SCALES) + entry * 4, word(arguments, OFFSETS) + entry * offset_bytes
     table = word(arguments, TABLE)
     n = word(arguments, N_BLOCKS) * 64
     out, factor = word(arguments, OUTPUT) + row * n + block * 64, read_float(arguments + 8 * FACTOR)
@@ -73,7 +75,7 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
             scales += 32
             codes += r * 32
             scale += r * 4
-            offset += r * 4
+            offset += r * offset_bytes
         store_rows(totals, factor, out, n)
         return
     upper, lower = zeros8(rows), zeros8(rows)
@@ -83,17 +85,17 @@ def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, argument
             at = tile + group * tile_bytes
             for line in range(tile_bytes // 64):
                 prefetch(at + PREFETCH_BYTES + 64 * line)
-            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * 4
+            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * offset_bytes
             upper = add_group(kind, upper, at, scales + group * 32, table, c, s, o)
         for group in range(n_turn):
             at = tile + group * tile_bytes + 32
-            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * 4
+            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * offset_bytes
             lower = add_group(kind, lower, at, scales + group * 32 + 16, table, c, s, o)
         tile += n_turn * tile_bytes
         scales += n_turn * 32
         codes += n_turn * r * 32
         scale += n_turn * r * 4
-        offset += n_turn * r * 4
+        offset += n_turn * r * offset_bytes
     store_rows(upper, factor, out, n)
     store_rows(lower, factor, out + 32, n)
 
@@ -150,9 +152,9 @@ class TileMatrix:
         if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
             raise ValueError("tiles and scales must be contiguous.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
-        self.kind = BYTES if codebook is None else LINEAR if codebook == tuple(range(-8, 8)) else CODEBOOK
-        signed = np.tile(np.array(codebook or (0,) * 16, np.int8), 4)
-        self._table = np.concatenate([signed.view(np.uint8) ^ 128, signed.view(np.uint8)])
+        self.kind = tile_kind(cpu_target.target_context, codebook)
+        entries = np.tile(np.array(codebook or (0,) * 16, np.int8), 4).view(np.uint8)
+        self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT if self.kind == NARROW else 128), entries])
         self._kept = (tiles, scales)
         self.n_bytes = tiles.nbytes + scales.nbytes
         factor = int(np.float32(2.0**exponent).view(np.int32))
@@ -160,7 +162,8 @@ class TileMatrix:
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
         self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
         self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
-        self._arguments[OFFSETS] = 8 if self.kind == LINEAR else 128  # which offsets; their address at the call
+        which = {LINEAR: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
+        self._arguments[OFFSETS] = which  # at the call, their address
 
     def fresh_arguments(self) -> Any:
         """A chunk function's arguments with this matrix's part filled; the rest is the caller's."""
@@ -180,7 +183,8 @@ def _multiply(
     arguments[CODE_SCALES] = arguments[CODES] + n_row_groups * GROUP
     arguments[OFFSETS_8] = arguments[CODE_SCALES] + n_row_groups * 4
     arguments[OFFSETS_128] = arguments[OFFSETS_8] + n_row_groups * 4
-    arguments[OFFSETS] = arguments[OFFSETS_8 if arguments[OFFSETS] == 8 else OFFSETS_128]
+    arguments[OFFSETS_32] = arguments[OFFSETS_128] + n_row_groups * 4
+    arguments[OFFSETS] = arguments[arguments[OFFSETS]]
     n_quantize = (n_rows + ROW_BLOCK - 1) // ROW_BLOCK
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
     n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]

@@ -2,11 +2,13 @@
 
 A row's codes depend on that row alone; a group of zeros has scale 0; a NaN or Inf makes its group's scale NaN or Inf,
 and so every output of the row NaN. With them go -8 sum(q) and -128 sum(q), which matmuls add because their instructions
-want unsigned weights. Source: derived; the grouping is that of the weights' scales.
+want unsigned weights; for AVX2, which adds up 8 products in 16 bits, also -32 times the sums of these codes: columns
+0, 1, 4 and 5; 2, 3, 6 and 7; those 8 further on; each with the four 16 further on. Source: derived; the grouping is
+that of the weights' scales.
 
 Layout: rows in blocks of 8 (the last may be shorter, r rows), and within a block group after group, the group's r rows
-side by side: codes (G, r, 32), scales and offsets (G, r). So a matmul of 8 rows reads one stream; whole rows one after
-the other, a power of two apart, would meet in one set of the L1 cache.
+side by side: codes (G, r, 32), scales and offsets (G, r), AVX2's four (G, r, 4). So a matmul of 8 rows reads one
+stream; whole rows one after the other, a power of two apart, would meet in one set of the L1 cache.
 """
 
 from typing import Any
@@ -17,22 +19,23 @@ from numba import types
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.kernel_files import compiled
-from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I32, I32X16, call, constant, load, splat, word
+from hetero_ee_cpu_ops.simd.bytes import F32, F32X16, I8, I16, I32, I32X16, call, constant, load, splat, word
+from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT, adds_in_16_bits
 
 GROUP = 32
 ROW_BLOCK = 8  # the widest step of the matmul
 SMALLEST = 1e-30  # below it 127 / max|x| is no number; such a group counts as zeros
-BYTES_A_GROUP = 44  # of workspace: 32 codes, a scale, two offsets
+BYTES_A_GROUP = 52  # of workspace: 32 codes, a scale, two offsets, four of AVX2's
 # Indices in the argument array, after the matmul's own.
-INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128 = range(12, 18)
+INPUT, N_COLUMNS, CODES, CODE_SCALES, OFFSETS_8, OFFSETS_128, OFFSETS_32 = range(12, 19)
 
 
 @intrinsic
-def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any) -> Any:
-    """32 fp32 at x -> 32 int8 at codes, and the fp32 scale and the two int32 offsets at their addresses."""
+def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, offset_128: Any, offsets_32: Any) -> Any:
+    """32 fp32 at x -> 32 int8 at codes, and the fp32 scale and the offsets at their addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x_, codes_, scale_, offset_8_, offset_128_ = arguments
+        x_, codes_, scale_, offset_8_, offset_128_, offsets_32_ = arguments
         halves = [load(builder, x_, F32X16, offset) for offset in (0, 64)]
         sizes = [call(builder, "llvm.fabs.v16f32", F32X16, [half]) for half in halves]
         largest = call(builder, "llvm.maximum.v16f32", F32X16, sizes)  # `maximum` keeps a NaN
@@ -50,9 +53,22 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
         _store(builder, builder.select(tiny, zero, builder.fdiv(largest, ir.Constant(F32, 127.0))), scale_)
         _store(builder, builder.mul(summed, ir.Constant(I32, -8)), offset_8_)
         _store(builder, builder.mul(summed, ir.Constant(I32, -128)), offset_128_)
+        if adds_in_16_bits(context):
+            _store(builder, _offsets_32(builder, total), offsets_32_)
         return context.get_dummy_value()
 
-    return types.void(*([types.intp] * 5)), codegen
+    return types.void(*([types.intp] * 6)), codegen
+
+
+def _offsets_32(builder: Any, total: Any) -> Any:
+    """int32 (16,), columns k and k + 16 added up -> int16 (4,), -32 times four sums; at most 8 x 32 x 127 = 32,512."""
+
+    def chosen(lanes: list[int]) -> Any:
+        return builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(I32, 4), lanes))
+
+    parts = [chosen([first, first + 2, first + 8, first + 10]) for first in (0, 1, 4, 5)]
+    sums = builder.add(builder.add(parts[0], parts[1]), builder.add(parts[2], parts[3]))
+    return builder.trunc(builder.mul(sums, constant(sums.type, -NARROW_LIMIT)), ir.VectorType(I16, 4))
 
 
 def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
@@ -75,6 +91,7 @@ def quantize_row_block(arguments: int, index: int, n_rows: int, n_groups: int) -
                 word(arguments, CODE_SCALES) + entry * 4,
                 word(arguments, OFFSETS_8) + entry * 4,
                 word(arguments, OFFSETS_128) + entry * 4,
+                word(arguments, OFFSETS_32) + entry * 8,
             )
             x += GROUP * 4
             entry += r

@@ -18,7 +18,6 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import QUANTIZER_VERSION
 from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_folder
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
@@ -101,7 +100,7 @@ def checkpoint_key(folder: Path, quantization: Quantization) -> str:
                 sums[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
-    return _digest(["checkpoint", QUANTIZER_VERSION, asdict(quantization), read_config_file(folder), sums])
+    return _digest(["checkpoint", quantization.version, asdict(quantization), read_config_file(folder), sums])
 
 
 def _digest(identity: object) -> str:

@@ -115,16 +115,19 @@ def in_own_sequences(
 
 
 def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
-    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token. Says how far it is where
-    there are several, and that it is done once everybody has read them."""
+    """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token.
+
+    Where there are several, says how many tokens are read before each, and that all are once that is over.
+    """
     executor.make_room({text.cached_as: text.n_prompt_tokens})
     n_cached = executor.cache.length(text.cached_as)
     n_missing = text.n_prompt_tokens - n_cached
     tell = executor.progress if n_missing > executor.prompt_chunk_tokens else None
-    logits = executor.prompt(_chunks(executor, text, n_cached, tell), observe)
-    if tell is not None:
-        tell(READING, n_missing, n_missing)
-    return logits
+    try:
+        return executor.prompt(_chunks(executor, text, n_cached, tell), observe)
+    finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away
+        if tell is not None:
+            tell(READING, n_missing, n_missing)
 
 
 def _chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None) -> Iterator[Batch]:

@@ -37,10 +37,10 @@ class Turns:
 
     def tell(self, stage: str, n_done: int, n_all: int) -> None:
         """How far a prompt is read. Raises HeteroError where its text was stopped."""
-        if self._stop.is_set():
-            raise HeteroError("this text was stopped while its prompt was read.")
         if self._progress is not None:
             self._progress(stage, n_done, n_all)
+        if self._stop.is_set():
+            raise HeteroError("this text was stopped while its prompt was read.")
 
     def close(self) -> None:
         """Ends every text."""

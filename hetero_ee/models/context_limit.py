@@ -8,20 +8,21 @@ from hetero_ee.models.spec import ModelSpec
 
 def check_context(spec: ModelSpec, n_tokens: int, what: str = "context size") -> None:
     """Raises UsageError for a context with more positions than the model has; `what` names it."""
-    if not spec.context_is_fixed or n_tokens <= spec.max_context_tokens:
-        return
-    most, scaling = spec.max_context_tokens, spec.rope.scaling if spec.rope is not None else None
-    if scaling is not None and scaling.original_context_tokens == most:
-        raise UsageError(
-            f"{what} {n_tokens} is beyond the {most} positions (original_max_position_embeddings) up to which this "
-            "model's short rotary factors hold; its long ones are not supported."
-        )
-    raise UsageError(f"{what} {n_tokens} is beyond the {most} positions this model has.")
+    if spec.context_is_fixed and n_tokens > spec.max_context_tokens:
+        raise UsageError(f"{what} {n_tokens} is beyond the {spec.max_context_tokens} positions this model has.")
 
 
 def warn_of_context(spec: ModelSpec, n_tokens: int, warn: Callable[[str], None]) -> None:
-    """Says so where positions would come that the model was not trained on."""
-    if n_tokens > spec.max_context_tokens:
+    """Says so where positions would come that the model was not trained on, or turn otherwise than in its own."""
+    if n_tokens <= spec.max_context_tokens:
+        return
+    scaling = None if spec.rope is None else spec.rope.scaling
+    if scaling is not None and n_tokens <= scaling.longest_context_tokens:
+        warn(
+            f"the context of {n_tokens} tokens is longer than this model's original {spec.max_context_tokens}, so its "
+            f"rotary positions are stretched ({scaling.kind}), those of short texts too; a smaller context leaves them."
+        )
+    else:
         warn(
             f"the context of {n_tokens} tokens is longer than the {spec.max_context_tokens} this model was trained on; "
             "beyond them its text may make no sense."

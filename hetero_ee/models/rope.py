@@ -1,6 +1,7 @@
 """Rotary position embedding: which angle each pair of features turns by per position.
 
-Sources: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's frequency scaling as Meta published it with the weights.
+Sources: RoFormer (arXiv 2104.09864) section 3.2; Llama 3.1's frequency scaling as Meta published it with the weights;
+YaRN (arXiv 2309.00071) with its section on dynamic scaling; LongRoPE (arXiv 2402.13753).
 """
 
 import math
@@ -11,18 +12,21 @@ from dataclasses import dataclass
 class RopeScaling:
     """How frequencies are stretched for contexts longer than the one trained on first.
 
-    kind: "default" (none), "linear" (every frequency / factor), "llama3" (only the slow ones) or "longrope" (each
-    frequency / its short factor, arXiv 2402.13753; the long ones begin beyond the original context, which is not
-    supported).
+    kind: "default" (none), "linear" (every frequency / factor), "llama3" and "yarn" (only the slow ones), "dynamic" (a
+    larger theta for a longer context) or "longrope" (each frequency / a factor of its own). The last two leave a
+    context as it is up to the original one and stretch all of a longer one.
     """
 
     kind: str = "default"
     factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
+    low_frequency_factor: float = 1.0  # full turns over the original context: slower ones are divided by the factor
+    high_frequency_factor: float = 4.0  # the same: faster ones stay
     original_context_tokens: int = 8192
     short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # beyond the original context
     magnitude: float = 1.0  # of cosine and sine
+    whole_pairs: bool = True  # "yarn" begins and ends its blend at whole pairs
+    longest_context_tokens: int = 0  # that "yarn", "dynamic" and "longrope" are meant for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +37,56 @@ class RopeSpec:
     n_features: int  # leading features of a head that turn (even)
     scaling: RopeScaling = RopeScaling()
 
-    def inverse_frequencies(self) -> list[float]:
-        """Radians per position for each of the n_features / 2 pairs."""
-        plain = [self.theta ** (-2 * pair / self.n_features) for pair in range(self.n_features // 2)]
-        if self.scaling.kind == "linear":
-            return [frequency / self.scaling.factor for frequency in plain]
-        if self.scaling.kind == "llama3":
-            return [_llama3_frequency(frequency, self.scaling) for frequency in plain]
-        if self.scaling.kind == "longrope":
-            return [frequency / factor for frequency, factor in zip(plain, self.scaling.short_factors, strict=True)]
+    def inverse_frequencies(self, context_tokens: int = 0) -> list[float]:
+        """Radians per position for each of the n_features / 2 pairs, in a context of so many tokens; 0: the original's.
+
+        The context is the longest text there is room for, not the text so far: a position's angles never change.
+        """
+        scaling = self.scaling
+        is_long = context_tokens > scaling.original_context_tokens
+        if scaling.kind == "dynamic" and is_long:
+            return _plain(self._stretched_theta(context_tokens), self.n_features)
+        plain = _plain(self.theta, self.n_features)
+        if scaling.kind == "linear":
+            return [frequency / scaling.factor for frequency in plain]
+        if scaling.kind == "llama3":
+            return [_llama3_frequency(frequency, scaling) for frequency in plain]
+        if scaling.kind == "yarn":
+            return self._yarn_frequencies(plain)
+        if scaling.kind == "longrope":
+            factors = scaling.long_factors if is_long else scaling.short_factors
+            return [frequency / factor for frequency, factor in zip(plain, factors, strict=True)]
         return plain
+
+    def _stretched_theta(self, context_tokens: int) -> float:
+        """The slowest pair turns about as far over this context as it did over the original one."""
+        scaling, n = self.scaling, self.n_features
+        stretch = scaling.factor * (context_tokens / scaling.original_context_tokens - 1) + 1
+        return float(self.theta * stretch ** (n / (n - 2)))
+
+    def _yarn_frequencies(self, plain: list[float]) -> list[float]:
+        """Fast turns stay, slow ones are divided by the factor, those between are blended linearly by their pair."""
+        scaling = self.scaling
+        first = self._pair_of_turns(scaling.high_frequency_factor)
+        last = self._pair_of_turns(scaling.low_frequency_factor)
+        if scaling.whole_pairs:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.n_features - 1)
+        width = (last - first) or 0.001
+        found = []
+        for pair, frequency in enumerate(plain):
+            divided = min(max((pair - first) / width, 0), 1)
+            found.append(divided * frequency / scaling.factor + (1 - divided) * frequency)
+        return found
+
+    def _pair_of_turns(self, n_turns: float) -> float:
+        """Which pair makes so many full turns over the original context; fractional."""
+        longest = self.scaling.original_context_tokens / (n_turns * 2 * math.pi)
+        return self.n_features * math.log(longest) / (2 * math.log(self.theta))
+
+
+def _plain(theta: float, n_features: int) -> list[float]:
+    return [theta ** (-2 * pair / n_features) for pair in range(n_features // 2)]
 
 
 def _llama3_frequency(frequency: float, scaling: RopeScaling) -> float:

@@ -24,7 +24,7 @@ class Limits:
     # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
     context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
-    kv_type: str = "fp32"
+    kv_type: str | None = None  # of KV_BYTES; None: see parts.KV_TYPE
     mode: str | None = None  # "full" or "exact"; None: the planner's choice
     draft_length: int | None = None  # most tokens of a verification; None: the planner's choice
     threads: int = 0  # 0: all
@@ -41,7 +41,7 @@ class Limits:
                 raise UsageError(
                     f"{name} is {shown(getattr(self, name))}; expected a whole number from 0 (automatic) to {largest}."
                 )
-        if not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES:
+        if self.kv_type is not None and not (isinstance(self.kv_type, str) and self.kv_type in KV_BYTES):
             raise UsageError(f"kv_type is {shown(self.kv_type)}; expected one of {', '.join(KV_BYTES)}.")
         if self.mode is not None and self.mode not in MODES:
             raise UsageError(f"mode is {shown(self.mode)}; expected one of {', '.join(MODES)}.")

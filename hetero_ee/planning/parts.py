@@ -9,6 +9,7 @@ from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUM
 
 FLOAT_BYTES, SCALE_BYTES = 4, 2
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
+KV_TYPE = "fp16"  # where none is asked for; with fp32 weights it is ReferenceExecutor.kv_type
 KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one position and head
 
 

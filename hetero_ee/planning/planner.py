@@ -47,7 +47,7 @@ def plan(
         hardware_kind=profile.kind,
         threads=problem.limits.threads or problem.costs.cpu.threads,
         context_tokens=problem.context_tokens,
-        kv_type=problem.limits.kv_type,
+        kv_type=problem.kv_type,
         mode=best.schedule.mode,
         drafts=best.schedule.drafts,
         exit_layer=best.schedule.exit_layer,

@@ -8,7 +8,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.parts import KV_TYPE, Part, model_parts
 from hetero_ee.planning.placement import Option, PartOptions
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.costs import Costs
@@ -27,6 +27,7 @@ class Problem:
     limits: Limits
     statistics: Statistics
     parts: tuple[Part, ...]
+    kv_type: str  # of the keys and values among their bytes
     context_tokens: int  # prompt and text together; the most that may be chosen where the limits name none
     vram_budget_bytes: int
     ram_budget_bytes: int
@@ -96,7 +97,8 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         )
     context = limits.context_tokens or spec.max_context_tokens
     check_context(spec, context)
-    parts = tuple(model_parts(spec, limits.kv_type))
+    kv_type = limits.kv_type or KV_TYPE
+    parts = tuple(model_parts(spec, kv_type))
     _check_overrides(limits, parts)
     return Problem(
         spec=spec,
@@ -104,6 +106,7 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
         limits=limits,
         statistics=known,
         parts=parts,
+        kv_type=kv_type,
         context_tokens=context,
         vram_budget_bytes=_vram_budget(profile, limits),
         ram_budget_bytes=_ram_budget(profile, limits),

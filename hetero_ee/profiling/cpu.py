@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import kv_bytes_per_token
+from hetero_ee.planning.parts import KV_TYPE, kv_bytes_per_token
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee.profiling.pass_probe import SMALLEST_S, PassSamples, probe_pass, time_pass
 from hetero_ee.profiling.preset import LEAST_TOKENS, PassSampling, Point, Preset, affordable_points
@@ -35,7 +35,6 @@ from hetero_ee_profiles.measurement import Measurement, Origin, measured
 from hetero_ee_profiles.probe_samples import INT4_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, Clock, ProductShape
 
 CHECK_REPEATS = 5  # of reading memory, to compare with a kept profile
-KV_TYPE = "fp32"  # of the cache that passes are timed with
 HEAD_SHARE = 4  # of the bytes that weights may take, the lm_head gets one in so many; a larger one is cut
 MIN_HEAD_BYTES = 2**24  # that it always gets
 N_CALLS = 20  # of the smallest product

@@ -181,7 +181,8 @@ def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
 
 
 def _segment(spec: ModelSpec, platform: GpuPlatform, operations: GpuOperations, max_tokens: int) -> GpuSegment:
-    cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), max_tokens, platform.device, n_slots=1)
+    shape = spec.n_layers, spec.n_kv_heads, spec.head_dim
+    cache = GpuKvCache(shape, max_tokens, platform.device, n_slots=1, kind=KV_KIND)
     recorder = platform.recorded if operations.is_capturable else None
     blocks = decoder_blocks(spec)[1 : 1 + 2 * spec.n_layers]
     room = SegmentRoom(spec, cache, max_tokens)

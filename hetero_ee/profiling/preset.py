@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.parts import KV_TYPE, model_parts
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
 from hetero_ee_profiles.gpu.probe import Sampling
 from hetero_ee_profiles.probe_samples import ProductShape
@@ -93,7 +93,7 @@ class PassSampling:
 def product_shapes(spec: ModelSpec) -> list[ProductShape]:
     """The products of a pass, each once, in its order."""
     counts: dict[tuple[str, int, int], int] = {}
-    for part in model_parts(spec, "fp32"):
+    for part in model_parts(spec, KV_TYPE):
         for product in part.products:
             key = product.layout, product.n_rows, product.n_columns
             counts[key] = counts.get(key, 0) + 1

@@ -90,7 +90,7 @@ def _streams(
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:
     """Keys and values of these layers in the CPU's memory."""
-    return CpuKvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, plan.kv_type)
+    return CpuKvCache(len(layers), spec.n_kv_heads, spec.head_dim, plan.context_tokens, layers, kind=plan.kv_type)
 
 
 def _claimed(plan: Plan, machine: Machine, opened: ExitStack) -> list[Allocation]:

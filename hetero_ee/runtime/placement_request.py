@@ -13,6 +13,7 @@ from hetero_ee.planning.limits import Limits, parse_override
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.opening import Placement
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -51,6 +52,12 @@ class PlacementRequest:
             )
 
     @property
+    def asked_context_tokens(self) -> int:
+        """0 where none was asked for, by number, by limits or by a plan."""
+        by_plan = 0 if self.plan is None else self.plan.context_tokens
+        return self.context_tokens or by_plan or (0 if self.limits is None else self.limits.context_tokens)
+
+    @property
     def is_asked(self) -> bool:
         """Whether anything was asked for that takes a plan, so that it is an error where there can't be one."""
         wishes = self.plan, self.limits, self.draft_head
@@ -78,8 +85,10 @@ class PlacementRequest:
             if self.context_tokens:
                 limits = replace(limits, context_tokens=self.context_tokens)
         wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
-        if quantizer == UNQUANTIZED and not self.emulates and not wants_gpu:  # fp32 weights have CPU kernels alone
-            limits = replace(limits, gpu_layers=0)
+        if quantizer == UNQUANTIZED:  # as without a plan, on the CPU unless a GPU is asked for: it has no such kernels
+            kv_type = limits.kv_type or ReferenceExecutor.kv_type
+            gpu_layers = limits.gpu_layers if self.emulates or wants_gpu else 0
+            limits = replace(limits, kv_type=kv_type, gpu_layers=gpu_layers)
         return Placement(profile, limits, self.plan, statistics, emulates=self.emulates, traces=self.traces)
 
     def _check_beside_plan(self, made: Plan) -> None:

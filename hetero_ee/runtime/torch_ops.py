@@ -41,9 +41,10 @@ class TorchOps:
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         return normed if scale is None else normed * scale
 
-    def rope(self, x: Tensor, positions: tuple[int, ...], rope: RopeSpec) -> Tensor:
+    def rope(self, x: Tensor, positions: tuple[int, ...], rope: RopeSpec, context_tokens: int = 0) -> Tensor:
         """Turns pairs (i, i + n/2) of the first n features of every head: (m, heads, head_dim) -> the same."""
-        angles = torch.tensor(positions, dtype=torch.float32)[:, None] * torch.tensor(rope.inverse_frequencies())
+        frequencies = torch.tensor(rope.inverse_frequencies(context_tokens))
+        angles = torch.tensor(positions, dtype=torch.float32)[:, None] * frequencies
         magnitude = rope.scaling.magnitude
         cosine, sine = angles.cos()[:, None] * magnitude, angles.sin()[:, None] * magnitude
         half = rope.n_features // 2

@@ -6,7 +6,7 @@ from typing import Self
 
 from hetero_ee.hub.config_file import read_four_bit_type
 from hetero_ee.models.blocks import TensorRole
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Quantization:
     def name(self) -> str:
         """What made the matrices, as a store's manifest has it."""
         return self.own or self.matrices
+
+    @property
+    def version(self) -> int:
+        """Another number whenever one of the quantizers makes other bytes of the same weights."""
+        return 1 + sum(QUANTIZER_CHANGES.get(name, 0) for name in (self.matrices, self.vocabulary))
 
     def quantizer_of(self, role: TensorRole) -> str:
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices

@@ -12,8 +12,8 @@ from hetero_ee.weights.weight import TileWeight
 RANDOM = "random"  # what stands for the quantizer
 BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated: odd, so that no two tiles of a matrix begin alike
 # A codebook as fitted ones look, so that the kernels do the work they would.
-CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
-ROOT_MEAN_SQUARE = 64.0  # of the codebook's entries, about; of int8 values likewise
+CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
+ROOT_MEAN_SQUARES = {"int4": 16.0, "int8": 64.0}  # of the codebook's entries and of int8 values, about
 
 
 def random_weights(spec: ModelSpec) -> ModelWeights:
@@ -34,12 +34,13 @@ def random_weights(spec: ModelSpec) -> ModelWeights:
 
 def _random_tiles(tensor: TensorSpec, block: Tensor) -> TileWeight:
     is_int4 = tensor.role is TensorRole.MATRIX
+    layout = "int4" if is_int4 else "int8"
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
-    tiles = torch.empty(*grid, TILE_BYTES["int4" if is_int4 else "int8"], dtype=torch.uint8)
+    tiles = torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8)
     for piece in torch.split(tiles.view(-1), BLOCK_BYTES):
         piece.copy_(block[: len(piece)])
-    scale = 1 / (ROOT_MEAN_SQUARE * n_columns**0.5)
+    scale = 1 / (ROOT_MEAN_SQUARES[layout] * n_columns**0.5)
     return TileWeight(
         tiles=tiles if is_int4 else tiles.view(torch.int8),
         scales=torch.full((*grid, TILE_ROWS), scale * 2**14, dtype=torch.float16),

@@ -3,15 +3,17 @@
 out[r, h] = sum over p of softmax_p(q[r, h] k[p] / sqrt(d)) v[p],  p = max(0, position + 1 - window) .. position,
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
-A program takes 2 or 4 lines, a line being a row's query head: up to 4 heads of a key head, or where there is one, two
-rows of a sequence that follow each other. Its lines share the loads. It goes through 256 absolute positions at a time,
-a part: its lane i sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867,
-2205.14135) of its own, so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are
-added up in order of position. Of few rows each part has a program of its own, and a second launch adds them up; of
-many, a prompt's, a program does both and needs no workspace. What lies where follows from absolute positions alone: a
-row's bits depend on its query, position, window and the keys and values it sees, never on other rows, pages, slots, the
-longest context or how many launches there are. (A value that is not finite spoils the row that shares its program, be
-it seen there or not: 0 times it is no 0.) Pages outside the rows' windows are never loaded.
+A program takes 4 lines, a line being a row's query head: 4 heads of a key head, or where there are fewer, those of 2 or
+4 rows of a sequence. Its lines share the loads. It goes through 256 absolute positions at a time, a part: its lane i
+sees every position p = i modulo the number of lanes, with an online softmax (arXiv 1805.02867, 2205.14135) of its own,
+so that no lane waits for another; lanes meet in a tree at the end of a part, and parts are added up in order of
+position. Of few rows each part has a program of its own, and a second launch adds them up; of many, a prompt's, a
+program does both and needs no workspace. What lies where follows from absolute positions alone: a row's bits depend on
+its query, position, window and the keys and values it sees, never on other rows, pages, slots, the longest context or
+how many launches there are. Pages outside the rows' windows are never loaded.
+A token alone pays for the lines it leaves empty: 36 instructions a thread and position on sm_86 where 2 lines take 20
+(fp16, heads of 128, counted); 4 of a sequence take those 36 together. 8 lines would take 226 to 255 registers, which
+halves the programs that run at once, and spill up to 120 bytes for prompts (compiled, Triton 3.9).
 fp32 multiplies and sums. Tensor cores would take fp16 queries and weights in two halves each, to be accurate, and for
 one row too, to have the same bits; Turing and fp32 caches could not use them, and registers would be spilled (compiled,
 Triton 3.9: 120 bytes on sm_86 for heads of 128).
@@ -40,8 +42,7 @@ from hetero_ee_kernels.pages import (
 )
 from hetero_ee_kernels.tile_group import split4
 
-MAX_GROUP = 4  # query heads a program: with 8, no register is left; the second program reads from the L2 cache
-MIN_LINES = 2  # a program's; 4 rows that share one would spill registers on Turing (compiled, Triton 3.9)
+LINES = 4  # a program's: query heads of a key head, times rows; programs after the first read from the L2 cache
 TILE = 4096  # lines x lanes x features of a step: 32 sums a thread; twice that leaves no registers (measured, 255)
 MAX_HEAD_DIM = 256
 N_WARPS, COMBINE_WARPS, N_STAGES = 4, 1, 1
@@ -99,20 +100,15 @@ def attention_kernel(
     out, greatest score and sum of weights to states. Else a line's attention is."""
     first_row = tl.program_id(0)
     slot = tl.load(slots_ptr + first_row)
-    if ROWS > 1:
-        before = tl.load(slots_ptr + tl.maximum(first_row - 1, 0))
-        begins = (first_row % ROWS == 0) | (slot != before)
-    else:
-        begins = first_row >= 0
-    if begins:
+    line = tl.arange(0, GROUP_BLOCK * ROWS)
+    row = first_row // ROWS * ROWS + line // GROUP_BLOCK
+    inside = row < m
+    inside = inside & (tl.load(slots_ptr + row, mask=inside, other=-1) == slot)
+    if tl.min(tl.where(inside, row, LATEST), 0) == first_row:
         n_turns: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
         N_HEADS: tl.constexpr = N_KV_HEADS * GROUP
         kv_head, turn = tl.program_id(1) // n_turns, tl.program_id(1) % n_turns
-        line = tl.arange(0, GROUP_BLOCK * ROWS)
-        row = first_row + line // GROUP_BLOCK
         head = turn * GROUP_BLOCK + line % GROUP_BLOCK
-        inside = row < tl.minimum((first_row // ROWS + 1) * ROWS, m)
-        inside = inside & (tl.load(slots_ptr + row, mask=inside, other=-1) == slot)
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else position * 0
         lowest, highest = tl.min(tl.where(inside, first, LATEST), 0), tl.max(position, 0) + 1
@@ -137,34 +133,34 @@ def attention_kernel(
             best = tl.full((GROUP_BLOCK * ROWS, LANES), float("-inf"), tl.float32)
             total = tl.zeros((GROUP_BLOCK * ROWS, LANES), tl.float32)
             sums = tl.zeros((GROUP_BLOCK * ROWS, LANES, DIM_BLOCK), tl.float32)
-            for block in range(low // PAGE, (high + PAGE - 1) // PAGE):
-                page = tl.load(pages + block).to(tl.int64)
+            for step in range(low // LANES, (high + LANES - 1) // LANES):  # unrolled, its loads would take registers
+                at = step * LANES + lane
+                page = tl.load(pages + step * LANES // PAGE).to(tl.int64)
                 first_line = (((page * N_LAYERS + layer) * 2) * N_KV_HEADS + kv_head) * PAGE
-                for step in tl.static_range(0, PAGE, LANES):
-                    at = block * PAGE + step + lane
-                    lines = first_line + step + lane
-                    code = lines[None, :, None] * HEAD_DIM + features
-                    is_there = (at >= low) & (at < high)
-                    loaded = is_there[None, :, None] & (features < HEAD_DIM)
-                    key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
-                    value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0).to(tl.float32)
-                    seen = is_there[None, :]
-                    if ROWS > 1:
-                        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
-                    score = tl.sum(dot_fours(query, key), 2)
-                    if scales_ptr is not None:
-                        score *= tl.load(scales_ptr + lines, mask=is_there, other=0.0)[None, :]
-                    score = tl.where(seen, score, float("-inf"))
-                    higher = tl.maximum(best, score)
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    correction, weight = tl.exp(best - base), tl.exp(score - base)
-                    total = tl.fma(total, correction, weight)
-                    if scales_ptr is not None:
-                        weight *= tl.load(scales_ptr + VALUES + lines, mask=is_there, other=0.0)[None, :]
-                    if ROWS > 1:  # what one row does not see may be infinite: 0 x inf spoils it
-                        value = tl.where(seen[:, :, None], value, 0.0)
-                    sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
-                    best = higher
+                lines = first_line + at % PAGE
+                code = lines[None, :, None] * HEAD_DIM + features
+                is_there = (at >= low) & (at < high)
+                loaded = is_there[None, :, None] & (features < HEAD_DIM)
+                key = tl.load(codes_ptr + code, mask=loaded, other=0.0).to(tl.float32)
+                value = tl.load(codes_ptr + VALUES * HEAD_DIM + code, mask=loaded, other=0.0).to(tl.float32)
+                seen = is_there[None, :]
+                if ROWS > 1:
+                    seen = (at[None, :] >= first[:, None]) & (at[None, :] <= position[:, None])
+                score = tl.sum(dot_fours(query, key), 2)
+                if scales_ptr is not None:
+                    score *= tl.load(scales_ptr + lines, mask=is_there, other=0.0)[None, :]
+                score = tl.where(seen, score, float("-inf"))
+                higher = tl.maximum(best, score)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                correction, weight = tl.exp(best - base), tl.exp(score - base)
+                total = tl.fma(total, correction, weight)
+                if scales_ptr is not None:
+                    weight *= tl.load(scales_ptr + VALUES + lines, mask=is_there, other=0.0)[None, :]
+                    weight = tl.where(seen, weight, 0.0)
+                elif ROWS > 1:  # what one row does not see may be infinite, and 0 x inf is no 0
+                    value = tl.where(seen[:, :, None], value, 0.0)
+                sums = tl.fma(weight[:, :, None], value, sums * correction[:, :, None])
+                best = higher
             greatest = tl.max(best, 1)
             base = tl.where(greatest == float("-inf"), 0.0, greatest)
             share = tl.exp(best - base[:, None])
@@ -274,9 +270,7 @@ def attention(
 def _sizes(group: int, head_dim: int) -> dict[str, int]:
     """How a program's step of lines x lanes x features is cut: by the model's shape alone."""
     dim_block = max(4, triton.next_power_of_2(head_dim))
-    group_block = min(MAX_GROUP, triton.next_power_of_2(group))
-    lines = max(MIN_LINES, group_block)
-    tile = TILE if lines == group_block else TILE // 4
-    lanes = max(1, min(PAGE_TOKENS, tile // (lines * dim_block)))
-    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": lines // group_block}
+    group_block = min(LINES, triton.next_power_of_2(group))
+    lanes = max(1, min(PAGE_TOKENS, TILE // (LINES * dim_block)))
+    sizes = {"GROUP": group, "GROUP_BLOCK": group_block, "ROWS": LINES // group_block}
     return sizes | {"HEAD_DIM": head_dim, "DIM_BLOCK": dim_block, "LANES": lanes}

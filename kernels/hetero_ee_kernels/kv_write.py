@@ -1,6 +1,6 @@
 """Writes the keys and values of m new rows into the pages, turning queries and keys on the way where there is a table.
 
-fp32: as they are. fp16: to nearest, ties to even; beyond 65504 becomes infinity. int8, for each position and head:
+fp32: as they are. fp16: to nearest, ties to even, within +-65504, its range. int8, for each position and head:
 scale = max |x| / 127, code = x / scale to nearest, ties to even; a head below 1e-30 everywhere is stored as zero.
 The turn is rotary position embedding (arXiv 2104.09864, section 3.2; pairing as in Llama) of pairs (i, i + n/2) of the
 first n features of each head: queries in place, keys on their way into the page (x keeps them as they were). Cosines
@@ -36,10 +36,12 @@ def rounded(x: tl.tensor) -> Any:
 
 
 @triton.jit
-def stored(x: tl.tensor, inverse: tl.tensor, IS_INT8: tl.constexpr) -> Any:
-    """What is stored of x: int8 codes, or x itself, which the store rounds."""
-    if IS_INT8:
+def stored(x: tl.tensor, inverse: tl.tensor, element: tl.constexpr) -> Any:
+    """What is stored of x: int8 codes; or x, which the store rounds, within fp16's range there. NaN stays."""
+    if element == tl.int8:
         return rounded(x * inverse).to(tl.int8)
+    elif element == tl.float16:
+        return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
     else:
         return x
 
@@ -99,11 +101,11 @@ def kv_write_kernel(
         inverse = tl.where(is_zero, 0.0, tl.div_rn(127.0, peak))
         tl.store(scales_ptr + line, tl.where(is_zero, 0.0, tl.div_rn(peak, 127.0)), mask=head >= N_HEADS)
     target = codes_ptr + line * HEAD_DIM
-    IS_INT8: tl.constexpr = scales_ptr is not None
+    element: tl.constexpr = codes_ptr.dtype.element_ty
     kept_pairs, kept_lanes = tl.where(is_query, 0, HALF), tl.where(is_query, 0, HEAD_DIM)
-    tl.store(target + pair, stored(low, inverse, IS_INT8), mask=pair < kept_pairs)
-    tl.store(target + HALF + pair, stored(high, inverse, IS_INT8), mask=pair < kept_pairs)
-    tl.store(target + lane, stored(rest, inverse, IS_INT8), mask=lane < kept_lanes)
+    tl.store(target + pair, stored(low, inverse, element), mask=pair < kept_pairs)
+    tl.store(target + HALF + pair, stored(high, inverse, element), mask=pair < kept_pairs)
+    tl.store(target + lane, stored(rest, inverse, element), mask=lane < kept_lanes)
 
 
 def kv_write(

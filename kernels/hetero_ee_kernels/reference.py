@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
+FP16_LARGEST = 65504.0
 SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
 
 
@@ -179,6 +180,8 @@ def kv_write(
         if pages.scales is not None:
             codes, scales = _int8(codes)
             pages.scales[page, layer, part, :, within] = scales
+        elif pages.codes.dtype == torch.float16:
+            codes = codes.clamp(-FP16_LARGEST, FP16_LARGEST)
         pages.codes[page, layer, part, :, within] = codes.to(pages.codes.dtype)
 
 

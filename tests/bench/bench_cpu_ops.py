@@ -1,11 +1,12 @@
 """The CPU kernels against the memory's speed. Prints tables; the last line is one JSON document.
 
-    python tests/bench/bench_cpu_ops.py [--json] [--quick]
+    python tests/bench/bench_cpu_ops.py [--json] [--quick] [--in-cache]
 
 read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time
-of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache. All
-threads at the top level, one thread under "one_thread"; "avx2" is the same in a child process whose code is compiled
-for AVX2 only. overhead_us_per_layer: a decode step of a model with tiny weights and 64 layers, context 16, per layer.
+of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache; with
+--in-cache one matrix of 768 x 4096, 1.8 MB, so that memory has no part in it. All threads at the top level, one thread
+under "one_thread"; "avx2" is the same in a child process whose code is compiled for AVX2 only. overhead_us_per_layer:
+a decode step of a model with tiny weights and 64 layers, context 16, per layer.
 "attention": see bench_attention.py.
 Linear tiles at the top level (like llama.cpp's Q4_0), fitted codebooks (what stores hold by default) under "codebook".
 Every figure is the median of its repeats; run it on a quiet machine.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +30,45 @@ import numpy as np
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee_profiles.host.process import physical_core_count
 
-SHAPE = (11008, 4096)
 CYCLE_BYTES = 600_000_000
 ROWS = (1, 2, 4, 8, 16)
 KINDS = {
     "linear": tuple(range(-8, 8)),
-    "codebook": (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113),
+    "codebook": (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28),
 }
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+lzcnt,+cx16"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is multiplied by: a matrix's shape, and how many bytes of such matrices take turns, how often."""
+
+    shape: tuple[int, int] = (11008, 4096)
+    cycle_bytes: int = CYCLE_BYTES
+    n_passes: int = 5
+
+    @property
+    def n_bytes(self) -> int:
+        """Of one matrix."""
+        return self.shape[0] * self.shape[1] * 9 // 16
+
+
+IN_CACHE = Weights((768, 4096), cycle_bytes=1, n_passes=300)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; JSON is always the last line")
     parser.add_argument("--quick", action="store_true", help="one pass over the weights instead of five")
+    parser.add_argument("--in-cache", action="store_true", help="one small matrix, so that memory has no part in it")
     parser.add_argument("--threads", type=int, default=physical_core_count())
     parser.add_argument("--kernels-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         use_kernel_cache(Path(cache))
-        passes = 1 if arguments.quick else 5
-        document = measure(arguments.threads, passes)
-        document["one_thread"] = measure(1, passes)
+        weights = IN_CACHE if arguments.in_cache else Weights(n_passes=1 if arguments.quick else 5)
+        document = measure(arguments.threads, weights)
+        document["one_thread"] = measure(1, weights)
         if not arguments.kernels_only:
             document["overhead_us_per_layer"] = overhead_us_per_layer()
             document["avx2"] = in_child_for_avx2(arguments)
@@ -57,44 +76,44 @@ def main() -> None:
     print(json.dumps(document))
 
 
-def measure(threads: int, passes: int) -> dict[str, Any]:
+def measure(threads: int, weights: Weights) -> dict[str, Any]:
     from bench_attention import attention_metrics
 
     from hetero_ee_cpu_ops.matmul import Matmul
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
     pool = ThreadPool(threads)
-    metrics: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(pool, passes)}
+    metrics: dict[str, Any] = {"threads": threads, "read_gbps": read_gbps(pool)}
     matmul = Matmul(pool)
     for name, codebook in KINDS.items():
-        times = matmul_times(matmul, codebook, passes)
-        n_bytes = SHAPE[0] * SHAPE[1] * 4.5 / 8
+        times = matmul_times(matmul, codebook, weights)
         row = {
-            "gemv_gbps": n_bytes / times[1] / 1e9,
+            "gemv_gbps": weights.n_bytes / times[1] / 1e9,
             "kappa": {str(m): times[m] / times[1] for m in ROWS[1:]},
-            "gops_16": 2 * SHAPE[0] * SHAPE[1] * 16 / times[16] / 1e9,
+            "gops_16": 2 * weights.shape[0] * weights.shape[1] * 16 / times[16] / 1e9,
         }
         metrics |= row if name == "linear" else {name: row}
     pool.close()
-    metrics["attention"] = attention_metrics(threads, passes)
+    if weights != IN_CACHE:
+        metrics["attention"] = attention_metrics(threads, weights.n_passes)
     return metrics
 
 
-def read_gbps(pool: Any, passes: int) -> float:
+def read_gbps(pool: Any) -> float:
     from hetero_ee_cpu_ops.read import Read
 
     read, buffer = Read(pool), np.ones(CYCLE_BYTES // 2048 * 256, np.int64)
     read(buffer)
-    return float(buffer.nbytes / median_s(lambda: read(buffer), 2 + passes) / 1e9)
+    return float(buffer.nbytes / median_s(lambda: read(buffer), 5) / 1e9)
 
 
-def matmul_times(matmul: Any, codebook: tuple[int, ...], passes: int) -> dict[int, float]:
+def matmul_times(matmul: Any, codebook: tuple[int, ...], weights: Weights) -> dict[int, float]:
     """Median seconds of one product for each number of rows; rows take turns, so that drift hits all alike."""
     from hetero_ee_cpu_ops.matmul import TileMatrix
 
     random = np.random.default_rng(0)
-    grid = (SHAPE[0] // 16, SHAPE[1] // 32)
-    n_matrices = -(-CYCLE_BYTES // (SHAPE[0] * SHAPE[1] * 9 // 16))
+    grid = (weights.shape[0] // 16, weights.shape[1] // 32)
+    n_matrices = -(-weights.cycle_bytes // weights.n_bytes)
     matrices = [
         TileMatrix(
             random.integers(0, 256, (*grid, 256), np.uint8),
@@ -104,11 +123,11 @@ def matmul_times(matmul: Any, codebook: tuple[int, ...], passes: int) -> dict[in
         )
         for _ in range(n_matrices)
     ]
-    inputs = {m: random.standard_normal((m, SHAPE[1]), np.float32) for m in ROWS}
+    inputs = {m: random.standard_normal((m, weights.shape[1]), np.float32) for m in ROWS}
     for x in inputs.values():
         matmul(x, matrices[0])
     times: dict[int, list[float]] = {m: [] for m in ROWS}
-    for _ in range(passes):
+    for _ in range(weights.n_passes):
         for m, x in inputs.items():
             for matrix in matrices:
                 start = time.perf_counter()
@@ -169,7 +188,13 @@ def overhead_us_per_layer() -> float:
 
 def in_child_for_avx2(arguments: argparse.Namespace) -> dict[str, Any]:
     environment = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
-    flags = ["--kernels-only", "--threads", str(arguments.threads), *(["--quick"] if arguments.quick else [])]
+    flags = [
+        "--kernels-only",
+        "--threads",
+        str(arguments.threads),
+        *(["--quick"] * arguments.quick),
+        *(["--in-cache"] * arguments.in_cache),
+    ]
     done = subprocess.run(
         [sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True
     )
@@ -190,7 +215,8 @@ def print_tables(document: dict[str, Any]) -> None:
                 print(f"| {code} | {part['threads']} | {name} | {speeds} | {kappa} | {row['gops_16']:.0f} |")
     for code, metrics in (("native", document), ("AVX2", document.get("avx2"))):
         for part in (metrics, metrics["one_thread"]) if metrics else ():
-            print_attention(code, part["threads"], part["attention"])
+            if "attention" in part:
+                print_attention(code, part["threads"], part["attention"])
     if "overhead_us_per_layer" in document:
         print(f"decode step without weights: {document['overhead_us_per_layer']:.0f} us a layer")
 

@@ -208,7 +208,7 @@ def generation_rate(run: Callable[[int], None], n_tokens: int) -> float:
 def llama_cpp_rate(spec: ModelSpec, usable_bytes: int, n_tokens: int) -> tuple[int, float]:
     """The same of the same shapes in Q4_0."""
     import llama_cpp
-    from bench_vs_llamacpp import write_gguf
+    from llamacpp import write_gguf
 
     if not llama_cpp.llama_supports_gpu_offload():
         raise RuntimeError("llama-cpp-python was built without a GPU")

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 from bench_plans import this_profile
-from bench_vs_llamacpp import CONTEXT, llama_spec, random_weights, their_steps, write_gguf
+from bench_vs_llamacpp import CONTEXT, llama_spec, random_weights
+from llamacpp import LlamaCpp, write_gguf
 
 from hetero_ee.decoding.benchmark import DraftedWay, bench_text, bench_text_run
 from hetero_ee.decoding.full import generate
@@ -109,8 +110,9 @@ def our_texts(
 
 def their_text(file: Path, threads: int, tokens: int) -> TextRun:
     """One token after another behind the same context: as many steps as tokens."""
-    step = their_steps(file, threads)
-    return lambda: sum(step(1) for _ in range(tokens))
+    model = LlamaCpp(file, threads, CONTEXT + tokens, flash_attention=True)
+    model.fill(CONTEXT)
+    return lambda: sum(model.step(1, 1) for _ in range(tokens))
 
 
 if __name__ == "__main__":

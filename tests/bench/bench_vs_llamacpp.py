@@ -1,67 +1,117 @@
 """One random model in both formats, run by this engine and by llama.cpp alternately. The last line is one JSON
 document.
 
-    pip install -e ".[bench]" && python tests/bench/bench_vs_llamacpp.py [--json] [--layers 8] [--repeats 9]
+    pip install -e ".[bench]" && python tests/bench/bench_vs_llamacpp.py [--layers 8] [--context 16,2048,8192]
 
 Llama-2-7B's layer shapes, 8 layers, 32,000 tokens, every matrix at 4.5 bits a weight (theirs Q4_0, ours codebook tiles,
-head and embedding too), fp32 KV cache in ours and fp16 in theirs. A step is a whole pass: m tokens of one sequence
-behind a context of 16, logits for all of them (for the prompt's last token in prefill). Ratios are their median time
-over ours, both measured alternately in one run; run it on a quiet machine. llama.cpp is built by pip for the machine
-it is installed on.
+head and embedding too), fp16 keys and values in both unless --kv-type says otherwise of ours. A step is a whole pass: m
+tokens of one sequence behind a context, logits for all of them (for the prompt's last token in prefill). Long contexts
+are random keys and values in ours, the first 512 tokens' again and again in theirs. Ratios are their median time over
+ours, both measured alternately in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is
+installed on; a build that does not run there is found first (--build-llamacpp).
 """
 
 import argparse
-import ctypes
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from llamacpp import LlamaCpp, build_without_amx, check_build, probe_command, system_info, write_gguf
 
+from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.random_weights import RANDOM
 from hetero_ee.weights.tiles import padded_shape
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.host.process import physical_core_count
 
 CONTEXT = 16
-PREFILL_TOKENS = 128
-PAUSE_S, STEPS_A_TURN = (
-    0.1,
-    3,
-)  # both engines' threads spin for a while after their work; neither shall meet the other's
+PREFILL_TOKENS, PROMPT_TOKENS = 128, 2048
+PAUSE_S = 0.1  # both engines' threads spin for a while after their work; neither shall meet the other's
+STEPS_A_TURN, LONG_S = 3, 0.3  # longer passes are timed once a turn
 STEPS = {"decode": 1, "batch4": 4, "batch8": 8, "prefill128": PREFILL_TOKENS}
-CODEBOOK = (-127, -92, -70, -54, -40, -27, -16, -5, 5, 16, 28, 40, 54, 70, 90, 113)
+FLASH_ATTENTION = {"off": ("off",), "on": ("on",), "both": ("off", "on")}
+FILL_TOKENS = 512
+OURS = "ours"
+CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
+
+
+class Model(Protocol):
+    """One sequence of an engine's model."""
+
+    def use_threads(self, threads: int) -> None: ...
+
+    def fill(self, n_tokens: int) -> None:
+        """Makes the context so long."""
+
+    def step(self, m: int, n_wanted: int) -> float:
+        """Seconds of m tokens behind the context, with logits of the last n_wanted of them."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def main() -> None:
+    arguments = _arguments()
+    if arguments.build_llamacpp:
+        build_without_amx()
+    torch.set_num_threads(1)
+    spec = llama_spec(arguments.layers)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        use_kernel_cache(cache_folder())
+        file = Path(folder) / "random.gguf"
+        write_gguf(spec, file)
+        check_build(probe_command(file, max(arguments.threads)))
+        print(system_info(), flush=True)
+        room = max(*arguments.context, arguments.prompt, 0) + PREFILL_TOKENS
+        models: dict[str, Model] = {OURS: OurModel(spec, random_weights(spec), room, arguments.kv_type)}
+        for setting in FLASH_ATTENTION[arguments.flash_attention]:
+            theirs = LlamaCpp(file, max(arguments.threads), room, flash_attention=setting == "on")
+            models[f"flash attention {setting}"] = theirs
+        for model in models.values():
+            opened.callback(model.close)
+        asked = arguments.context, arguments.threads, arguments.repeats, arguments.prompt
+        rows = []
+        print(heading(models))
+        for row in measured(models, *asked):
+            print(table_line(row), flush=True)
+            rows.append(row)
+    about = {"layers": arguments.layers, "kv_type": arguments.kv_type, "llama_cpp": system_info()}
+    print(json.dumps(about | {"rows": rows}))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; JSON is always the last line")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=physical_core_count())
+    parser.add_argument("--threads", type=numbers, default=None, help="one or several, separated by commas")
+    parser.add_argument("--context", type=numbers, default=[CONTEXT], help="tokens before a step, separated by commas")
+    parser.add_argument("--prompt", type=int, default=0, help=f"tokens of a prompt from empty too, as {PROMPT_TOKENS}")
+    parser.add_argument("--flash-attention", choices=sorted(FLASH_ATTENTION), default="on", help="in llama.cpp")
+    parser.add_argument("--kv-type", choices=sorted(KINDS), default="fp16", help="ours; theirs is fp16")
+    parser.add_argument("--build-llamacpp", action="store_true", help="build llama-cpp-python without AMX first")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    spec = llama_spec(arguments.layers)
-    with tempfile.TemporaryDirectory() as folder:
-        use_kernel_cache(Path(folder))
-        file = Path(folder) / "random.gguf"
-        write_gguf(spec, file)
-        weights = random_weights(spec)
-        document = compare(spec, weights, file, arguments.threads, arguments.repeats)
-        document["one_thread"] = compare(spec, weights, file, 1, arguments.repeats)
-    print_table(document)
-    print(json.dumps(document))
+    arguments.threads = arguments.threads or sorted({physical_core_count(), 1}, reverse=True)
+    return arguments
+
+
+def numbers(text: str) -> list[int]:
+    """Ascending, as contexts are filled."""
+    return sorted(map(int, text.split(",")))
 
 
 def llama_spec(n_layers: int) -> ModelSpec:
@@ -79,80 +129,89 @@ def llama_spec(n_layers: int) -> ModelSpec:
     )
 
 
-def compare(spec: ModelSpec, weights: ModelWeights, file: Path, threads: int, repeats: int) -> dict[str, Any]:
-    """Median times of each step, the two engines alternating."""
-    from hetero_ee.runtime.executors.cpu import CpuExecutor
-
-    executor = CpuExecutor(spec, weights, 512, threads)
-    engines = {"ours": our_steps(executor), "theirs": their_steps(file, threads)}
-    document: dict[str, Any] = {"threads": threads}
-    for name, m in STEPS.items():
-        times: dict[str, list[float]] = {engine: [] for engine in engines}
-        for _ in range(repeats):
-            for engine, step in engines.items():
-                time.sleep(PAUSE_S)
-                step(m)  # wakes this engine's threads
-                times[engine] += [step(m) for _ in range(STEPS_A_TURN)]
-        medians = {engine: statistics.median(values) for engine, values in times.items()}
-        document[f"{name}_ratio"] = medians["theirs"] / medians["ours"]
-        document[f"{name}_s"] = medians
-    executor.close()
-    return document
+def measured(
+    models: dict[str, Model], contexts: list[int], threads: list[int], repeats: int, prompt_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Median seconds of each step by each model, all alternating."""
+    places = [(0, {f"prefill{prompt_tokens}": prompt_tokens})] if prompt_tokens else []
+    places += [(context, STEPS) for context in contexts]
+    for context, steps in places:
+        for model in models.values():
+            model.use_threads(max(threads))
+            model.fill(context)
+        for n_threads in sorted(threads, reverse=True):
+            for model in models.values():
+                model.use_threads(n_threads)
+            for name, m in steps.items():
+                seconds = _medians(models, m, repeats)
+                ratios = {each: value / seconds[OURS] for each, value in seconds.items() if each != OURS}
+                yield {"threads": n_threads, "context": context, "step": name, "seconds": seconds, "ratios": ratios}
 
 
-def our_steps(executor: Executor) -> Callable[[int], float]:
-    executor.cache.open(0)
-    executor.hidden(Batch.of_sequence(0, 0, list(range(CONTEXT))))
-
-    def step(m: int) -> float:
-        start = time.perf_counter()
-        executor.logits(Batch.of_sequence(0, CONTEXT, list(range(100, 100 + m))), wanted_rows(m))
-        elapsed = time.perf_counter() - start
-        executor.cache.truncate(0, CONTEXT)
-        return elapsed
-
-    return step
+def _medians(models: dict[str, Model], m: int, repeats: int) -> dict[str, float]:
+    n_wanted = m if m < PREFILL_TOKENS else 1
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(repeats):
+        for name, model in models.items():
+            time.sleep(PAUSE_S)
+            first_s = model.step(m, n_wanted)  # wakes its threads
+            is_long = first_s > LONG_S
+            times[name] += [first_s] if is_long else [model.step(m, n_wanted) for _ in range(STEPS_A_TURN)]
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
-def wanted_rows(m: int) -> list[int]:
-    return [m - 1] if m == PREFILL_TOKENS else list(range(m))
+class OurModel:
+    """The CPU's executor of each number of threads, on one cache."""
 
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, room_tokens: int, kv_type: str) -> None:
+        self._spec, self._weights = spec, weights
+        self._cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, room_tokens, kind=kv_type)
+        self._cache.open(0)
+        self._executors: dict[int, Any] = {}
+        self._executor: Any = None
 
-def their_steps(file: Path, threads: int) -> Callable[[int], float]:
-    import llama_cpp
+    def use_threads(self, threads: int) -> None:
+        from hetero_ee.runtime.executors.cpu import CpuExecutor
 
-    silent = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
-    model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = 512, 512, 512
-    params.n_threads = params.n_threads_batch = threads
-    context = llama_cpp.llama_init_from_model(model, params)
-    batch = llama_cpp.llama_batch_init(PREFILL_TOKENS, 0, 1)
+        if threads not in self._executors:
+            room = self._cache.max_tokens
+            self._executors[threads] = CpuExecutor(self._spec, self._weights, room, threads, cache=self._cache)
+            self._executors[threads].prepare()
+        self._executor = self._executors[threads]
 
-    def decode(first: int, m: int) -> None:
-        batch.n_tokens = m
-        for row in range(m):
-            batch.token[row], batch.pos[row], batch.n_seq_id[row] = 100 + row, first + row, 1
-            batch.seq_id[row][0], batch.logits[row] = 0, row in wanted_rows(m)
-        assert llama_cpp.llama_decode(context, batch) == 0
-        llama_cpp.llama_get_logits(context)  # waits for the result
+    def fill(self, n_tokens: int) -> None:
+        """With random keys and values, through the cache's own writer."""
+        cache, heads = self._cache, (self._spec.n_kv_heads, self._spec.head_dim)
+        cache.truncate(0, min(n_tokens, cache.length(0)))
+        random = torch.Generator().manual_seed(n_tokens)
+        for first in range(cache.length(0), n_tokens, FILL_TOKENS):
+            batch = Batch.of_sequence(0, first, [0] * min(FILL_TOKENS, n_tokens - first))
+            cache.admit(batch)
+            for layer in range(self._spec.n_layers):
+                keys, values = (torch.randn(len(batch), *heads, generator=random) for _ in range(2))
+                cache.write(layer, batch, keys, values)
 
-    decode(0, CONTEXT)
+    def step(self, m: int, n_wanted: int) -> float:
+        held, size = self._cache.length(0), self._executor.prompt_chunk_tokens
+        token_ids = [100 + number % 1000 for number in range(m)]
+        start_s = time.perf_counter()
+        if m < PREFILL_TOKENS:
+            self._executor.logits(Batch.of_sequence(0, held, token_ids), range(m - n_wanted, m))
+        else:
+            chunks = (Batch.of_sequence(0, held + at, token_ids[at : at + size]) for at in range(0, m, size))
+            self._executor.prompt(chunks)
+        elapsed_s = time.perf_counter() - start_s
+        self._cache.truncate(0, held)
+        return elapsed_s
 
-    def step(m: int, kept: Any = (model, silent)) -> float:
-        start = time.perf_counter()
-        decode(CONTEXT, m)
-        elapsed = time.perf_counter() - start
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, CONTEXT, -1)
-        return elapsed
-
-    return step
+    def close(self) -> None:
+        for executor in self._executors.values():
+            executor.close()
 
 
 def random_weights(spec: ModelSpec) -> ModelWeights:
     """Tiles of random codes: the bytes of a real model of this shape, without quantizing one."""
-    random, weights = np.random.default_rng(0), ModelWeights({}, {})
+    random, weights = np.random.default_rng(0), ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if not is_quantized(tensor.role):
             weights.vectors[tensor.name] = torch.ones(tensor.shape)
@@ -165,54 +224,16 @@ def random_weights(spec: ModelSpec) -> ModelWeights:
     return weights
 
 
-def gguf_names(n_layers: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    yield "token_embd.weight", (32000, 4096)
-    for layer in range(n_layers):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            yield f"blk.{layer}.{name}.weight", (4096, 4096)
-        yield f"blk.{layer}.ffn_gate.weight", (11008, 4096)
-        yield f"blk.{layer}.ffn_up.weight", (11008, 4096)
-        yield f"blk.{layer}.ffn_down.weight", (4096, 11008)
-    yield "output.weight", (32000, 4096)
+def heading(models: dict[str, Model]) -> str:
+    names = [name if name == OURS else f"llama.cpp {name}" for name in models]
+    columns = ["threads", "context", "step", *(f"{name} ms" for name in names), "ratio"]
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
-def write_gguf(spec: ModelSpec, file: Path) -> None:
-    """The same shapes in Q4_0: blocks of 32 weights, an fp16 scale and 16 bytes of codes each."""
-    import gguf
-
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_context_length(spec.max_context_tokens)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_block_count(spec.n_layers)
-    writer.add_feed_forward_length(spec.ffn_size)
-    writer.add_head_count(spec.n_heads)
-    writer.add_head_count_kv(spec.n_kv_heads)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_vocab_size(spec.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
-    random = np.random.default_rng(0)
-    for name, (n_rows, n_columns) in gguf_names(spec.n_layers):
-        blocks = random.integers(0, 256, (n_rows, n_columns // 32, 18), np.uint8)
-        blocks[..., :2] = np.frombuffer(np.float16(4e-3).tobytes(), np.uint8)
-        writer.add_tensor(name, blocks.reshape(n_rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    norms = [f"blk.{layer}.{name}.weight" for layer in range(spec.n_layers) for name in ("attn_norm", "ffn_norm")]
-    for name in [*norms, "output_norm.weight"]:
-        writer.add_tensor(name, np.ones(spec.hidden_size, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def print_table(document: dict[str, Any]) -> None:
-    print("| threads | step | llama.cpp ms | ours ms | ratio |\n|---|---|---|---|---|")
-    for part in (document, document["one_thread"]):
-        for name in STEPS:
-            times = part[f"{name}_s"]
-            row = f"{times['theirs'] * 1e3:.1f} | {times['ours'] * 1e3:.1f} | {part[f'{name}_ratio']:.2f}"
-            print(f"| {part['threads']} | {name} | {row} |")
+def table_line(row: dict[str, Any]) -> str:
+    times = [f"{seconds * 1e3:.1f}" for seconds in row["seconds"].values()]
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in row["ratios"].values())
+    return f"| {row['threads']} | {row['context']:,} | {row['step']} | {' | '.join(times)} | {ratios} |"
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ TARGETS = {
 }
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW
 for kind in ({kinds},):
     assembly = _chunk_function(kind)._library.get_asm_str()
-    words = ("mov", "vpdpbusd", "vpmaddubsw", "vpshufb", "vpsignb", "%zmm", "%ymm", "vcvtph2ps", "__extendhfsf2")
-    print(*(assembly.count(word) for word in words))
+    words = "mov vpdpbusd vpmaddubsw vpmaddwd vpshufb vpsignb %zmm %ymm vcvtph2ps __extendhfsf2"
+    print(*(assembly.count(word) for word in words.split()))
 """
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86 targets are compiled on x86 only")
@@ -41,23 +41,29 @@ def counts(target: str, cache: Path, kinds: str = "LINEAR, CODEBOOK, BYTES") -> 
         [sys.executable, "-c", CODE.format(kinds=kinds)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    words = ("lines", "dot", "pair", "shuffle", "sign", "wide", "half_wide", "convert", "missing")
+    words = ("lines", "dot", "pair", "widening", "shuffle", "sign", "wide", "half_wide", "convert", "missing")
     return [dict(zip(words, map(int, line.split()), strict=True)) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "generic"])
 def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -> None:
-    linear, codebook, int8 = counts(target, tmp_path)
+    linear, codebook, int8, *narrow = counts(
+        target, tmp_path, "LINEAR, CODEBOOK, BYTES" + (", NARROW" if target == "AVX2" else "")
+    )
     assert linear["lines"] > 100
-    assert not any(kernel["missing"] for kernel in (linear, codebook, int8))  # a call that generic targets lack
+    assert not any(
+        kernel["missing"] for kernel in (linear, codebook, int8, *narrow)
+    )  # a call that generic targets lack
     if target == "AVX-512 VNNI":
         assert all(kernel["dot"] >= 8 * 15 and kernel["wide"] for kernel in (linear, codebook, int8))
         assert codebook["shuffle"] and not linear["pair"]
     elif target == "AVX-VNNI":
         assert all(kernel["dot"] >= 2 * 8 * 15 and not kernel["wide"] for kernel in (linear, codebook, int8))
     else:
-        assert all(kernel["pair"] >= 2 * 8 * 15 and not kernel["dot"] for kernel in (linear, codebook, int8))
-        assert codebook["sign"] and int8["sign"] and not linear["sign"] and linear["convert"]
+        assert all(kernel["pair"] >= 2 * 8 * 15 and not kernel["dot"] for kernel in (linear, codebook, int8, *narrow))
+        assert codebook["sign"] and int8["sign"] and linear["convert"]
+        assert not any(kernel["sign"] for kernel in (linear, *narrow)) and narrow[0]["shuffle"]
+        assert narrow[0]["widening"] == 2 * linear["widening"] == codebook["widening"] / 4
 
 
 @pytest.mark.few(1)  # half a minute together

@@ -4,7 +4,7 @@ The bound on quantized activations (1e-9) is the one that catches defects: 24 se
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-KINDS = ("rtn", "codebook", "int8")
+KINDS = ("rtn", "codebook", "wide", "int8")
+WIDE = (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127)  # beyond what is fitted, as NF4's
 QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND = 1e-9, 1e-4, 2e-4
 SHAPES = ((16, 32), (17, 33), (250, 500), (48, 1056), (1, 32), (131, 96))
 
@@ -31,7 +32,8 @@ class Case:
     @classmethod
     def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0) -> "Case":
         torch.manual_seed(seed)
-        weight = quantize(torch.randn(shape) * 0.02, kind)
+        weight = quantize(torch.randn(shape) * 0.02, "rtn" if kind == "wide" else kind)
+        weight = replace(weight, codebook=WIDE) if kind == "wide" else weight
         return cls(weight, np.random.default_rng(seed).standard_normal((m, shape[1]), np.float32))
 
     def matrix(self) -> TileMatrix:
@@ -88,7 +90,7 @@ def test_a_rows_bits_do_not_depend_on_batch_or_threads(kind: str) -> None:
     for shape in ((40, 64), (1040, 320)):
         case = Case.random(kind, shape, 40)
         alone = np.concatenate([operations[0](row[None], case.matrix()) for row in case.x])
-        for _ in range(170):  # times 2 shapes and 3 kinds: over 1,000 cases
+        for _ in range(170):  # times 2 shapes and 4 kinds: over 1,000 cases
             chosen = random.permutation(40)[: random.integers(1, 41)]
             product = operations[random.integers(3)](np.ascontiguousarray(case.x[chosen]), case.matrix())
             assert np.array_equal(product, alone[chosen])

@@ -1,4 +1,4 @@
-"""The float operations compiled for other instruction sets, run in child processes: their tests, or the core of them.
+"""The operations compiled for other instruction sets, run in child processes: their tests, or the core of them.
 
 The JIT target is chosen when Numba is imported, hence the children. NUMBA_CPU_FEATURES must name what the target has:
 an empty list hides even what the CPU's name implies.
@@ -13,6 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed")]
+PRODUCTS = [f"test_{name}.py" for name in ("exact_products", "matmul")]
 CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches"
 TARGETS = {
     "avx2": ("haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt"),
@@ -22,7 +23,7 @@ TARGETS = {
 }
 
 
-def run_child(target, *options):
+def run_child(target, files, *options):
     name, features = TARGETS[target]
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     command = [
@@ -35,7 +36,7 @@ def run_child(target, *options):
         "-p",
         "no:cacheprovider",
         *options,
-        *(str(FOLDER / file) for file in FILES),
+        *(str(FOLDER / file) for file in files),
     ]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, cwd=FOLDER.parents[1])
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
@@ -51,11 +52,16 @@ def skip_where_it_cannot_run(target):
 @pytest.mark.parametrize("target", ["avx2", "generic"])  # AVX-VNNI multiplies integers alone
 def test_core(target):
     skip_where_it_cannot_run(target)
-    run_child(target, "-k", CORE)
+    run_child(target, FILES, "-k", CORE)
+
+
+def test_products_on_avx2():
+    """Of the other kinds of byte products, one is native here; test_instruction_sets.py reads the code of all."""
+    run_child("avx2", PRODUCTS, "-m", "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_everything(target):
     skip_where_it_cannot_run(target)
-    run_child(target)
+    run_child(target, FILES)

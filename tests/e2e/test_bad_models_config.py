@@ -10,7 +10,8 @@ import pytest
 from hetero_ee.errors import ModelError
 from tests.bad_models import CONFIG, GENERATION, check_refusal, content, edit_json, sparse
 
-LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
+LONG_FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4} | LONG_FACTORS
 FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
     "cut": (b'{"architectures": ["LlamaForCausalLM"], "hid', "not valid JSON"),
@@ -95,7 +96,10 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("rope_parameters", {"rope_theta": float("nan")}, "rope_theta is nan"),
     ("rope_parameters", {"rope_theta": 0.5}, "rope_theta is 0.5"),
     ("rope_parameters", {"rope_theta": -1e4}, "rope_theta is -10000"),
-    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn"}, "rope_type 'yarn' is not supported"),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yam"}, "rope_type 'yam' is not supported"),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn"}, "factor is missing"),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "beta_slow": 40}, "beta_slow 40"),
+    ("rope_parameters", {"rope_theta": 1e4, "rope_type": "dynamic", "factor": -1}, "factor is -1"),
     ("rope_parameters", {"rope_theta": 1e4, "rope_type": ["linear"]}, "rope_type is ['linear']"),
     ("rope_parameters", {"rope_theta": 1e4, "rope_type": "linear"}, "factor is missing"),
     ("rope_parameters", {"rope_theta": 1e4, "rope_type": "linear", "factor": 0}, "rope factor 0"),
@@ -113,6 +117,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("rope_parameters", LONGROPE | {"short_factor": [1.0, 1.0, 1.0, 10**400]}, "expected 4 numbers"),
     ("rope_parameters", LONGROPE | {"short_factor": [1.0, 1.0, 1.0, float("nan")]}, "expected 4 numbers"),
     ("rope_parameters", LONGROPE | {"short_factor": "1111"}, "expected 4 numbers"),
+    ("rope_parameters", LONGROPE | {"long_factor": [1.0] * 5}, "long_factor is [1.0"),
     ("rope_parameters", LONGROPE | {"original_max_position_embeddings": 1}, "whole number from 2"),
     ("rope_parameters", LONGROPE | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
     ("rope_parameters", LONGROPE | {"attention_factor": float("inf")}, "attention_factor is inf"),

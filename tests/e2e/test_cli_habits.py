@@ -82,12 +82,12 @@ def test_a_variable_that_means_nothing_is_told_once(cli: Cli, tiny: Path, monkey
 
 def test_long_work_without_a_terminal_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = iter((0, 4, 11, 12, 25, 30, 50, 51))
-    lines = _Lines(clock=lambda: float(next(now)))
+    lines = _Lines(quiet=True, clock=lambda: float(next(now)))
     for n_done in (0, 10, 20, 30, 60, 100):
-        lines.update("Reading the prompt", n_done, 100)
-    lines.update("Reading the prompt", 0, 50)  # another one, long after
-    lines.update("Reading the prompt", 25, 50)
-    assert capsys.readouterr().err == "Reading the prompt: 20%\nReading the prompt: 60%\n"
+        lines.update("Converting", n_done, 100)
+    lines.update("Converting", 0, 50)  # another one, long after
+    lines.update("Converting", 25, 50)
+    assert capsys.readouterr().err == "Converting: 20%\nConverting: 60%\n"
 
 
 # Names of converted models.

@@ -27,7 +27,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_on_paper_says_that_nothing_was_measured(cli: Cli, data: Path) -> None:
-    ended = cli("plan", *PAPER, "--vram-budget", 4)
+    ended = cli("plan", *PAPER, "--vram-budget", 3)
     assert (ended.code, ended.err) == (0, "")
     assert "DERIVED from data sheets" in ended.out and not data.exists()
     lines = dict(re.findall(r"^(attention|ffn) +([GCsd]+)$", ended.out, re.MULTILINE))

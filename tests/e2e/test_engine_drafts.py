@@ -1,6 +1,7 @@
 """An engine that drafts writes what one that does not writes: exits, a draft head, n-grams; chat; emulated."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hetero_ee import Engine, ModelError, UsageError
 from hetero_ee.decoding.texts import READING
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee_profiles.reference import reference_profile
 from tests.emulation import LAPTOP
@@ -20,9 +22,16 @@ WAYS = ["head", "exits", "n-grams"]
 
 
 @pytest.fixture(scope="module")
-def full() -> Iterator[Engine]:
-    with Engine.from_pretrained(threads=1) as engine:
-        yield engine
+def full() -> Iterator[dict[str, Engine]]:
+    """On the CPU alone, by type of keys and values; unplanned where it is the default."""
+    with ExitStack() as opened:
+        engines = {KV_TYPE: Engine.from_pretrained(threads=1)}
+        for kv_type in set(KV_BYTES) - {KV_TYPE}:
+            limits = Limits(gpu_layers=0, mode="full", kv_type=kv_type)
+            engines[kv_type] = Engine.from_pretrained(threads=1, profile=reference_profile(LAPTOP), limits=limits)
+        for engine in engines.values():
+            opened.enter_context(engine)
+        yield engines
 
 
 def drafting_plan(way: str, **limits: Any) -> Plan:
@@ -37,11 +46,14 @@ def emulating(**options: Any) -> Engine:
     return Engine.from_pretrained(threads=1, profile=reference_profile(LAPTOP), emulate=True, **options)
 
 
-@pytest.fixture(scope="module", params=[(way, n) for way in WAYS for n in (0, 6)], ids=str)
+DRAFTING = [(way, n, kv_type) for way in WAYS for n in (0, 6) for kv_type in (KV_BYTES if way == "head" else [KV_TYPE])]
+
+
+@pytest.fixture(scope="module", params=DRAFTING, ids=str)
 def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """On the emulated laptop, the layers on the CPU or half of them on the GPU."""
-    way, gpu_layers = request.param
-    plan = drafting_plan(way, gpu_layers=gpu_layers)
+    way, gpu_layers, kv_type = request.param
+    plan = drafting_plan(way, gpu_layers=gpu_layers, kv_type=kv_type)
     with pytest.MonkeyPatch.context() as patched:
         if way == "n-grams":  # as for a model that brings no draft head
             patched.setattr("hetero_ee.speculation.opening.DRAFT_HEAD_FOLDER", "missing")
@@ -51,18 +63,21 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_are_those_of_full_mode(full: Engine, drafting: Engine, sampling: dict[str, Any]) -> None:
-    expected, found = (engine.generate(OPENINGS, max_new_tokens=48, **sampling) for engine in (full, drafting))
+def test_texts_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine, sampling: dict[str, Any]) -> None:
+    assert drafting.plan is not None
+    engines = full[drafting.plan.kv_type], drafting
+    expected, found = (engine.generate(OPENINGS, max_new_tokens=48, **sampling) for engine in engines)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     statistics = drafting.draft_statistics
     assert statistics is not None and statistics.n_tokens == sum(len(result.token_ids) - 1 for result in expected)
-    if drafting.plan is not None and drafting.plan.drafts == EXIT:
+    if drafting.plan.drafts == EXIT:
         assert drafting.draft_origin == "exit after layer 6"
         assert all(statistics.known_after[depth] for depth in (6, 12))
 
 
-def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:
-    with full.chat() as expected, drafting.chat() as found:
+def test_replies_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine) -> None:
+    assert drafting.plan is not None
+    with full[drafting.plan.kv_type].chat() as expected, drafting.chat() as found:
         for message in ("Tell me a story.", "Go on."):
             told = [
                 "".join(token.text for token in chat.send(message, max_new_tokens=24)) for chat in (expected, found)
@@ -70,7 +85,7 @@ def test_replies_are_those_of_full_mode(full: Engine, drafting: Engine) -> None:
             assert told[0] == told[1]
 
 
-def test_the_planner_drafts_where_that_is_faster(full: Engine) -> None:
+def test_the_planner_drafts_where_that_is_faster() -> None:
     with emulating() as fast, emulating(limits=Limits(mode="full")) as slow:
         rates = [engine.generate(OPENINGS[0], max_new_tokens=64).generated_tokens_per_s for engine in (fast, slow)]
         assert fast.plan is not None and fast.plan.mode == "exact" and rates[0] > 1.2 * rates[1]

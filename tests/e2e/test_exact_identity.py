@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from hetero_ee import Engine
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.statistics import DraftCounts
+from hetero_ee_profiles.reference import reference_profile
 from tests.conftest import SHARED_MODELS
 from tests.e2e.test_placements import split_at
-from tests.emulation import emulated, planned
+from tests.emulation import LAPTOP, emulated, planned
 from tests.exact_cases import DIMENSIONS, Case, Run, check_identity, drafting_of, drawn_cases
 
 N_SLOW_CASES, SLOW_TOKENS = 500, 128
@@ -20,29 +23,38 @@ N_CASES, TOKENS = 20, 40
 
 
 class Models:
-    """Engines of every model and quantizer, and emulated machines of the same weights, opened when first asked for."""
+    """Engines of every model, quantizer and type of keys and values, and emulated machines of the same weights, opened
+    when first asked for."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
-        self._engines: dict[tuple[str, str], Engine] = {}
-        self._splits: dict[tuple[str, str], Executor] = {}
+        self._engines: dict[tuple[str, str, str], Engine] = {}
+        self._splits: dict[tuple[str, str, str], Executor] = {}
 
     def engine(self, case: Case) -> Engine:
-        key, folder = (case.model, case.quantizer), self._folders[case.model]
+        key, folder = (case.model, case.quantizer, case.kv_type), self._folders[case.model]
         if not folder.is_dir():
             pytest.skip(f"shared/models/{folder.name} is not beside the repository")
         if key not in self._engines:
-            self._engines[key] = Engine.from_pretrained(folder, quantizer=case.quantizer, threads=1)
+            self._engines[key] = Engine.from_pretrained(
+                folder,
+                quantizer=case.quantizer,
+                threads=1,
+                context_tokens=read_spec(folder).max_context_tokens,
+                profile=reference_profile(LAPTOP),
+                limits=Limits(gpu_layers=0, mode="full", kv_type=case.kv_type),
+            )
         return self._engines[key]
 
     def executor(self, case: Case) -> Executor:
         """What runs the case in exact mode."""
-        key, engine = (case.model, case.quantizer), self.engine(case)
+        key, engine = (case.model, case.quantizer, case.kv_type), self.engine(case)
         if not case.is_split:
             return engine.executor
         if key not in self._splits:
             pins = split_at(engine.spec.n_layers // 2)
-            plan = planned(engine.spec, overrides=pins, context_tokens=engine.context_tokens)
+            n_tokens = engine.context_tokens
+            plan = planned(engine.spec, overrides=pins, context_tokens=n_tokens, kv_type=case.kv_type)
             self._splits[key] = emulated(engine.spec, engine.executor.weights, plan)
         return self._splits[key]
 

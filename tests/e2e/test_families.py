@@ -110,6 +110,36 @@ def test_truncating_rolls_back_exactly(family: tuple[Any, Path]) -> None:
     assert torch.equal(executor.logits(Batch.of_sequence(0, len(PROMPT), [9]), [0]), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "n_prompt", "context_tokens"),
+    [
+        ("llama-dynamic-rope", 150, 160),  # inside the original context
+        ("llama-dynamic-rope", 161, 161),
+        ("llama-dynamic-rope", 400, 400),  # transformers stretches by the prompt: one that fills the context
+        ("phi3-longrope", 160, 160),
+        ("phi3-longrope", 161, 640),
+        ("phi3-longrope", 400, 640),
+    ],
+)
+def test_a_longer_context_stretches_positions_as_transformers_stretches_a_prompts(
+    name: str, n_prompt: int, context_tokens: int, tmp_path: Path
+) -> None:
+    model = random_model(name)
+    spec = read_spec(save_checkpoint(model, tmp_path))
+    prompt = (PROMPT * 31)[:n_prompt]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    weights = load_dense(Checkpoint(tmp_path, spec))
+    found = []
+    for length in (context_tokens, 3 * context_tokens):
+        executor = ReferenceExecutor(spec, weights, length, BatchedTorchOps())
+        executor.cache.open(0)
+        found.append(executor.logits(Batch.of_sequence(0, 0, prompt), range(n_prompt)))
+    assert (found[0] - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    is_stretched_more = name.startswith("llama") or context_tokens == 160  # longrope has two sets of factors
+    assert (bool((found[1] - expected).abs().max() > 0.01 * expected.abs().max())) == is_stretched_more
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("place", ["of its own", "in rope_parameters"])
 def test_a_part_of_the_features_turns_only_where_it_does_for_transformers(

@@ -12,9 +12,11 @@ from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, load_dense
@@ -82,28 +84,37 @@ def of_family(name: str, folder: Path, kind: str) -> Model:
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_placement_of_every_family(tmp_path: Path, name: str, kind: str) -> None:
-    """Every third placement, others for the next family."""
+    """Every third placement and one type of keys and values, others for the next family."""
     number = 2 * sorted(FAMILIES).index(name) + (kind == "int4")
-    assert_family(of_family(name, tmp_path, kind), N_FEW_TOKENS, slice(number % 3, None, 3))
+    kv_type = list(KV_BYTES)[number // 3 % len(KV_BYTES)]
+    assert_family(of_family(name, tmp_path, kind), kv_type, N_FEW_TOKENS, slice(number % 3, None, 3))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_type", KV_BYTES)
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_placement_of_every_family_at_length(tmp_path: Path, name: str, kind: str) -> None:
-    assert_family(of_family(name, tmp_path, kind), N_TOKENS)
+def test_every_placement_of_every_family_at_length(tmp_path: Path, name: str, kind: str, kv_type: str) -> None:
+    assert_family(of_family(name, tmp_path, kind), kv_type, N_TOKENS)
 
 
-def assert_family(model: Model, n_tokens: int, chosen: slice = slice(None)) -> None:
+def on_cpu(model: Model, kv_type: str = KV_TYPE) -> HostExecutor:
+    """The CPU alone, with keys and values of this type."""
+    spec = model[0]
+    cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, CONTEXT_TOKENS, kind=kv_type)
+    return open_on_cpu(*model, CONTEXT_TOKENS, 1, cache=cache)
+
+
+def assert_family(model: Model, kv_type: str, n_tokens: int, chosen: slice = slice(None)) -> None:
     """What the CPU alone makes of the prompts comes out of every placement: not the tokens alone, every bit."""
     spec = model[0]
-    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    reference = on_cpu(model, kv_type)
     expected = texts(reference, n_tokens)
     reference.close()
     every = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, spec.n_layers))]
-    plans = [planned(spec, overrides=pins, context_tokens=CONTEXT_TOKENS) for pins in every]
-    plans += [on_disk(planned(spec, overrides=p, context_tokens=CONTEXT_TOKENS)) for p in (split_at(1), ALL_CPU)]
-    for plan in plans[chosen]:
+    every += [split_at(1), ALL_CPU]
+    plans = [planned(spec, overrides=pins, context_tokens=CONTEXT_TOKENS, kv_type=kv_type) for pins in every]
+    for plan in [*plans[:-2], *map(on_disk, plans[-2:])][chosen]:
         executor = emulated(*model, plan)
         tokens, steps = texts(executor, n_tokens)
         executor.close()
@@ -111,23 +122,16 @@ def assert_family(model: Model, n_tokens: int, chosen: slice = slice(None)) -> N
         assert torch.equal(steps, expected[1])
 
 
-@pytest.mark.parametrize("kv_type", ["fp16", "int8"])
-def test_stored_kinds_of_keys_and_values(tmp_path: Path, kv_type: str) -> None:
-    """The same everywhere, whichever kind is stored."""
-    model = of_family("llama-tied", tmp_path, "int4")
-    made = [
-        texts(emulated(*model, planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS, kv_type=kv_type)))
-        for pins in (ALL_CPU, *PLACEMENTS.values())
-    ]
-    for tokens, steps in made[1:]:
-        assert tokens == made[0][0] and torch.equal(steps, made[0][1])
+@pytest.mark.parametrize("kv_type", KV_BYTES)
+def test_every_placement_of_every_type_of_keys_and_values(tmp_path: Path, kv_type: str) -> None:
+    assert_family(of_family("llama-tied", tmp_path, "int4"), kv_type, N_FEW_TOKENS)
 
 
 def test_a_long_prompt_in_many_chunks(tmp_path: Path) -> None:
     """The GPU begins a chunk while the CPU is in the one before; visiting parts come and go."""
     model = of_family("llama-tied", tmp_path, "int4")
     prompt = [(7 * i) % 90 + 3 for i in range(100)]
-    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    reference = on_cpu(model)
     expected = reference.prompt([Batch.of_sequence(reference.cache.open_new(), 0, prompt)])
     for pins in (split_at(1), PLACEMENTS["head alone on the GPU"], PLACEMENTS["streamed"]):
         plan = planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS)
@@ -148,7 +152,7 @@ def test_rows_may_wait_at_any_layer(tmp_path: Path) -> None:
     """Several rows through the first layers one by one, then all at once through the rest: the bits of one pass."""
     model = of_family("llama-tied", tmp_path, "int4")
     n_layers, ids = model[0].n_layers, [4, 8, 15, 16, 23]
-    reference = open_on_cpu(*model, CONTEXT_TOKENS, 1)
+    reference = on_cpu(model)
     expected = reference.logits(Batch.of_sequence(reference.cache.open_new(), 0, ids), range(len(ids)))
     for pins in (split_at(1), split_at(2), PLACEMENTS["streamed"], PLACEMENTS["attention and FFN apart"]):
         executor = emulated(*model, planned(model[0], overrides=pins, context_tokens=CONTEXT_TOKENS))
@@ -172,22 +176,26 @@ def test_trained_models_at_two_splits(request: pytest.FixtureRequest, name: str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_type", KV_BYTES)
 @pytest.mark.parametrize("quantizer", ["none", "codebook"])
 @pytest.mark.parametrize("name", ["demo", "stories260k"])
-def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, quantizer: str) -> None:
+def test_trained_models_everywhere(request: pytest.FixtureRequest, name: str, quantizer: str, kv_type: str) -> None:
     folder = request.getfixturevalue(name)
     n_layers = read_spec(folder).n_layers
     everywhere = [*PLACEMENTS.values(), *(split_at(layer) for layer in range(1, n_layers))]
-    assert_trained(folder, quantizer, everywhere, N_TOKENS)
+    assert_trained(folder, quantizer, everywhere, N_TOKENS, kv_type)
 
 
-def assert_trained(folder: Path, quantizer: str, everywhere: Sequence[Any], n_tokens: int) -> None:
-    """Three stories of a trained model, told by the CPU alone and by every placement."""
+def assert_trained(
+    folder: Path, quantizer: str, everywhere: Sequence[Any], n_tokens: int, kv_type: str | None = None
+) -> None:
+    """Three stories of a trained model, told by the CPU alone (unplanned where no type is given) and everywhere."""
     options: dict[str, Any] = {"quantizer": quantizer, "threads": 1, "context_tokens": 256}
-    with Engine.from_pretrained(folder, **options) as engine:
+    cpu = {"limits": Limits(gpu_layers=0, kv_type=kv_type), "profile": reference_profile(LAPTOP)} if kv_type else {}
+    with Engine.from_pretrained(folder, **options, **cpu) as engine:
         expected = [result.token_ids for result in engine.generate(OPENINGS, max_new_tokens=n_tokens)]
     for pins in everywhere:
-        limits = Limits(overrides=pins)
+        limits = Limits(overrides=pins, kv_type=kv_type)
         with Engine.from_pretrained(
             folder, profile=reference_profile(LAPTOP), limits=limits, emulate=True, **options
         ) as engine:

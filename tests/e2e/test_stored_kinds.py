@@ -108,6 +108,17 @@ def test_the_demo_model_hardly_notices(demo: Path, kind: str) -> None:
     assert 0 < mean_kl <= MEAN_KL[kind] and not math.isnan(mean_kl)
 
 
+def test_keys_and_values_beyond_fp16s_range_are_no_infinities(tmp_path: Path) -> None:
+    """Biases of Qwen2's keys reach hundreds; these reach a million, and those of its values, too."""
+    spec, weights = model_of("qwen2", "int4", tmp_path)
+    for name, bias in weights.vectors.items():
+        if name.endswith("qkv_bias"):
+            bias[spec.query_size :] = torch.linspace(-1e6, 1e6, 2 * spec.kv_size)
+    for made in (on_kernels((spec, weights), "fp16"), reference((spec, weights), "fp16", BatchedTorchOps())):
+        assert made.to_logits(hidden_alone(made, PROMPT)).isfinite().all()
+        made.close()
+
+
 def logits_of(executor: Executor, ids: list[int]) -> torch.Tensor:
     executor.cache.open(0)
     return executor.logits(Batch.of_sequence(0, 0, ids), range(len(ids)))

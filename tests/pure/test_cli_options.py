@@ -14,7 +14,8 @@ from hetero_ee.calibration.job import CalibrationRequest
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.planning.limits import MODES as LIBRARY_MODES
 from hetero_ee.planning.limits import Limits
-from hetero_ee.planning.parts import KV_BYTES
+from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.weights.store.conversion import STORES_FOLDER as LIBRARY_STORES
 from hetero_ee_cli.app import app
 from hetero_ee_cli.commands.bench import bench
@@ -72,7 +73,8 @@ def test_help_names_the_library_s_defaults() -> None:
     """Importing the library for them would make every --help wait for torch."""
     hints = LimitOptions.__annotations__
     assert f"[default: {Limits().vram_margin_bytes // GIB}]" in hints["vram_margin"].__metadata__[0].help
-    assert f"[default: {Limits().kv_type}]" in hints["kv_type"].__metadata__[0].help
+    kv_types = f"[default: {KV_TYPE}; {ReferenceExecutor.kv_type} with --quantizer none]"
+    assert kv_types in hints["kv_type"].__metadata__[0].help
     tokens = inspect.signature(calibrate).parameters["tokens"].annotation
     assert f"[default: {CalibrationRequest().n_tokens}]" in tokens.__metadata__[0].help
 

@@ -105,7 +105,7 @@ def test_where_little_fits_the_context_is_short() -> None:
     profile = reference_profile(LAPTOP)
     spec = spec_of("llama", 4096, 14336, 32, 32, 128256, 4096)
     everything = Limits(gpu_layers=32, vram_margin_bytes=0)
-    needed = next(n for n in range(40, 80) if fits(spec, replace(everything, vram_budget_bytes=n * 2**27), 512))
+    needed = next(n for n in range(30, 80) if fits(spec, replace(everything, vram_budget_bytes=n * 2**27), 512))
     tight = replace(everything, vram_budget_bytes=needed * 2**27)
     made = plan(spec, profile, tight)
     assert 256 <= made.context_tokens < 4096

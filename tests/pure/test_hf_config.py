@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from hetero_ee.errors import ModelError, UsageError
+from hetero_ee.errors import ModelError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from tests.families import FAMILIES, config_of
@@ -226,7 +225,7 @@ MALFORMED: list[tuple[dict[str, Any], str, list[Any]]] = [
     ),
 ]
 MALFORMED_ROPE: list[tuple[str, list[Any]]] = [
-    ("rope_type", ["yarn", "dynamic", 5, ["linear"]]),
+    ("rope_type", ["proportional", "YaRN", 5, ["linear"]]),
     ("rope_theta", [*NO_NUMBERS, 0, 1e-300]),
     ("factor", [*NO_NUMBERS, 0, 0.5, None]),
     ("low_freq_factor", [*NO_NUMBERS, 4, 5]),
@@ -248,22 +247,51 @@ def test_malformed_fields_are_refused_by_name(config: dict[str, Any], field: str
 @pytest.mark.parametrize(("field", "values"), MALFORMED_ROPE, ids=[name for name, _ in MALFORMED_ROPE])
 def test_malformed_rope_fields_are_refused_by_name(field: str, values: list[Any]) -> None:
     for section in ("rope_parameters", "rope_scaling"):
-        for kind in ("linear", "llama3"):
+        for kind in ("linear", "llama3", "dynamic"):
             for value in values:
                 changed = LINEAR | {"rope_type": kind, field: value}
                 assert field in refusal(LLAMA | {section: changed})
 
 
+MALFORMED_YARN: list[tuple[str, list[Any]]] = [
+    ("rope_theta", [1, 0.5]),
+    ("factor", [*NO_NUMBERS, 0, 0.5, 1e7]),
+    ("beta_fast", [*NO_NUMBERS, 0.5, 1e7]),
+    ("beta_slow", [*NO_NUMBERS, 33, 1e-4]),
+    ("mscale", NO_NUMBERS),
+    ("mscale_all_dim", NO_NUMBERS),
+    ("attention_factor", NO_NUMBERS),
+    ("truncate", NO_FLAGS),
+    ("original_max_position_embeddings", NO_SIZES),
+    ("beta", [1.0]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), MALFORMED_YARN, ids=[name for name, _ in MALFORMED_YARN])
+def test_malformed_yarn_is_refused_by_name(field: str, values: list[Any]) -> None:
+    good = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    for section in ("rope_parameters", "rope_scaling"):
+        for value in values:
+            assert field in refusal(LLAMA | {section: good | {field: value}})
+
+
+def test_what_one_rope_type_has_another_has_not() -> None:
+    for field in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"):
+        assert field in refusal(LLAMA | {"rope_parameters": LINEAR | {field: 1.0}})
+    assert "factor is missing" in refusal(LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
+    two = LLAMA | {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    assert "dynamic with 2 features" in refusal(two)
+
+
 def test_longrope_needs_a_factor_for_every_pair() -> None:
     good = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     spec = read_spec(LLAMA | {"rope_parameters": good | {"original_max_position_embeddings": 20}, "head_dim": 32})
-    assert spec.max_context_tokens == 20 and spec.context_is_fixed
-    with pytest.raises(UsageError, match=r"21 is beyond the 20 positions \(original_max_position_embeddings\)"):
-        check_context(spec, 21)
+    assert spec.max_context_tokens == 20 and not spec.context_is_fixed
     spec = read_spec(LLAMA | {"rope_parameters": good, "head_dim": 32})  # no more than it has in all
     assert spec.max_context_tokens == 2048
-    for wrong in ([1.0] * 15, [1.0] * 15 + [0], [1.0] * 15 + [float("nan")], [1.0] * 15 + ["1"], 3, None):
-        assert "short_factor" in refusal(LLAMA | {"rope_parameters": good | {"short_factor": wrong}, "head_dim": 32})
+    for name in ("short_factor", "long_factor"):
+        for wrong in ([1.0] * 15, [1.0] * 15 + [0], [1.0] * 15 + [float("nan")], [1.0] * 15 + ["1"], 3, None):
+            assert name in refusal(LLAMA | {"rope_parameters": good | {name: wrong}, "head_dim": 32})
 
 
 def test_rope_fields_that_nobody_reads_are_refused() -> None:

@@ -117,8 +117,8 @@ def test_rows_wait_in_front_of_a_layer() -> None:
 def test_wrong_uses_are_refused() -> None:
     for wrong in (
         lambda: CpuKvCache(*SHAPE, MAX_TOKENS, kind="bf16"),
-        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 4, 3)),
-        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 3)),
+        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 4, 3), kind="fp16"),
+        lambda: CpuKvCache(*SHAPE, MAX_TOKENS, layers=(0, 1, 3), kind="fp16"),
     ):
         with pytest.raises(ValueError, match=r"no cache is called bf16|must ascend|of 4 layers can't hold 3"):
             wrong()
@@ -159,7 +159,7 @@ magnitudes = st.sampled_from([0.0, 1e-45, 1e-38, 9.9e-31, 1.1e-30, 1e-5, 1.0, 65
 
 @given(st.sampled_from(KINDS), magnitudes, st.integers(0, 2**32 - 1))
 def test_any_finite_value_is_rounded_as_defined(kind: str, magnitude: float, seed: int) -> None:
-    """Nothing finite becomes NaN, and only fp16 makes infinity, beyond its largest."""
+    """Nothing finite becomes NaN or infinite."""
     x = np.random.default_rng(seed).uniform(-1, 1, (2, SHAPE[1], SHAPE[2])).astype(np.float32)
     x *= np.float32(magnitude)
     x[0, 0, 0] = magnitude
@@ -168,8 +168,7 @@ def test_any_finite_value_is_rounded_as_defined(kind: str, magnitude: float, see
     row = Batch.of_sequence(0, 0, [1])
     cache.admit(row)
     cache.write(3, row, torch.from_numpy(x[:1]), torch.from_numpy(x[1:]))
-    with np.errstate(over="ignore"):
-        expected = rounded(kind, x)
+    expected = rounded(kind, x)
     found = np.stack([part[:, 0].numpy() for part in cache.read(3, 0, 0, 1)])
     assert np.array_equal(found, expected)
-    assert np.isfinite(found).all() or (kind == "fp16" and magnitude >= 65520)
+    assert np.isfinite(found).all()

@@ -108,11 +108,11 @@ def test_damage_to_scales(damage: Damage) -> None:
 
 @pytest.mark.parametrize("damage", [*GPU_LENGTHS.values(), *PAGES.values()], ids=[*GPU_LENGTHS, *PAGES])
 def test_damage_on_the_gpu(damage: Damage) -> None:
-    assert_found(filled(GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), layers=LAYERS)), damage)
+    assert_found(filled(GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), layers=LAYERS, kind="fp16")), damage)
 
 
 def test_damage_to_the_gpu_s_table() -> None:
-    cache = filled(GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), layers=LAYERS))
+    cache = filled(GpuKvCache(SHAPE, MAX_TOKENS, torch.device("cpu"), layers=LAYERS, kind="fp16"))
     cache.pages.table[cache.slots(Batch.of_sequence(1, 0, [0]))[0], 1] += 1
     with pytest.raises(HeteroError, match="sequence 1 is damaged"):
         cache.check()

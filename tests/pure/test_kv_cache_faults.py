@@ -136,7 +136,7 @@ def test_a_view_that_can_t_be_made(kind: str) -> None:
 def test_any_page_on_a_gpu_fails(error: BaseException, after: bool) -> None:
     """The table's lines are written one by one; the n-th can't be."""
     for n_calls in range(N_SEQUENCES):
-        cache = GpuKvCache(SHAPE, GPU_TOKENS, torch.device("cpu"), layers=LAYERS)
+        cache = GpuKvCache(SHAPE, GPU_TOKENS, torch.device("cpu"), layers=LAYERS, kind="fp16")
         for sequence in range(N_SEQUENCES):
             cache.open(sequence)
         wanted = Batch.joined([Batch.of_sequence(s, 0, [0] * 200) for s in range(N_SEQUENCES)])

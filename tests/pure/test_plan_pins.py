@@ -97,7 +97,7 @@ def test_the_hash_is_of_decisions_alone() -> None:
     changes = [
         {"threads": 1},
         {"context_tokens": 511},
-        {"kv_type": "fp16"},
+        {"kv_type": "int8"},
         {"prefill_chunk_tokens": 64},
         {"vram_budget_bytes": made.vram_budget_bytes + 1},
         {"ram_budget_bytes": made.ram_budget_bytes + 1},

@@ -237,11 +237,11 @@ def test_the_embedding_lies_on_the_gpu_where_there_is_room(tied: bool) -> None:
 
 def test_an_embedding_pinned_to_the_gpu_takes_room_from_layers() -> None:
     spec, profile = spec_of(), derived_profile(DATA_SHEETS[0], "2026-11-21")
-    limits = Limits(context_tokens=512, vram_budget_bytes=3 * GIB)
+    limits = Limits(context_tokens=512, vram_budget_bytes=5 * GIB // 2)
     free, pinned = (plan(spec, profile, replace(limits, overrides=pins)) for pins in ((), (("embedding", "gpu"),)))
     assert (free.decode_placements[0], pinned.decode_placements[0]) == ("cpu", "gpu")
     parts = [each.decode_placements.count("gpu") for each in (free, pinned)]
-    assert parts[1] - 1 < parts[0] and pinned.n_bytes("gpu") <= 3 * GIB
+    assert parts[1] - 1 < parts[0] and pinned.n_bytes("gpu") <= 5 * GIB // 2
     with pytest.raises(UsageError, match="the embedding can't be streamed"):
         plan(spec, profile, replace(limits, overrides=(("embedding", "stream"),)))
 

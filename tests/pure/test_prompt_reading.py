@@ -74,6 +74,21 @@ def test_sources_read_with_each_chunk_and_it_is_the_prompts_time() -> None:
     assert told == [(READING, 0, 3, 0.0), (READING, 2, 3, 2 * TOKEN_S), (READING, 3, 3, 3 * TOKEN_S)]
 
 
+def test_a_prompt_that_ends_early_is_told_as_over() -> None:
+    model, tokens, _ = reading(SlowReader(), [PROMPT])
+    told = list[tuple[int, int]]()
+
+    def interrupted(_stage: str, n_done: int, n_all: int) -> None:
+        told.append((n_done, n_all))
+        if n_done == 2:
+            raise KeyboardInterrupt
+
+    model.progress = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(tokens)
+    assert told == [(0, 3), (2, 3), (3, 3)] and not model.cache.sequences
+
+
 def test_what_a_conversation_holds_already_is_not_read_again() -> None:
     source = SlowReader()
     model = ScriptedModel(successor, successor)

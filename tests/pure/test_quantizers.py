@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.quantizers import CHUNK_ELEMENTS, MIN_EXPONENT, _rounded_codebook, quantize
+from hetero_ee.weights.quantizers import CHUNK_ELEMENTS, FITTED_LIMIT, MIN_EXPONENT, _rounded_codebook, quantize
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 INT4 = ("rtn", "search", "nf4", "codebook")
@@ -59,6 +59,8 @@ def check_valid(weight: Tensor, quantized: TileWeight) -> None:
         assert quantized.tiles.shape == (*grid, 256) and quantized.tiles.dtype == torch.uint8
         assert len(quantized.codebook) == 16 and list(quantized.codebook) == sorted(set(quantized.codebook))
         assert quantized.codebook[0] >= -128 and quantized.codebook[-1] <= 127
+        if quantized.codebook != NF4_CODEBOOK:
+            assert max(map(abs, quantized.codebook)) <= FITTED_LIMIT
         entries = torch.tensor(quantized.codebook)
     scales = layout.unpack_scales(quantized.scales).double() * 2.0**quantized.exponent
     scales = scales.repeat_interleave(32, dim=1)[: weight.shape[0], : weight.shape[1]]
@@ -252,9 +254,15 @@ def test_entries_that_round_to_one_value_are_kept_apart() -> None:
         torch.tensor([-1e-3] * 8 + [1.0] * 8),
         torch.linspace(-128, 127, 16),
     ):
-        codebook = _rounded_codebook(entries)
+        codebook = _rounded_codebook(entries, torch.ones(16))
         assert len(set(codebook)) == 16 and list(codebook) == sorted(codebook)
-        assert codebook[0] >= -128 and codebook[-1] <= 127
+        assert codebook[0] >= -FITTED_LIMIT and codebook[-1] <= FITTED_LIMIT
+
+
+def test_entries_are_rounded_where_that_costs_least() -> None:
+    """Twenty is the one largest entry of 19.2 .. 32 at which all of these are whole numbers."""
+    entries = torch.tensor([-20, -17, -13, -11, -9, -7, -5, -2, 1, 3, 6, 8, 10, 12, 15, 19.0])
+    assert _rounded_codebook(entries * 6.35, torch.ones(16)) == tuple(entries.int().tolist())
 
 
 def test_rtn_and_search_use_the_linear_codebook() -> None:

@@ -13,7 +13,7 @@ from hetero_ee_cli.options.prompt import PromptArgument, PromptOptions
 from hetero_ee_cli.options.sampling import SamplingOptions
 from hetero_ee_cli.reports.expectation import expected_rate
 from hetero_ee_cli.reports.run_report import Closing, closing_lines, run_document
-from hetero_ee_cli.terminal.output import echo_prompt, print_document, print_tokens, say
+from hetero_ee_cli.terminal.output import print_document, print_tokens, say
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -67,9 +67,7 @@ class Continuing:
 
         engine, start_s = self.engine, time.perf_counter()
         stream = engine.stream(text, **self.changes)
-        if not as_json:
-            echo_prompt(text)
-        tokens, interrupted = print_tokens(stream, quiet=as_json)
+        tokens, interrupted = print_tokens(stream, quiet=as_json, prompt="" if as_json else text)
         result = collect(tokens) if tokens else None
         if as_json:
             document = _document(engine, self.model, self.changes, result, interrupted)

@@ -61,7 +61,10 @@ class LimitOptions:
     ] = None
     kv_type: Annotated[
         str | None,
-        typer.Option(help="Type of the KV cache: fp32, fp16 or int8. [default: fp32]", autocompletion=one_of(KV_TYPES)),
+        typer.Option(
+            help="Type of the KV cache: fp32, fp16 or int8. [default: fp16; fp32 with --quantizer none]",
+            autocompletion=one_of(KV_TYPES),
+        ),
     ] = None
     mode: Annotated[
         str | None,
@@ -99,7 +102,7 @@ class LimitOptions:
             gpu_layers=_layers(self.gpu_layers),
             overrides=tuple(parse_override(_with_our_device(text)) for text in self.override or ()),
             context_tokens=opening["context_tokens"],
-            kv_type=self.kv_type or usual.kv_type,
+            kv_type=self.kv_type,
             mode=self.mode,
             draft_length=self.draft_length,
             threads=opening["threads"],

@@ -17,12 +17,19 @@ JSON_SCHEMA = 2
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def print_tokens(tokens: "Iterator[GeneratedToken]", quiet: bool = False) -> "tuple[list[GeneratedToken], bool]":
-    """Prints the text as it is generated. Returns the tokens, and whether Ctrl-C ended them."""
+def print_tokens(
+    tokens: "Iterator[GeneratedToken]", quiet: bool = False, prompt: str = ""
+) -> "tuple[list[GeneratedToken], bool]":
+    """Prints the text as it is generated. Returns the tokens, and whether Ctrl-C ended them.
+
+    prompt: what is continued, shown with the first token: before it, a terminal's line is for how far the prompt is.
+    """
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", newline="")  # type: ignore[union-attr]
     seen: list[GeneratedToken] = []
     try:
         for token in tokens:
+            if prompt and not seen:
+                echo_prompt(prompt)
             seen.append(token)
             if token.text and not quiet:
                 sys.stdout.write(token.text)

@@ -1,4 +1,7 @@
-"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long."""
+"""Progress on standard error: a bar for each stage on a terminal, a line elsewhere, nothing if nothing takes long.
+
+Prompts, which come again and again, have a line of their own on a terminal and none elsewhere.
+"""
 
 import sys
 import time
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hetero_ee.config import Progress
 from hetero_ee_cli.terminal.output import printable
+from hetero_ee_cli.terminal.prompt_progress import READING, PromptProgress
 from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
@@ -15,7 +19,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_EVERY_S = 10.0
-READING = "Reading the prompt"  # the one stage that comes again, with every long prompt
 
 
 @contextmanager
@@ -40,7 +43,9 @@ class _Lines:
         self._stage, self._line_due_s = "", 0.0
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
-        if stage not in self._said and not self._quiet and stage != READING:
+        if stage == READING:
+            return
+        if stage not in self._said and not self._quiet:
             self._said.add(stage)
             print(f"{stage}, once ..." if n_all else f"{stage.removesuffix('.')}.", file=sys.stderr)
         now_s = self._clock()
@@ -49,8 +54,6 @@ class _Lines:
         elif n_all and now_s >= self._line_due_s:
             self._line_due_s = now_s + LINE_EVERY_S
             print(f"{stage}: {n_done / n_all:.0%}", file=sys.stderr)
-        if n_all and n_done >= n_all:  # the next prompt is another stage
-            self._stage = ""
 
     def close(self) -> None:
         pass
@@ -64,8 +67,12 @@ class _Bars:
         self._progress: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._remarks: set[str] = set()
+        self._prompt = PromptProgress()
 
     def update(self, stage: str, n_done: int, n_all: int) -> None:
+        if stage == READING:
+            self._prompt.update(n_done, n_all)
+            return
         from rich.filesize import decimal
 
         from hetero_ee.hub.download import DOWNLOADING
@@ -79,13 +86,14 @@ class _Bars:
                 progress.console.print(f"{stage.removesuffix('.')}.", markup=False, highlight=False)
         else:
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage + ("" if stage == READING else self._note), total=n_all, size="")
+                tasks[stage] = progress.add_task(stage + self._note, total=n_all, size="")
             size = f"{decimal(n_done)} of {decimal(n_all)}" if stage.startswith(DOWNLOADING) else ""
             progress.update(tasks[stage], completed=n_done, size=size)
         if progress.finished:  # what follows may be text, which a bar would overwrite
             self.close()
 
     def close(self) -> None:
+        self._prompt.close()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

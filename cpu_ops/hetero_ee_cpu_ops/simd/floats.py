@@ -30,6 +30,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
 I8X16, I16X16 = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 MAGIC = 1.5 * 2.0**23  # adding it rounds to the nearest integer, ties to even; its low bits then hold that integer
 MAGIC_BITS = 0x4B400000
+HALF_LARGEST = 65504.0  # of fp16
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4  # 9 bits and the rest: n * LN2_HIGH is exact
 EXP_LOWEST, EXP_HIGHEST = -105.0, 89.0  # beyond: 0 and infinity
 EXP_SERIES = [1 / factorial for factorial in (5040, 720, 120, 24, 6, 2)]  # of (e^r - 1 - r) / r^2; next term 5e-9
@@ -147,7 +148,9 @@ def _chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
 
 
 def float_to_half(context: Any, builder: Any, value: Any) -> Any:
-    """fp32 to fp16 bit patterns, to nearest, ties to even; too large becomes infinity."""
+    """fp32 to fp16 bit patterns, to nearest, ties to even; beyond its range its largest; NaN stays NaN."""
+    lanes = Lanes(context, builder, value)
+    value = lanes.where(">", HALF_LARGEST, HALF_LARGEST, lanes.where("<", -HALF_LARGEST, -HALF_LARGEST, lanes)).value
     if target_has(context, "f16c") or target_has(context, "avx512f") or target_has(context, "fullfp16"):
         return builder.bitcast(builder.fptrunc(value, ir.VectorType(F16, 16)), I16X16)
     bits = builder.bitcast(value, I32X16)
@@ -160,7 +163,6 @@ def float_to_half(context: Any, builder: Any, value: Any) -> Any:
     subnormal = builder.fadd(builder.bitcast(magnitude, F32X16), rounder)
     subnormal = builder.sub(builder.bitcast(subnormal, I32X16), integers(0x3F000000))
     result = builder.select(builder.icmp_unsigned("<", magnitude, integers(113 << 23)), subnormal, normal)
-    result = builder.select(builder.icmp_unsigned(">=", magnitude, integers(143 << 23)), integers(0x7C00), result)
     result = builder.select(builder.icmp_unsigned(">", magnitude, integers(0x7F800000)), integers(0x7E00), result)
     return builder.trunc(builder.or_(result, sign), I16X16)
 
@@ -309,8 +311,8 @@ def store16(typing: Any, value: Any, address: Any) -> Any:
 
 @intrinsic
 def store_lanes(typing: Any, value: Any, address: Any, count: Any, element: Any) -> Any:
-    """Stores the first `count` lanes as `element`: fp32, fp16 bits (uint16, nearest even), or int8 (nearest even; the
-    values must lie in -128..127)."""
+    """Stores the first `count` lanes as `element`: fp32, fp16 bits (uint16, see float_to_half), or int8 (nearest even;
+    the values must lie in -128..127)."""
     if element not in ELEMENTS:
         return None
 

@@ -1,7 +1,7 @@
 """Llama (arXiv 2302.13971), which most other families change in a few places only."""
 
 from hetero_ee.models.families.family import activation, even_head_dim, layer_count
-from hetero_ee.models.families.rope_fields import read_rope
+from hetero_ee.models.families.rope_fields import own_context, read_rope
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
@@ -31,8 +31,6 @@ def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) ->
     context_tokens = fields.integer("max_position_embeddings", 2048)
     activation_name, threshold = activation(fields, "hidden_act", "silu")
     rope = read_rope(fields, head_dim, context_tokens, turns_part=turns_part)
-    if rope.scaling.kind == "longrope":  # the short factors cover no more
-        context_tokens = min(context_tokens, rope.scaling.original_context_tokens)
     attention_bias = fields.flag("attention_bias", False)
     return ModelSpec(
         architecture=architecture,
@@ -43,7 +41,7 @@ def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) ->
         head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_context_tokens=context_tokens,
+        max_context_tokens=own_context(rope, context_tokens),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=activation_name,
@@ -55,5 +53,4 @@ def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) ->
         rope=rope,
         sliding_windows=(None,) * n_layers,
         tied_head=fields.flag("tie_word_embeddings", False),
-        context_is_fixed=rope.scaling.kind == "longrope",
     )

@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.models.fields import Fields
+from hetero_ee.models.fields import MAX_SIZE, Fields
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 
 MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # of frequencies; published ones lie from 1 to 64
+KINDS = ("default", "linear", "llama3", "longrope", "yarn", "dynamic")
 KNOWN_FIELDS = {
     "rope_theta",
     "rope_type",
@@ -21,6 +22,7 @@ KNOWN_FIELDS = {
     "long_factor",
     "attention_factor",
 }
+YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 
 
 def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part: bool) -> RopeSpec:
@@ -34,12 +36,12 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part:
     partial = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if theta < 1:
         raise fields.fail(f"rope_theta is {theta:g}, expected 1 or more.")
-    parameters.refuse_others(KNOWN_FIELDS)
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
-    kinds = ("default", "linear", "llama3", "longrope")
-    if kind not in kinds:
-        raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(kinds)}.")
+    if kind == "su" or (kind == "yarn" and turns_part):  # its first names
+        kind = "longrope"
+    if kind not in KINDS:
+        raise fields.fail(f"rope_type {shown(kind)} is not supported; supported are {', '.join(KINDS)}.")
+    parameters.refuse_others(KNOWN_FIELDS | (YARN_FIELDS if kind == "yarn" else set()))
     if not turns_part and kind != "default" and int(head_dim * partial) != head_dim:
         raise fields.fail(
             f"partial_rotary_factor is {partial:g}, which this architecture does not have with rope_type {kind}; "
@@ -53,11 +55,19 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part:
         )
     if kind == "default":
         return RopeSpec(theta, n_features)
+    return RopeSpec(theta, n_features, _scaling(fields, parameters, kind, context_tokens, theta, n_features))
+
+
+def _scaling(
+    fields: Fields, parameters: Fields, kind: str, context_tokens: int, theta: float, n_features: int
+) -> RopeScaling:
     default_tokens = parameters.integer("original_max_position_embeddings", context_tokens)
     original_tokens = fields.integer("original_max_position_embeddings", default_tokens, smallest=2)
     if kind == "longrope":
-        n_pairs = n_features // 2
-        return RopeSpec(theta, n_features, _longrope(fields, parameters, context_tokens, original_tokens, n_pairs))
+        return _longrope(fields, parameters, context_tokens, original_tokens, n_features // 2)
+    if kind == "yarn":
+        is_named = any(each.get("original_max_position_embeddings") is not None for each in (fields, parameters))
+        return _yarn(fields, parameters, context_tokens, original_tokens if is_named else None, theta)
     factor = parameters.number("factor")
     low, high = parameters.number("low_freq_factor", 1.0), parameters.number("high_freq_factor", 4.0)
     if factor < 1 or high <= low:
@@ -65,26 +75,81 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part:
             f"rope factor {factor:g}, low_freq_factor {low:g} and high_freq_factor {high:g} are impossible, "
             "expected 1 or more, and the last above the second."
         )
-    return RopeSpec(theta, n_features, RopeScaling(kind, factor, low, high, original_tokens))
+    if kind != "dynamic":
+        return RopeScaling(kind, factor, low, high, original_tokens)
+    if n_features < 4:
+        raise fields.fail(f"rope_type dynamic with {n_features} features that turn is impossible, expected 4 or more.")
+    longest_tokens = _product(factor, context_tokens)  # stretched from the context that the file names
+    return RopeScaling(kind, factor, original_context_tokens=context_tokens, longest_context_tokens=longest_tokens)
+
+
+def _yarn(
+    fields: Fields, parameters: Fields, context_tokens: int, original_tokens: int | None, theta: float
+) -> RopeScaling:
+    """The default magnitude is the paper's; mscale and mscale_all_dim, which come together, are DeepSeek's."""
+    factor = parameters.number("factor", context_tokens / original_tokens if original_tokens else None)
+    fast, slow = parameters.number("beta_fast", 0.0) or 32.0, parameters.number("beta_slow", 0.0) or 1.0
+    if not 1 <= factor <= MAX_FACTOR or not MIN_FACTOR <= slow <= fast <= MAX_FACTOR or theta == 1:
+        raise fields.fail(
+            f"rope factor {factor:g}, beta_slow {slow:g}, beta_fast {fast:g} and rope_theta {theta:g} are impossible; "
+            f"expected a factor from 1 to {MAX_FACTOR:g}, beta_slow up to beta_fast, and rope_theta above 1."
+        )
+    above, below = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+    magnitude = _growth(factor, above) / _growth(factor, below) if above and below else _growth(factor, 1.0)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        low_frequency_factor=slow,
+        high_frequency_factor=fast,
+        original_context_tokens=original_tokens or context_tokens,
+        magnitude=parameters.number("attention_factor", magnitude),
+        whole_pairs=parameters.flag("truncate", True),
+        longest_context_tokens=_product(factor, original_tokens) if original_tokens else context_tokens,
+    )
+
+
+def _growth(factor: float, scale: float) -> float:
+    """Of queries and keys, which a longer context makes less sharp (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * scale * math.log(factor) + 1
+
+
+def _product(factor: float, n_tokens: int) -> int:
+    return int(min(factor * n_tokens, MAX_SIZE))
+
+
+def own_context(rope: RopeSpec, context_tokens: int) -> int:
+    """The context of a model whose file says so of max_position_embeddings, before anybody asks for more."""
+    scaling = rope.scaling
+    if scaling.kind == "longrope":  # the short factors cover no more
+        return min(context_tokens, scaling.original_context_tokens)
+    # Files with yarn often name the original context there too.
+    return max(context_tokens, scaling.longest_context_tokens) if scaling.kind == "yarn" else context_tokens
 
 
 def _longrope(
     fields: Fields, parameters: Fields, context_tokens: int, original_tokens: int, n_pairs: int
 ) -> RopeScaling:
     """Phi-3's long contexts (arXiv 2402.13753). The default magnitude is the paper's, from the ratio of contexts."""
-    factors = parameters.get("short_factor", [])
-    if not isinstance(factors, list | tuple) or len(factors) != n_pairs or not all(_is_factor(f) for f in factors):
-        raise fields.fail(
-            f"short_factor is {shown(factors)}, expected {n_pairs} numbers from {MIN_FACTOR:g} to {MAX_FACTOR:g}."
-        )
+    short, long = (_factors(fields, parameters, name, n_pairs) for name in ("short_factor", "long_factor"))
     ratio = parameters.number("factor", context_tokens / original_tokens)
     magnitude = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original_tokens))
     return RopeScaling(
         kind="longrope",
         original_context_tokens=original_tokens,
-        short_factors=tuple(float(factor) for factor in factors),
+        short_factors=short,
+        long_factors=long,
         magnitude=parameters.number("attention_factor", magnitude),
+        longest_context_tokens=context_tokens,
     )
+
+
+def _factors(fields: Fields, parameters: Fields, name: str, n_pairs: int) -> tuple[float, ...]:
+    factors = parameters.get(name, [])
+    if not isinstance(factors, list | tuple) or len(factors) != n_pairs or not all(_is_factor(f) for f in factors):
+        raise fields.fail(
+            f"{name} is {shown(factors)}, expected {n_pairs} numbers from {MIN_FACTOR:g} to {MAX_FACTOR:g}."
+        )
+    return tuple(float(factor) for factor in factors)
 
 
 def _is_factor(value: Any) -> bool:

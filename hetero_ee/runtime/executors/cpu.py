@@ -64,7 +64,8 @@ class CpuExecutor(HostExecutor):
         self._cache_shape = shape
         self._kv_write = KvWrite(*shape, kind)
         self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool)
-        self._rope = Rope(spec.rope.inverse_frequencies(), spec.rope.scaling.magnitude) if spec.rope else None
+        rope, n_positions = spec.rope, self.cache.max_tokens
+        self._rope = Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude) if rope else None
         self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._foreign: dict[Weight, _Linear] = {}

@@ -22,7 +22,8 @@ class DummyExecutor(HostExecutor):
 
     def __init__(self, spec: ModelSpec, max_tokens: int, layers: tuple[int, ...] | None = None) -> None:
         n_layers = spec.n_layers if layers is None else len(layers)
-        super().__init__(spec, dummy_weights(spec), max_tokens, CpuKvCache(n_layers, 0, 0, max_tokens, layers))
+        cache = CpuKvCache(n_layers, 0, 0, max_tokens, layers, kind=self.kv_type)
+        super().__init__(spec, dummy_weights(spec), max_tokens, cache)
 
     def embed(self, batch: Batch) -> Tensor:
         return torch.zeros(len(batch), self.spec.hidden_size)

@@ -5,13 +5,14 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
 from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
@@ -159,9 +160,10 @@ class BlockExecutor(HeadExecutor, Protocol):
 class HostExecutor(Executor, BlockExecutor):
     """Runs a whole model, or some of its blocks, in the CPU's memory.
 
-    cache: of some layers alone where others compute the rest, of all where None.
+    cache: of some layers alone where others compute the rest; of all, in kv_type, where None.
     """
 
+    kv_type: ClassVar[str] = KV_TYPE
     cache: CpuKvCache
     plan: Plan | None = None  # that it runs by itself
 
@@ -169,7 +171,8 @@ class HostExecutor(Executor, BlockExecutor):
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None
     ) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
-        self.cache = cache or CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens)
+        size = spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens
+        self.cache = cache or CpuKvCache(*size, kind=self.kv_type)
 
     @abstractmethod
     def product(self, x: Tensor, weight: Weight) -> Tensor:

@@ -18,6 +18,8 @@ from hetero_ee.weights.weight import Weight
 class ReferenceExecutor(HostExecutor):
     """Runs one model in plain torch. cache: see HostExecutor."""
 
+    kv_type = "fp32"  # it rounds nothing, and torch would widen what it reads each time
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -89,7 +91,8 @@ class ReferenceExecutor(HostExecutor):
             queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
             keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
         if spec.rope:
-            queries, keys = (ops.rope(part, batch.positions, spec.rope) for part in (queries, keys))
+            place = batch.positions, spec.rope, self.cache.max_tokens
+            queries, keys = (ops.rope(part, *place) for part in (queries, keys))
         self.cache.write(layer, batch, keys, values)
         attended = ops.attention(queries, self.cache, layer, batch, spec.sliding_windows[layer])
         return self.linear(attended.flatten(1), block.tensors["output"].name)

@@ -63,7 +63,7 @@ def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:
     rope = spec.rope
     if rope is None:
         return None
-    return rope_table(rope.inverse_frequencies(), rope.scaling.magnitude, n_positions, device)
+    return rope_table(rope.inverse_frequencies(n_positions), rope.scaling.magnitude, n_positions, device)
 
 
 def _buffers(spec: ModelSpec, device: Any, n_rows: int) -> SegmentBuffers:

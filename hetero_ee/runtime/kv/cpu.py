@@ -15,6 +15,7 @@ from hetero_ee.runtime.kv.cache import LayeredCache
 
 PAGE_TOKENS = 256  # a sequence's first room; it doubles from there, so that copying stays cheap
 KINDS = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
+LARGEST = 65504.0  # of fp16: what is beyond is stored as this, as the kernels do
 SMALLEST = 1e-30  # a head below it everywhere is stored as zero, as the kernels do
 
 
@@ -44,7 +45,8 @@ class CpuKvCache(LayeredCache[_Sequence]):
         head_dim: int,
         max_tokens: int,
         layers: Sequence[int] | None = None,
-        kind: str = "fp32",
+        *,
+        kind: str,
     ) -> None:
         super().__init__(n_layers, max_tokens, layers)
         if kind not in KINDS:
@@ -56,7 +58,9 @@ class CpuKvCache(LayeredCache[_Sequence]):
         index = self.index(layer)
         for row, sequence, position in batch.entries():
             found: tuple[Tensor, ...] = keys[row], values[row]
-            if self.kind == "int8":
+            if self.kind == "fp16":
+                found = keys[row].clamp(-LARGEST, LARGEST), values[row].clamp(-LARGEST, LARGEST)
+            elif self.kind == "int8":
                 (key_codes, key_scales), (value_codes, value_scales) = map(_int8, found)
                 found = key_codes, value_codes, key_scales, value_scales
             for part, x in zip(self._sequences[sequence].parts, found, strict=True):

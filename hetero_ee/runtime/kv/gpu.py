@@ -43,7 +43,7 @@ class GpuKvCache(LayeredCache[_Sequence]):
         *,
         pool_tokens: int | None = None,
         n_slots: int = 16,
-        kind: str = "fp16",
+        kind: str,
         layers: Sequence[int] | None = None,
     ) -> None:
         super().__init__(shape[0], max_tokens, layers)

@@ -13,7 +13,7 @@ from hetero_ee.hub.model_id import model_name
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.quantizers import QUANTIZER_VERSION, Workers
+from hetero_ee.weights.quantizers import Workers
 from hetero_ee.weights.store.checksums import sha256_of
 from hetero_ee.weights.store.manifest import FORMAT_VERSION
 from hetero_ee.weights.store.reader import copied_files
@@ -36,7 +36,7 @@ class Source:
     def key(self, quantization: Quantization) -> str:
         """Identifies a store by what it would be made from: configuration, file names, sizes, times and samples."""
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
-        identity = [FORMAT_VERSION, QUANTIZER_VERSION, config, files, asdict(quantization)]
+        identity = [FORMAT_VERSION, quantization.version, config, files, asdict(quantization)]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:

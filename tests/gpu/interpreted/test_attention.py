@@ -252,8 +252,57 @@ def test_a_neighbour_s_scale_is_caught(part: int) -> None:
     assert one.fits(found, one.pages()) and not one.fits(found, pages)
 
 
+SHARING = [("fp32", (1, 1, 8)), ("fp16", (1, 2, 12)), ("int8", (1, 1, 12)), ("int8", (2, 2, 8))]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("kind", "heads"), SHARING)
+def test_rows_that_share_a_program_have_the_bits_of_one_row(
+    kind: str, heads: tuple[int, int, int], window: int | None
+) -> None:
+    """Of one sequence across a part's edge, then of several: next to each other, in turns, in any order."""
+    rows = [(0, position) for position in range(PART_TOKENS - 3, PART_TOKENS + 3)]
+    rows += [(1, 0), (0, 9), (1, 1), (0, 8), (1, 2), (2, 20), (2, 21), (0, PART_TOKENS), (1, 1), (2, 0)]
+    shared = case(14, kind, heads, window, [PART_TOKENS + 3, 3, 22], rows)
+    pages = shared.pages()
+    alone = torch.cat([shared.attend(pages, [row]) for row in range(len(rows))])
+    assert len(rows) == FEW_ROWS and shared.fits(alone, pages)
+    for first, end in ((0, 16), (1, 6), (3, 11)):
+        assert_same_bits(shared.attend(pages, list(range(first, end))), alone[first:end])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_spoils_no_row_that_does_not_see_it(kind: str) -> None:
+    """Its own key and value, and those that the other's window has left: rows that share a program."""
+    two = case(15, kind, (1, 1, 8), 20, [40], [(0, 38), (0, 39)])
+    pages = two.pages()
+    good = two.attend(pages)
+    for row, place in ((0, 39), (1, 19)):  # the row that keeps its bits; the position that only the other one sees
+        spoiled = two.pages()
+        page = spoiled.table[0, 0]
+        (spoiled.codes if spoiled.scales is None else spoiled.scales)[page, LAYER, :, :, place] = float("inf")
+        found = two.attend(spoiled)
+        assert_same_bits(found[[row]], good[[row]])
+        assert not found[1 - row].isfinite().all()
+
+
+def test_a_page_beyond_32_bits_of_elements() -> None:
+    """4 GiB of which two pages are touched: their first elements are the same but for bits beyond the 32nd."""
+    last = 2**32 // (2 * PAGE_TOKENS * 128)
+    text, query = random(16, 3, 2 * 128), random(17, 1, 128)
+    found = []
+    for n_pages in (1, last + 1):
+        codes = torch.empty((n_pages, 1, 2, 1, PAGE_TOKENS, 128), dtype=torch.int8, device=DEVICE)
+        pages = Pages(codes, torch.ones(codes.shape[:5], device=DEVICE), int32(n_pages - 1)[None])
+        codes[0], pages.scales[0] = -128, float("nan")
+        kv_write(text, pages, int32(0, 0, 0), int32(0, 1, 2), 0, 0, 128)
+        found.append(attention(query, pages, int32(0), int32(2), 0, None, torch.empty(1, 128, device=DEVICE)))
+    assert found[0].isfinite().all()
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("heads", [(2, 1, 16), (1, 4, 16), (1, 3, 8)])
+@pytest.mark.parametrize("heads", [(2, 1, 16), (1, 2, 8), (1, 4, 16), (1, 3, 8)])
 def test_a_prompts_rows_have_the_bits_of_one_row(heads: tuple[int, int, int], window: int | None) -> None:
     """More rows than FEW_ROWS are one launch, without a workspace, that adds up the parts itself."""
     rows = [(0, position) for position in range(290, 310)] + [(1, 0), (1, 1), (0, 5), (1, 2)]

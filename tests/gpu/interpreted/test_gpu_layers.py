@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_the_head(model: Model) -> None:
     spec, weights = model
     blocks = [block for block in decoder_blocks(spec) if block.kind in (BlockKind.FINAL_NORM, BlockKind.HEAD)]
-    cache = GpuKvCache((0, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, torch.device(DEVICE), layers=())
+    cache = GpuKvCache((0, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, torch.device(DEVICE), layers=(), kind="fp16")
     layers = GpuExecutor(spec, weights, blocks, cache, gpu_operations(Registry(), "cuda"), N_ROWS)
     reference, hidden = ReferenceExecutor(*model, MAX_TOKENS), random(0, N_ROWS, spec.hidden_size, scale=3.0)
     normed = layers.final_norm(hidden)

@@ -73,7 +73,8 @@ def operations(matmul: str) -> GpuOperations:
 def segment(model: Model, layers: range = range(2), ops: Any = None, recorder: Any = None, **cache: Any) -> GpuSegment:
     spec, weights = model
     shape = (len(layers), spec.n_kv_heads, spec.head_dim)
-    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), layers=layers, **({"pool_tokens": 1000} | cache))
+    sizes = {"pool_tokens": 1000, "kind": "fp16"} | cache
+    held = GpuKvCache(shape, MAX_TOKENS, torch.device(DEVICE), layers=layers, **sizes)
     return GpuSegment(spec, weights, blocks_of(spec, layers), held, ops or operations("torch"), recorder)
 
 
@@ -272,7 +273,7 @@ def test_a_segment_on_another_gpu_than_the_current(llama: Model) -> None:
     ops, found = operations("triton"), []
     for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
         spec, weights = llama
-        cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000)
+        cache = GpuKvCache((2, spec.n_kv_heads, spec.head_dim), MAX_TOKENS, device, pool_tokens=1000, kind="fp16")
         part = GpuSegment(spec, weights, blocks_of(spec, range(2)), cache, ops, recorder_for(device, ops))
         cache.open(0)
         found.append([run(part, llama, Batch.of_sequence(0, position, [position])).cpu() for position in range(3)])
