@@ -106,8 +106,8 @@ class OffByOnePosition(Later):
 class WrittenOnce(CpuKvCache):
     """What was written stays: nothing is rolled back but the lengths."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, kind: str) -> None:
+        super().__init__(*arguments, kind=kind)
         self.written: set[tuple[int, int, int]] = set()
 
     def write(self, layer: int, batch: Batch, keys: Tensor, values: Tensor) -> None:
@@ -130,7 +130,7 @@ def executor(
     """Of the engine's weights, with a cache of its own; sound, unless made of what is not."""
     spec, n_tokens = engine.spec, engine.context_tokens
     ops = ShiftedOps() if kind is OffByOnePosition else TorchOps()
-    held = cache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens)
+    held = cache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens, kind=engine.executor.cache.kind)
     return kind(spec, engine.executor.weights, n_tokens, ops, cache=held)
 
 
