@@ -41,7 +41,8 @@ def told(*, async_layers: int, head: str = "cpu") -> tuple[Timeline, list[float]
         machine=replace(profile.machine, ram_bytes=PLENTY, vram_bytes=PLENTY),
     )
     pins = ((r"layers\.0\..*", "gpu"), ("layers.*|embedding", "cpu"), ("head", head))
-    plan = make_plan(SPEC, roomy, Limits(context_tokens=64, mode="full", overrides=pins))
+    limits = Limits(context_tokens=64, mode="full", overrides=pins, kv_type=profile.gpu.kv_type)
+    plan = make_plan(SPEC, roomy, limits)
     timeline = Timeline()
     executor = dummy(SPEC, plan, roomy, timeline)
     how = Drafting(1, 2, NEVER, DraftEnd(), async_layers=async_layers)

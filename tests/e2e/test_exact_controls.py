@@ -130,7 +130,7 @@ def executor(
     """Of the engine's weights, with a cache of its own; sound, unless made of what is not."""
     spec, n_tokens = engine.spec, engine.context_tokens
     ops = ShiftedOps() if kind is OffByOnePosition else TorchOps()
-    held = cache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens, kind="fp32")
+    held = cache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens, kind=ReferenceExecutor.kv_type)
     return kind(spec, engine.executor.weights, n_tokens, ops, cache=held)
 
 
