@@ -9,7 +9,7 @@ import torch
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.parts import KV_TYPE, model_parts
 from hetero_ee.planning.times.costs import Costs
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.profiling import cpu as cpu_profiling
@@ -137,7 +137,7 @@ def test_a_measured_profile_predicts_the_passes_that_it_was_measured_from(
     """Of all layers or of one, and with weights that a long context has pushed out of the caches."""
     monkeypatch.setattr(cpu_profiling, "_read_bytes_per_s", lambda *arguments: [1e9])
     spec, clock = spec_of(family), WorkClock(monkeypatch)
-    costs, parts = Costs(spec, profile_of(spec, max_bytes, clock), 1), model_parts(spec, "fp32")
+    costs, parts = Costs(spec, profile_of(spec, max_bytes, clock), 1), model_parts(spec, KV_TYPE)
     for m, context_tokens in POINTS:
         clock.kept = context_tokens - m
         products_s = sum(s.n_layers * clock.product_s(s.n_bytes, m) for s in product_shapes(spec))
@@ -161,7 +161,7 @@ def test_as_many_layers_as_there_is_room_for(n_kept: int, room: float) -> None:
 def test_keys_and_values_need_room_too() -> None:
     spec = spec_of("llama")
     assert probed_model(spec, product_shapes(spec), 2**20, 16).spec.n_layers == 3
-    assert probed_model(spec, product_shapes(spec), 2**20, 6000).spec.n_layers == 1
+    assert probed_model(spec, product_shapes(spec), 2**20, 12_000).spec.n_layers == 1
 
 
 def test_the_speed_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
