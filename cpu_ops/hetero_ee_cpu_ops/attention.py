@@ -8,8 +8,9 @@ query, its position, the window and the keys and values it sees, never on other 
 Within a block, key p's product is summed in 16 lanes by features and then over lanes in a fixed tree; each output
 feature takes the block's values in order of position.
 
-An item of work is a key head and up to 64 queries: consecutive rows of one sequence with all their query heads. They
-pass the keys and values together (attention_block.py), which are read and converted once an item.
+An item of work is a key head and up to 64 queries, fewer where heads are long or threads would have none: consecutive
+rows of one sequence with all their query heads. They pass the keys and values together (attention_block.py), which are
+read and converted once an item. An item takes 146 KB of its thread's stack.
 
 Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (n_layers, n_kv_heads, capacity, d)
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
@@ -52,6 +53,7 @@ from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # as stored
 MAX_GROUP = 128  # query heads of one key head
+TILE_QUERIES = 4  # parts are whole tiles of the highest that most have, but for a sequence's last
 SHARED_FROM = 32_000  # positions x query features: 5 us of one thread where the cache is warm, 20 where it is not
 QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES = range(12)
 N_ARGUMENTS, ARGUMENT_BYTES = 12, 96
@@ -68,23 +70,32 @@ def _run_end(table: int, row: int, n_rows: int) -> int:
 
 
 @compiled
-def _n_parts(n_queries: int, item_queries: int) -> int:
-    return (n_queries + item_queries - 1) // item_queries
+def _even(n_queries: int, most: int) -> int:
+    """The size of a sequence's parts: as few as there can be, about equal, in whole tiles but for the last."""
+    n_parts = -(-n_queries // most)
+    return -(-n_queries // (TILE_QUERIES * n_parts)) * TILE_QUERIES
+
+
+@compiled
+def _n_parts(table: int, n_rows: int, group: int, most: int) -> int:
+    n_parts, row = 0, 0
+    while row < n_rows:
+        end = _run_end(table, row, n_rows)
+        n_queries = (end - row) * group
+        n_parts += -(-n_queries // _even(n_queries, most))
+        row = end
+    return n_parts
 
 
 @compiled
 def _part(arguments: int, number: int) -> Any:
     """First query and end of the part of that number: queries are counted over rows and a row's heads."""
-    table, n_rows, group, size = (
-        word(arguments, TABLE),
-        word(arguments, N_ROWS),
-        word(arguments, GROUP),
-        word(arguments, ITEM_QUERIES),
-    )
+    table, n_rows, group = word(arguments, TABLE), word(arguments, N_ROWS), word(arguments, GROUP)
     row = 0
     while True:
         end = _run_end(table, row, n_rows)
-        n_parts = _n_parts((end - row) * group, size)
+        size = _even((end - row) * group, word(arguments, ITEM_QUERIES))
+        n_parts = -(-(end - row) * group // size)
         if number < n_parts:
             first = row * group + number * size
             return first, min(first + size, end * group)
@@ -151,12 +162,12 @@ def _chunk(kind: str) -> Chunk:
 @entry(
     types.int64(
         types.int64, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
-        array_out(types.float32, 2), *[types.int64] * 5, types.boolean,
+        array_out(types.float32, 2), *[types.int64] * 6,
     )
 )  # fmt: skip
 def _enter(
     function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
-    head_dim: int, window: int, alone: bool,
+    head_dim: int, window: int, n_threads: int,
 ) -> int:  # fmt: skip
     """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
     m, n_features = out.shape
@@ -165,16 +176,17 @@ def _enter(
         return -1
     if group * n_kv_heads * head_dim != n_features or first + n_features > queries.shape[1] or group > MAX_GROUP:
         return -1
-    size = min(MAX_QUERIES, MAX_FEATURES // (-(-head_dim // 16) * 16))
-    n_positions, n_parts, row = 0, 0, 0
-    while row < m:
-        end = _run_end(table.ctypes.data, row, m)
-        n_parts += _n_parts((end - row) * group, size)
-        for other in range(row, end):
-            position = table[other, POSITION]
-            n_positions += min(position + 1, window) if window else position + 1
-        row = end
-    alone = alone or n_positions * n_features < SHARED_FROM
+    n_positions = 0
+    for row in range(m):
+        position = table[row, POSITION]
+        n_positions += min(position + 1, window) if window else position + 1
+    n_threads = 1 if n_positions * n_features < SHARED_FROM else n_threads
+    size = min(MAX_QUERIES, MAX_FEATURES // (-(-head_dim // 16) * 16)) // TILE_QUERIES * TILE_QUERIES
+    n_parts = _n_parts(table.ctypes.data, m, group, size)
+    while n_parts * n_kv_heads < n_threads and size > TILE_QUERIES:  # a thread of its own before shared reads
+        size = size // (2 * TILE_QUERIES) * TILE_QUERIES
+        n_parts = _n_parts(table.ctypes.data, m, group, size)
+    alone = n_threads == 1
     if not alone and arguments.size == 0:
         return n_parts * n_kv_heads
     address = scratch(ARGUMENT_BYTES) if alone else arguments.ctypes.data
@@ -214,7 +226,7 @@ class Attention:
         if kind not in DTYPES:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
-        self._pool, self._alone, self._chunk = pool, pool is None, _chunk(kind)
+        self._pool, self._n_threads, self._chunk = pool, pool.n_threads if pool else 1, _chunk(kind)
 
     def attend(
         self, queries: Any, table: Any, layer: int, window: int | None, out: Any = None, *, first: int = 0
@@ -228,7 +240,7 @@ class Attention:
             out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
-        call = (queries, table, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._alone)
+        call = (queries, table, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._n_threads)
         status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(

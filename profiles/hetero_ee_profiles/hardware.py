@@ -255,7 +255,8 @@ def _at_context(rows: Sequence[AttentionTime], context_tokens: int) -> list[tupl
         growth = [
             (other, interpolated(of, context_tokens) - interpolated(of, alone_tokens)) for other, of in several.items()
         ]
-        seconds.append((m, alone_s + max(0.0, interpolated(growth, m))))
+        grown_s = growth[0][1] if len(growth) == 1 else interpolated(growth, m)
+        seconds.append((m, alone_s + max(0.0, grown_s)))
     return seconds
 
 

@@ -149,6 +149,7 @@ def test_rows_that_share_a_pass_keep_their_bits(kind):
         for m, n, n_kv_heads, group, head_dim in (
             (2, 70, 2, 1, 128), (5, 130, 1, 1, 64), (3, 64, 1, 8, 64), (67, 200, 1, 1, 20), (130, 130, 2, 1, 16),
             (40, 90, 1, 3, 80), (2, 33, 1, 70, 8), (9, 65, 1, 2, 256),
+            (42, 132, 1, 1, 192), (64, 157, 1, 4, 160), (10, 200, 1, 1, 816),
         ):  # fmt: skip
             texts = [rng.normal(size=(n, 2 * n_kv_heads * head_dim)).astype(np.float32) for _ in range(2)]
             rows = [(0, n - m + row) for row in range(m)] + [(1, n - 1), (0, 0)]
