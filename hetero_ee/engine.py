@@ -111,10 +111,10 @@ class Engine:
             kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped one,
             a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
         vram_budget, vram_margin, ram_budget: GiB of GPU memory to use and to leave free, and of RAM to use.
-        gpu_layers: first layers, whole, on the GPU. override: parts pinned by name: REGEX=gpu, REGEX=cpu, REGEX=stream.
-        kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer "none" "fp32". mode: "full" or
-            "exact". draft_length: tokens verified at once in exact mode. What is None of all others, the planner
-            chooses. limits: all of them in one object.
+        gpu_layers: first layers, whole, on the GPU, if there is one. override: parts pinned by name: REGEX=gpu,
+            REGEX=cpu, REGEX=stream. kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer
+            "none" "fp32". mode: "full" or "exact". draft_length: tokens verified at once in exact mode. What is None of
+            all others, the planner chooses. limits: all of them in one object.
         plan: where every part goes, a Plan or its JSON file, in place of one made now.
         draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
         emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.

@@ -52,7 +52,7 @@ class CalibrationRequest:
         if self.texts is not None and not is_texts:
             raise UsageError(f"texts is {shown(self.texts)}; expected a list of strings, or None for the model's own.")
         if not is_whole(self.n_tokens, MIN_TOKENS, MAX_TOKENS):
-            raise UsageError(f"{shown(self.n_tokens)} tokens to calibrate on; expected {MIN_TOKENS} to {MAX_TOKENS}.")
+            raise UsageError(f"tokens is {shown(self.n_tokens)}; expected {MIN_TOKENS} to {MAX_TOKENS}.")
         if not isinstance(self.description, str):
             raise UsageError(f"description is {shown(self.description)}; expected a string.")
         if not isinstance(self.settings, CalibrationSettings):

@@ -28,9 +28,11 @@ class ModelId:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.name):
+            why = "it is no Hugging Face id either"
+            if ":" in self.name:  # as other programs' names have it
+                why = "names with a colon are no Hugging Face ids, which have the form org/name"
             raise UsageError(
-                f"there is no folder {shown(self.name)}, and it is no Hugging Face id either; "
-                "give a folder, or an id such as Qwen/Qwen3-4B."
+                f"there is no folder {shown(self.name)}, and {why}; give a folder, or an id such as Qwen/Qwen3-4B."
             )
         if not _is_revision(self.revision):
             raise UsageError(f"revision is {shown(self.revision)}; expected a branch, a tag or a commit.")
@@ -52,12 +54,17 @@ def local_folder(model: str | Path | None) -> Path | None:
         raise UsageError(f"the model is {shown(model)}; expected a folder or a Hugging Face id.")
     folder = _expanded(model)
     if model != "" and _exists(folder):
+        if not folder.is_dir() and folder.suffix.lower() == ".gguf":
+            raise ModelError(
+                f"{folder} is a file, and GGUF files are not read; give the original model, as a folder with "
+                "safetensors or a Hugging Face id such as Qwen/Qwen3-4B."
+            )
         if not folder.is_dir():
             raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
         return folder
     if isinstance(model, Path) or _is_path(model):
         raise ModelError(
-            f"there is no folder {folder}; --model takes a folder with a Hugging Face checkpoint, a store, "
+            f"there is no folder {folder}; give one with a Hugging Face checkpoint, a store, "
             "or a Hugging Face id such as Qwen/Qwen3-4B."
         )
     return None

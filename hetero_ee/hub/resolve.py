@@ -12,7 +12,7 @@ from hetero_ee.config import Progress
 from hetero_ee.errors import CheckpointError, DiskFullError, ModelError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, retried
-from hetero_ee.hub.errors import hub_error, hub_host
+from hetero_ee.hub.errors import hub_error, hub_host, is_transient
 from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES, indexed_files
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
 from hetero_ee.hub.repository import Repository
@@ -103,7 +103,11 @@ class _Hub:
         from huggingface_hub.errors import RevisionNotFoundError
 
         if cached is None or isinstance(error, RevisionNotFoundError):
-            raise hub_error(error, self._model) from error
+            found = hub_error(error, self._model)
+            if is_transient(error):  # no word on whether there is such a model
+                name = self._model.name
+                found = type(found)(f"{name} is neither a folder here nor a converted model, and {found}")
+            raise found from error
         if self._progress:
             self._progress(f"{hub_host()} can't be asked; using {self._model.name} as it is in the cache", 0, 0)
         return cached

@@ -19,7 +19,8 @@ class Limits:
     vram_budget_bytes: int | None = None  # None: what is free, less the margin
     vram_margin_bytes: int = 2**30
     ram_budget_bytes: int | None = None  # None: what is free
-    gpu_layers: int | None = None  # first layers, whole, on the GPU; 0: no GPU; more than there are: all; None: free
+    # First layers, whole, on the GPU; 0: no GPU; more than there are: all; None: free. Without a GPU it means nothing.
+    gpu_layers: int | None = None
     # Regular expressions and the placement ("gpu", "cpu" or "stream") of the parts whose whole names they match; the
     # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()

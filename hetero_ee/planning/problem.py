@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
@@ -90,6 +90,8 @@ class Problem:
 def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: Statistics) -> Problem:
     """The problem that these inputs pose. Raises UsageError for requests beyond the model or the machine."""
     _check_statistics(known, spec)
+    if profile.gpu is None:  # its layers are the CPU's, as in llama.cpp
+        limits = replace(limits, gpu_layers=None)
     if limits.mode == "exact" and known.exits is None and known.drafts is None:
         raise UsageError(
             "exact mode needs a model whose drafts were measured; run hetero-ee calibrate, give a draft_head that "
@@ -130,10 +132,8 @@ def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
 
 def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:
     if profile.gpu is None:
-        if limits.vram_budget_bytes or limits.gpu_layers:
-            raise UsageError(
-                f"{profile.name} has no GPU; drop vram_budget and gpu_layers, or plan for another machine."
-            )
+        if limits.vram_budget_bytes:
+            raise UsageError(f"{profile.name} has no GPU; drop vram_budget, or plan for another machine.")
         return 0
     if limits.gpu_layers == 0:
         return 0

@@ -37,7 +37,8 @@ def _split_reason(best: Candidate) -> str:
     """What keeps more of the model from the GPU."""
     problem, pairs = best.problem, list(zip(best.problem.parts, best.decode, strict=True))
     if not problem.has_gpu:
-        why = "this machine has none" if problem.costs.profile.gpu is None else "it has no budget here"
+        why = "-ngl 0 says so" if problem.limits.gpu_layers == 0 else "it has no budget here"
+        why = "this machine has none" if problem.costs.profile.gpu is None else why
         return f"Nothing is on the GPU: {why}."
     left_bytes = problem.vram_budget_bytes - sum(term.n_bytes for term in best.memory if term.device == "gpu")
     elsewhere = [part for part, placement in pairs if part.layer is not None and placement != "gpu"]

@@ -111,6 +111,8 @@ def open_placed(
         limits = replace(limits, threads=threads)
     if plan is None:
         assert profile is not None, "either a plan or a profile"
+        if profile.gpu is None and limits.gpu_layers:
+            warn("There is no GPU, so all layers run on the CPU")
         plan = make_plan(spec, profile, limits, placement.statistics)
     check_fits(plan, spec)
     again = _plans_again(spec, replace(placement, limits=limits), plan, warn)

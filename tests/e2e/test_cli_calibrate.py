@@ -142,7 +142,7 @@ def test_a_text_too_short_says_how_much_is_needed(cli: Cli, tiny: Path, tmp_path
         (("--tokens", "5"), "expected 512 to"),
         (("--tokens", "many"), "--tokens"),
         (("--plot", "exits.jpg"), "expected a name that ends in .png or .svg"),
-        (("--show",), "there is no calibration of"),
+        (("--show",), "make one with hetero-ee calibrate -m /"),
         (("--show", "--force"), "drop --force"),
         (("--show", "--tokens", "600"), "drop --force, --text and --tokens"),
         (("--show", "--quantizer", "none"), "belongs to a store"),

@@ -178,7 +178,8 @@ def test_paths_are_those_hugging_face_hub_uses(cli: Cli) -> None:
         ("HETERO_EE_THREADS", "many", ["generate", "x"], "HETERO_EE_THREADS is 'many'; expected a whole number from"),
         ("HETERO_EE_CONFIG", "/no-such\n-file", ["generate", "x"], "/no-such\\n-file, which can't be read (No such"),
         ("HETERO_EE_CACHE_DIR", "~no-such-user-here", ["generate", "x"], "there is no such home folder."),
-        ("HETERO_EE_MODEL", "./no-such-folder", ["generate", "x"], "no-such-folder"),
+        ("HETERO_EE_MODEL", "./no-such-folder", ["generate", "x"], "HETERO_EE_MODEL: there is no folder no-"),
+        ("HETERO_EE_MODEL", "./a", ["generate", "x", "-m", "./b"], "hetero-ee: there is no folder b; give one with"),
         ("NO_COLOR", "", ["config", "show", "-t", "-1"], "--threads is -1; expected a whole number from 0 to 1024."),
     ],
 )

@@ -1,7 +1,10 @@
 """Habits that users bring along: flags by their names in llama.cpp, run, pull and search, names of converted models."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,19 @@ def test_verbose_tells_times_and_rates_below_the_text(cli: Cli, tiny: Path, said
     seconds = [float(shown[name].split()[0]) for name in ("load time", "prompt eval duration", "eval duration")]
     assert float(shown["total duration"].split()[0]) == pytest.approx(sum(seconds), abs=0.01)
     assert "time to first token" not in cli("generate", PROMPT, "-m", tiny, *PLAIN).err
+
+
+def test_a_pipe_gets_the_text_alone_and_a_terminal_newlines(cli: Cli, tiny: Path, said: str) -> None:
+    for arguments in (["generate", PROMPT, "-m", tiny], ["run", tiny, PROMPT]):
+        assert cli(*arguments, *PLAIN).out == said
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hetero_ee_cli", "generate", PROMPT, "-m", str(tiny), *PLAIN]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, check=True)
+    shown = os.read(ours, 2**16)
+    os.close(ours)
+    os.close(theirs)
+    assert shown.endswith(b"\r\n\r\n") and done.stderr.startswith(b"[ prompt")
 
 
 def test_a_text_that_the_context_cuts_says_so(cli: Cli, own_tiny: Path) -> None:

@@ -299,14 +299,28 @@ def test_bad_wishes_are_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--vram-budget", "4"], "has no GPU"),
-        (["-ngl", "3"], "has no GPU"),
+        (["--vram-budget", "4"], "has no GPU; drop --vram-budget, or plan"),
         (["-ot", "layers.0.ffn=gpu"], "no GPU"),
     ],
 )
 def test_wishes_for_a_gpu_that_is_not_there(cli: Cli, kept: Path, arguments: list[str], words: str) -> None:
     ended = cli("generate", *ARGUMENTS, *arguments)
     assert (ended.code, ended.out) == (2, "") and words in ended.err and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("layers", ["3", "all"])
+def test_layers_for_a_gpu_that_is_not_there_run_on_the_cpu(cli: Cli, kept: Path, story: str, layers: str) -> None:
+    """As in llama.cpp."""
+    ended = cli("generate", *ARGUMENTS, "-ngl", layers)
+    assert (ended.code, ended.out) == (0, story)
+    assert ended.err.count("There is no GPU, so all layers run on the CPU.\n") == 1
+    assert "no GPU" not in cli("generate", *ARGUMENTS, "-ngl", 0).err
+
+
+def test_what_one_token_does_not_measure_is_not_told(cli: Cli, kept: Path) -> None:
+    for mode, words in (("full", "full"), ("exact", r"exact \(draft head, up to \d+ tokens\): nothing to draft")):
+        ended = cli("generate", *ARGUMENTS[:-1], 1, "--mode", mode)
+        assert re.search(rf" \| gen 1 tok \| {words} \| peak memory", ended.err), ended.err
 
 
 def test_a_model_whose_drafts_nobody_measured_can_not_be_exact(

@@ -68,7 +68,8 @@ from hetero_ee_cli.commands import bench
 from hetero_ee_cli.reports.bench_table import print_row
 from hetero_ee_cli.app import main
 row = dict(model_filename="m", model_type="m int4", model_size=1, model_n_params=1, n_threads=1, mode="full",
-           test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None, reading_shares=None)
+           test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None, reading_shares=None,
+           samples_ns=[1, 2])
 bench._rows = lambda *_, **__: iter([row])
 bench._compare_speed = lambda *_: None
 bench.footer = lambda rows: "caf\\u00e9"

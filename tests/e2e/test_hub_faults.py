@@ -167,7 +167,8 @@ def test_nobody_there(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     progress = Calls()
     assert resolve(progress=progress) == folder
     assert [n_all for _, _, n_all in progress.calls] == [0]
-    with pytest.raises(ModelError, match=r"localhost:9 can't be reached \(.*refused.*\); check the network"):
+    unfound = r"^org/other is neither a folder here nor a converted model, and localhost:9 can't be reached \(.*refused"
+    with pytest.raises(ModelError, match=unfound + r".*\); check the network"):
         resolve("org/other")
     monkeypatch.setattr(constants, "ENDPOINT", "htp:/x")
     with pytest.raises(ModelError, match=r"leads to no web address .* correct HF_ENDPOINT"):

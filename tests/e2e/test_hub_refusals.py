@@ -82,6 +82,14 @@ def test_what_can_only_be_a_path_is_no_id(hub: Hub, tmp_path: Path, monkeypatch:
     assert hub.log == []
 
 
+def test_names_of_other_programs_are_told_from_ids(hub: Hub, tmp_path: Path) -> None:
+    assert "names with a colon are no Hugging Face ids, which have the form org/name;" in str(refusal("llama3.1:8b"))
+    (file := tmp_path / "model.GGUF").touch()
+    for model in (file, str(file)):
+        assert f"{file} is a file, and GGUF files are not read; give the original model" in str(refusal(model))
+    assert hub.log == []
+
+
 @pytest.mark.parametrize("model", [5, 1.5, b"gpt2", [ID]])
 def test_a_model_is_a_string_or_a_path(hub: Hub, model: object) -> None:
     with pytest.raises(UsageError, match="expected a folder or a Hugging Face id"):

@@ -72,6 +72,9 @@ def test_random_weights_give_times_alone_and_lanes_are_busy_for_a_share(cli: Cli
     assert set(spans) == {title for title, *_ in shares} and {"CPU", "GPU"} <= set(spans) and len(spans) >= 4
     (process,) = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert process == f"simulated: {LAPTOP}"
+    assert ": 10 layers on the GPU, full mode\n" in ended.out
+    partly = cli("simulate", *SHAPES, "-ot", r"layers\.[0-4]\..*=gpu", "-ot", ".*ffn=gpu", "-ot", ".*attention=cpu")
+    assert ": 5 whole layers and 17 layers' ffn on the GPU, full mode\n" in partly.out
     document = json.loads(cli("simulate", *SHAPES, *MIXED, "--json").out)
     assert document["text"] is None and document["n_prompt_tokens"] == 64 and document["n_generated_tokens"] == 4
 
@@ -100,6 +103,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "512 tokens and 2000 new ones are more than the context's 2048",
     ),
     "a real prompt beyond the context": (["-p", PROMPT * 9, "-c", 8, "-t", 1], "and the context holds 8"),
+    "a prompt for random weights": ([*SHAPES, "-p", "Hi"], "say how long it is by --prompt-tokens"),
+    "a file for random weights": ([*SHAPES, "-f", "/missing"], "say how long it is by --prompt-tokens"),
     "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "no such file of hardware": (["--hardware", "./missing.json"], "can't be used"),
     "no such plan": (["--plan", "missing.json"], "can't be used"),

@@ -186,8 +186,17 @@ def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     profile = replace(derived_profile(DATA_SHEETS[1], "2026-11-21"), gpu=None, link=None)
     found = plan(spec_of(), profile)
     assert {part.decode_placement for part in found.parts} == {"cpu"} and found.n_bytes("gpu") == 0
-    with pytest.raises(UsageError, match="has no GPU"):
-        plan(spec_of(), profile, Limits(vram_budget_bytes=GIB))
+    with pytest.raises(UsageError, match=r"has no GPU; drop vram_budget, or plan"):
+        plan(spec_of(), profile, Limits(vram_budget_bytes=GIB, gpu_layers=3))
+    assert plan(spec_of(), profile, Limits(gpu_layers=3)).sha256 == found.sha256
+    assert any(reason.startswith("Nothing is on the GPU: this machine has none.") for reason in found.reasons)
+
+
+def test_why_nothing_is_on_a_gpu_that_is_there() -> None:
+    profile = derived_profile(DATA_SHEETS[0], "2026-11-21")
+    for limits, why in ((Limits(gpu_layers=0), "-ngl 0 says so"), (Limits(vram_budget_bytes=0), "it has no budget")):
+        found = plan(spec_of(), profile, limits)
+        assert any(reason.startswith(f"Nothing is on the GPU: {why}") for reason in found.reasons)
 
 
 def test_what_ram_cannot_hold_is_read_from_the_disk() -> None:

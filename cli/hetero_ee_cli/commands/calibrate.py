@@ -1,5 +1,6 @@
 """`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,8 +95,9 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
     found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer))
     if found is None:
-        name = options["model"] or "the demo model"
-        raise UsageError(f"there is no calibration of {name} yet; make one with hetero-ee calibrate, without --show.")
+        model = options["model"]
+        command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
+        raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
     return found
 
 

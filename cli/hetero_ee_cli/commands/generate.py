@@ -82,8 +82,9 @@ class Continuing:
                 load_s=self.load_s if self.placement.verbose else None,
                 stats_from_s=start_s if self.placement.stats else None,
             )
-            # The text itself may not end with a newline.
-            say(("\n\n" if sys.stdout.isatty() else "") + closing_lines(engine, result, closing))
+            if sys.stdout.isatty() and not as_json:  # a pipe gets the text alone, which may not end with a newline
+                print("\n")
+            say(closing_lines(engine, result, closing))
         if interrupted:
             raise KeyboardInterrupt
 

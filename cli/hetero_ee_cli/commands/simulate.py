@@ -73,6 +73,8 @@ def simulate(
     """
     from hetero_ee.planning.hardware import hardware_from
 
+    if random_weights is not None and (prompts.prompt, prompts.file) != (None, None):
+        raise UsageError("random weights read no prompt; say how long it is by --prompt-tokens, or name a model.")
     placed = placement.checked(limits, engine)
     profile = hardware_from(hardware)
     if placed.plan is not None and placed.plan.hardware != profile.name:
@@ -148,7 +150,7 @@ def _report(found: _Simulated) -> str:
     simulation, plan = found.simulation, found.plan
     derived = ", derived from data sheets" if simulation.hardware_kind == "derived" else ""
     lines = [] if simulation.text is None else [simulation.text, ""]
-    lines.append(f"SIMULATED on {simulation.hardware}{derived}: {plan.gpu_layers} layers on the GPU, {plan.mode} mode")
+    lines.append(f"SIMULATED on {simulation.hardware}{derived}: {_on_gpu(plan)} on the GPU, {plan.mode} mode")
     rows = [("", "tokens", "simulated ms", "tokens/s", "predicted ms", "tokens/s")]
     for name, n_tokens, seconds, predicted_s in (
         ("prompt", simulation.n_prompt_tokens, simulation.prompt_s, simulation.predicted_prompt_s),
@@ -162,6 +164,17 @@ def _report(found: _Simulated) -> str:
         words = f"{found.draft_origin}, up to {plan.draft_length} tokens: {draft_words(found.drafts)}"
         lines.append(f"{'drafts':8}{words}{expected}")
     return "\n".join([*lines, *lane_lines(simulation.lanes, simulation.prompt_s, simulation.generation_s)])
+
+
+def _on_gpu(plan: "Plan") -> str:
+    """Whole layers, and those of which one part alone lies there."""
+    kinds = {
+        kind: sum(part.decode_placement == "gpu" for part in plan.parts if part.name.endswith(f".{kind}"))
+        for kind in ("attention", "ffn")
+    }
+    n_whole = plan.gpu_layers
+    partly = [f"{n - n_whole} layers' {kind}" for kind, n in kinds.items() if n > n_whole]
+    return " and ".join([f"{n_whole} {'whole ' if partly else ''}layers", *partly])
 
 
 def _time_and_rate(n_tokens: int, seconds: float | None) -> tuple[str, str]:

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
+from hetero_ee.config.settings import DEFAULT, FILE, read_settings
 from hetero_ee.errors import HeteroError, UsageError
 
 TYPED = "hetero_ee_cli.typed"  # the key of the command's words in typer's context
@@ -53,7 +55,7 @@ class HeteroCommand(TyperCommand):
         except HeteroError as error:
             flags = {parameter.name: _flags(parameter) for parameter in self.params}
             message = named_as_typed(str(error), {name: each for name, each in flags.items() if each}, ctx.meta[TYPED])
-            error.args = (message, *error.args[1:])
+            error.args = (_source_of_model(ctx.params, message) + message, *error.args[1:])
             raise
 
     def _refuse_run_together(self, ctx: Any, typed: Sequence[str], error: Any) -> None:
@@ -66,6 +68,17 @@ class HeteroCommand(TyperCommand):
                 near = max((flag for flag in known if word.startswith(flag) and len(flag) > 2), key=len, default=None)
                 hint = "" if near is None else f" Did you mean {near} {word.removeprefix(near).removeprefix('=')}?"
                 raise UsageError(f"there is no option {word}.{hint} See {ctx.command_path} --help.") from error
+
+
+def _source_of_model(given: Mapping[str, Any], message: str) -> str:
+    """What names the model that the message is about, where that is not the command line; then a colon."""
+    if "model_flag" not in given or given["model_flag"] or given.get("model"):
+        return ""
+    settings = read_settings()
+    found = settings.resolve("model")
+    if found.source == DEFAULT or Path(found.value).name not in message:
+        return ""
+    return f"model in {settings.file}: " if found.source == FILE else f"{found.source}: "
 
 
 def named_as_typed(message: str, flags: Mapping[str, Sequence[str]], typed: Sequence[str]) -> str:

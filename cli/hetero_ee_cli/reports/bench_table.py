@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("md", "csv", "json", "jsonl")
 NANOSECONDS = 1e9
+LEAST_US = 0.05  # of the executor's own time; less is what the clock's readings cost
 
 Row = dict[str, Any]
 
@@ -81,7 +82,8 @@ def print_row(rows: list[Row], style: str) -> None:
     if len(rows) == 1:
         print("| model | size | params | threads | mode | test | t/s | predicted t/s |")
         print("| --- | ---: | ---: | ---: | :--- | ---: | ---: | ---: |")
-    rate = f"{row['avg_ts']:.2f} {encodable('±', '+-')} {row['stddev_ts']:.2f}"
+    spread = f" {encodable('±', '+-')} {row['stddev_ts']:.2f}" if len(row["samples_ns"]) > 1 else ""
+    rate = f"{row['avg_ts']:.2f}{spread}"
     print(
         f"| {row['model_filename']} {row['model_type'].split()[-1]} | {row['model_size'] / 2**20:.1f} MiB "
         f"| {row['model_n_params'] / 1e6:.1f} M | {row['n_threads']} | {_mode(row)} | {row['test']} "
@@ -102,7 +104,11 @@ def footer(rows: list[Row]) -> str:
     """For all rows: where the predictions come from, and the executor's own time."""
     lines = ["", f"predicted from a profile measured on {rows[0]['profile_date']}; --refresh measures again"]
     spent = {row["n_threads"]: row["executor_us_per_layer"] for row in rows}
-    known = [f"{us:.1f} (threads: {threads})" for threads, us in spent.items() if us is not None]
+    known = [
+        f"{f'{us:.1f}' if us >= LEAST_US else 'not measurable'} (threads: {threads})"
+        for threads, us in spent.items()
+        if us is not None
+    ]
     if known:
         lines.append(f"executor overhead in microseconds per layer, kernels not counted: {', '.join(known)}")
     return "\n".join(lines)

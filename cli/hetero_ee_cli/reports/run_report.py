@@ -39,8 +39,7 @@ def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing
     reading = "" if found is None else reading_words(found.reading_shares(result.prompt_s))
     parts = [
         f"prompt {closing.prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
-        f"gen {result.n_generated_tokens} tok, {result.generated_tokens_per_s:.1f} t/s"
-        + ("" if expected is None else f" (expected {expected:.1f})"),
+        f"gen {result.n_generated_tokens} tok{_rate(result, expected)}",
         *_mode(engine),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
         *([] if closing.seed is None else [f"seed {closing.seed}"]),
@@ -56,6 +55,13 @@ def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing
             *([] if closing.stats_from_s is None else _statistics(engine, result, closing.stats_from_s)),
         ]
     )
+
+
+def _rate(result: "GenerationResult", expected: float | None) -> str:
+    """Nothing for a single token: the prompt's pass gave it."""
+    if result.n_generated_tokens < 2:
+        return ""
+    return f", {result.generated_tokens_per_s:.1f} t/s" + ("" if expected is None else f" (expected {expected:.1f})")
 
 
 def _times(result: "GenerationResult", load_s: float) -> list[str]:
@@ -114,6 +120,8 @@ def reading_words(shares: "dict[str, float]") -> str:
 
 def draft_words(found: "DraftStatistics") -> str:
     """Tokens per pass of the later layers, acceptance and depth."""
+    if not found.n_passes:
+        return "nothing to draft"
     accepted = f"{found.acceptance:.0%} accepted, " if found.n_drafted else ""
     return f"{found.tokens_per_pass:.1f} tok/pass, {accepted}depth {found.mean_exit_depth:.1f} of {found.n_layers}"
 
