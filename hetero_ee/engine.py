@@ -3,8 +3,8 @@
 import threading
 import time
 import weakref
-from dataclasses import replace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast, overload
 

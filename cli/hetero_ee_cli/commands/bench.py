@@ -106,7 +106,9 @@ def bench(
     opening = engine.arguments(model)
     asked, most = _numbers(threads, "-t") if threads else [], processor_count()
     if not all(0 <= count <= most for count in asked):
-        raise UsageError(f"-t is {threads}; expected 0 (one on each physical core) to {most}, this process's processors.")
+        raise UsageError(
+            f"-t is {threads}; expected 0 (one on each physical core) to {most}, this process's processors."
+        )
     counts = [usable_threads(count) for count in asked or [opening["threads"]]]
     tests = _tests(prompts, texts, depths)
     modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
