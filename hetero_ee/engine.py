@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast, overload
 
@@ -41,7 +42,7 @@ from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.host.process import physical_core_count, surplus_threads
+from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
 
 Prompt = str | list[int]  # text, or token ids
 PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
@@ -106,7 +107,8 @@ class Engine:
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
         context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
-            more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores.
+            more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores; at
+            most as many run as there are processors.
         profile: what the plan is made by. "auto" is this machine's kept profile, else a quick one, measured now and
             kept; "off" makes no plan, so that the CPU runs everything. Or a HardwareProfile, the name of a shipped one,
             a file with one, or a function of the model's shapes and folder that finds one. None: as the settings say.
@@ -130,6 +132,8 @@ class Engine:
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
         asked_limits, limits_name = requested_limits(limits, pins | {"draft_length": draft_length})
+        if asked_limits is not None and asked_limits.threads and not emulate:
+            asked_limits = replace(asked_limits, threads=usable_threads(asked_limits.threads))
         request = PlacementRequest(
             plan=requested_plan(plan),
             limits=asked_limits,
@@ -141,9 +145,9 @@ class Engine:
             context_tokens=context_tokens,
         )
         folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
-        n_cores = physical_core_count()
-        threads = threads or n_cores
-        if tell is not None and (problem := surplus_threads(threads, n_cores)):
+        asked, threads = threads, usable_threads(threads)
+        problem = capped_threads(asked) or surplus_threads(threads, physical_core_count())
+        if tell is not None and problem:
             tell(problem, 0, 0)
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
         files = read_model(folder, quantizer, threads, tell)

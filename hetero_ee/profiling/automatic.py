@@ -1,6 +1,7 @@
 """The profile that a model is planned by where its user has named none: this machine's, kept or measured now."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hetero_ee.config import Progress, cache_folder, data_folder
@@ -8,6 +9,7 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.machine_profile import Wanted, known_profile, machine_profile, reason
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.process import capped_threads, usable_threads
 
 COMMAND = "Engine.from_pretrained"  # for the profile's record
 
@@ -29,6 +31,9 @@ def automatic_profile(
 
 def profile_here(spec: ModelSpec, folder: Path | None, wanted: Wanted, progress: Progress | None) -> HardwareProfile:
     """machine_profile with this process's folders. folder: the model's, whose largest file the disk is timed with."""
+    if progress is not None and (problem := capped_threads(max(wanted.threads, default=0))):
+        progress(problem, 0, 0)
+    wanted = replace(wanted, threads=tuple(map(usable_threads, wanted.threads)))
     found = [] if folder is None else [*folder.glob("*.safetensors"), *folder.glob("weights.bin")]
     files = [file for file in found if file.is_file()]  # not a link to what is gone
     return machine_profile(

@@ -139,6 +139,7 @@ class _Search:
                 )
             )
             if not is_disturbed(found[-1]):
+                self._say(["Nothing disturbed the second measurement, which is used"] if attempt else [])
                 break
         return min(found, key=disturbance)
 

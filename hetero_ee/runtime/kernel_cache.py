@@ -34,7 +34,13 @@ class KernelCache:
     """A folder of compiled kernels; filled once what a first token needs has been compiled into it."""
 
     folder: Path
-    is_kept: bool = True  # False: nothing is written there, and each process compiles for itself
+    is_trusted: bool = True  # False: nothing is read or written there, and each process compiles for itself
+    is_writable: bool = True  # False: what is there is read
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is compiled now is there at the next start."""
+        return self.is_trusted and self.is_writable
 
     def is_filled(self) -> bool:
         """Whether all that was there when it was filled still is."""
@@ -42,13 +48,13 @@ class KernelCache:
             names = (self.folder / FILLED_FILE).read_text(encoding="ascii").split()
         except (OSError, UnicodeDecodeError):
             return False
-        return self.is_kept and all((self.folder / name).is_file() for name in names)
+        return self.is_trusted and all((self.folder / name).is_file() for name in names)
 
     def set_filled(self) -> None:
         """Raises DiskFullError, and StoreError for another trouble with the disk."""
         from hetero_ee_cpu_ops.kernel_files import SUFFIX
 
-        if self.is_kept:
+        if self.keeps:
             names = sorted(file.name for file in self.folder.glob(f"*{SUFFIX}"))
             with store_errors(self.folder):
                 (self.folder / FILLED_FILE).write_text("\n".join(names), encoding="ascii")
@@ -57,17 +63,20 @@ class KernelCache:
 def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCache:
     """Makes compiled kernels be kept below `cache`; call before the first one runs.
 
-    Damaged files are removed, to be compiled again. A folder that can't be trusted or written to is not used: then
-    each process compiles for itself. progress: is told of either in a sentence.
+    Damaged files are removed, to be compiled again. A folder that can't be trusted is not used: then each process
+    compiles for itself, as it does what is missing in one that can't be written to. progress: is told in a sentence.
     """
     import numba
 
     folder = kernel_cache_folder(cache)
     if str(folder) == numba.config.CACHE_DIR:  # checked by this process
-        return KernelCache(folder)
+        return KernelCache(folder, is_writable=os.access(folder, os.W_OK))
     problem = _problem(folder)
     numba.config.CACHE_DIR = "" if problem else str(folder)
     remark = progress or (lambda *_: None)
+    kernels = KernelCache(folder, is_trusted=not problem, is_writable=os.access(folder, os.W_OK))
+    if not kernels.is_filled() and not kernels.is_writable:
+        problem = problem or "it is not writable"
     if problem:
         remark(
             f"The CPU kernels are compiled at every start, since {folder} can't keep them ({problem}); set "
@@ -78,11 +87,11 @@ def use_kernel_cache(cache: Path, progress: Progress | None = None) -> KernelCac
     elif n_damaged := _remove_damaged(folder):
         files = "file of the compiled CPU kernels was" if n_damaged == 1 else "files of the compiled CPU kernels were"
         remark(f"{n_damaged} {files} damaged and {'is' if n_damaged == 1 else 'are'} made again.", 0, 0)
-    return KernelCache(folder, is_kept=not problem)
+    return kernels
 
 
 def _problem(folder: Path) -> str:
-    """Why compiled code can't be kept there, made private where it is new; empty where it can."""
+    """Why compiled code there can't be trusted, made private where it is new; empty where it can."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -96,7 +105,7 @@ def _problem(folder: Path) -> str:
         return "it is another user's"
     if os.name == "posix" and found.st_mode & WRITABLE_BY_OTHERS:
         return "other users may write to it"
-    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "it is not writable"
+    return "" if os.access(folder, os.R_OK | os.X_OK) else "it is not readable"
 
 
 def _remove_damaged(folder: Path) -> int:

@@ -81,11 +81,15 @@ def open_on_cpu(
     if not _are_tiles(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder(), progress)
-    from hetero_ee.runtime.executors.cpu import CpuExecutor  # the kernels look where to be cached when imported
+    from hetero_ee.runtime.executors.cpu import (  # the kernels look where to be cached when imported
+        COMPILING,
+        CpuExecutor,
+    )
 
     executor = CpuExecutor(spec, weights, max_tokens, threads, cache=cache)
     if executor.cache.n_layers == spec.n_layers:
-        executor.prepare(None if kernels.is_filled() else progress)
+        stage = COMPILING if kernels.keeps else f"{COMPILING} for this run"
+        executor.prepare(None if kernels.is_filled() else progress, stage)
         if not kernels.is_filled():
             kernels.set_filled()
     return executor

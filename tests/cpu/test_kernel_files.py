@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numba import types
+from numba import config, types
 
 from hetero_ee.errors import DiskFullError
 from hetero_ee.runtime import kernel_cache
@@ -195,6 +195,21 @@ class TestFolder:
         folder.symlink_to(tmp_path)
         assert "no folder" in remarks(tmp_path)[0]
         assert "Not a directory" in remarks(tmp_path / "file" if (tmp_path / "file").touch() is None else tmp_path)[0]
+
+    def test_that_is_filled_and_read_only_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernels = use_kernel_cache(tmp_path)
+        assert kernels.keeps and compiled(lambda x: x + 1)(1) == 2
+        kernels.set_filled()
+        monkeypatch.setattr("numba.config.CACHE_DIR", "")
+        monkeypatch.setattr(kernel_cache.os, "access", lambda _, mode: not mode & os.W_OK)
+        assert remarks(tmp_path) == [] and str(kernels.folder) == config.CACHE_DIR
+        for again in (use_kernel_cache(tmp_path), KernelCache(kernels.folder, is_writable=False)):
+            assert again.is_filled() and not again.keeps
+        (kernels.folder / FILLED_FILE).unlink()
+        again.set_filled()
+        monkeypatch.setattr("numba.config.CACHE_DIR", "")
+        assert "compiled at every start" in remarks(tmp_path)[0] and str(kernels.folder) == config.CACHE_DIR
+        assert not (kernels.folder / FILLED_FILE).exists()
 
     def test_that_is_not_used_gets_nothing(self, tmp_path: Path) -> None:
         folder = kernel_cache_folder(tmp_path)

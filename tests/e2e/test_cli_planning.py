@@ -12,6 +12,7 @@ import pytest
 
 from hetero_ee_cli.reports.bench_table import footer
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.process import physical_core_count, processor_count
 from hetero_ee_profiles.records import from_json, read_record, to_json, write_record
 from hetero_ee_profiles.reference import reference_names, reference_profile
 from tests.command_line import Cli
@@ -217,9 +218,9 @@ def test_bench_measures_again_if_asked_and_tells_of_another_speed(cli: Cli, data
 
 
 def test_bench_of_fp32_weights_times_no_kernels(cli: Cli, data: Path, tiny: Path) -> None:
-    arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "1", "--quick", "--quantizer", "none"]
+    arguments = ["bench", tiny, "-p", "0", "-n", "2", "-r", "1", "-t", "0", "--quick", "--quantizer", "none"]
     (row,) = json.loads(cli(*arguments, "--json").out)
-    assert row["executor_us_per_layer"] is None
+    assert row["executor_us_per_layer"] is None and row["n_threads"] == physical_core_count()
     out = cli(*arguments).out
     assert "executor overhead" not in out and not re.search(r"±|\+-", out)  # of one repetition
 
@@ -249,7 +250,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "draft tokens": (["plan", *PAPER, "--draft-tokens", "0"], "expected 1 to 16"),
     "bench numbers": (["bench", "-p", "x"], "expected whole numbers"),
     "bench of nothing": (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
-    "bench without threads": (["bench", "-t", "0"], "expected 1 to 1024 threads"),
+    "bench of many threads": (
+        ["bench", "-t", "0,1000"],
+        "--threads is 0,1000; expected 0 (one on each physical core) to ",
+    ),
     "bench of too many digits": (["bench", "-p", "00000000001048577"], "expected whole numbers"),
     "bench with a bad plan": (["bench", "--random-weights", "llama-2-7b", "--plan", "/dev/null"], "can't be used"),
     "bench format": (["bench", "-o", "xml"], "expected one of md"),
@@ -263,6 +267,12 @@ def test_bad_wishes_end_in_one_line(cli: Cli, data: Path, name: str) -> None:
     ended = cli(*arguments)
     assert (ended.code, ended.out) == (2, "") and words in ended.err
     assert re.fullmatch(r"hetero-ee: [^\n]+\n", ended.err)
+
+
+def test_a_plan_for_this_machine_has_no_more_threads_than_it_has_processors(cli: Cli, data: Path, tiny: Path) -> None:
+    ended = cli("plan", tiny, "-t", 1000, "--json")
+    assert json.loads(ended.out)["threads"] == processor_count()
+    assert ended.err.count(f"1000 threads were asked for; {processor_count()} run") == 1
 
 
 def test_every_shipped_profile_plans(cli: Cli, data: Path, tmp_path: Path) -> None:

@@ -97,6 +97,28 @@ def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None
     assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
 
 
+@pytest.mark.parametrize("arguments", [["chat"], ["bench"], ["profile"]])
+def test_ctrl_c_while_torch_imports_numpy(arguments: list[str], tmp_path: Path) -> None:
+    """torch forgets an exception that is raised meanwhile."""
+    program = f"""
+import os, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "numpy.linalg":
+            sys.meta_path.remove(Finder)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from hetero_ee_cli.__main__ import main
+sys.argv = ["hetero-ee", *{arguments!r}]
+main()
+"""
+    places = {"HETERO_EE_CACHE_DIR": str(tmp_path), "HETERO_EE_DATA_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, input=b"Hi", capture_output=True, env=os.environ | places, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
 def on_terminal(
     *arguments: object, stdin: bytes | None = None, stdout: int | None = None, environment: Mapping[str, str] = NOTHING
 ) -> tuple[int, str]:

@@ -13,7 +13,9 @@ from transformers import GenerationConfig
 
 from hetero_ee import Engine, GenerationResult, HeteroError, ModelError, SamplingParams, UsageError
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee_profiles.host.process import physical_core_count
+from hetero_ee.planning.limits import Limits
+from hetero_ee_profiles.host.process import physical_core_count, processor_count
+from hetero_ee_profiles.reference import reference_profile
 
 PROMPT = "Once upon a time"
 PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park. They saw a big dog and", "No!"]
@@ -44,14 +46,16 @@ def prompt_of(n_tokens: int, engine: Engine) -> str:
     return next(text for text in map(" the".__mul__, range(n_tokens + 1)) if engine.count_tokens(text) == n_tokens)
 
 
-@pytest.mark.parametrize("n_more, n_warnings", [(0, 0), (3, 1)])
-def test_more_threads_than_cores_are_warned_of(tiny: Path, n_more: int, n_warnings: int) -> None:
-    n_cores = physical_core_count()
+@pytest.mark.parametrize("n_asked", [0, 1000])
+def test_at_most_as_many_threads_run_as_there_are_processors(tiny: Path, n_asked: int) -> None:
     said: list[str] = []
-    options: dict[str, Any] = {"quantizer": "none", "threads": n_cores + n_more}
-    with Engine.from_pretrained(tiny, progress=lambda stage, n_done, n_all: said.append(stage), **options):
-        found = [each for each in said if f"{n_cores + n_more} threads on {n_cores} physical cores" in each]
-    assert len(found) == n_warnings
+    options: dict[str, Any] = {"quantizer": "none", "threads": n_asked, "limits": Limits(threads=n_asked)}
+    options["profile"] = reference_profile("rtx-3060-12gb")
+    with Engine.from_pretrained(tiny, progress=lambda stage, n_done, n_all: said.append(stage), **options) as engine:
+        most = processor_count() if n_asked else physical_core_count()
+        assert engine.plan is not None and engine.threads == engine.plan.threads == most
+    found = [each for each in said if "threads were asked for" in each]
+    assert found == [f"1000 threads were asked for; {most} run, as many as this process has processors"][:n_asked]
 
 
 def test_a_string_gives_a_result_and_a_list_gives_a_list(engine: Engine, whole: GenerationResult) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
-MAX_TOKENS, MAX_REPETITIONS, MAX_THREADS = 2**20, 1000, 1024
+MAX_TOKENS, MAX_REPETITIONS = 2**20, 1000
 MICROSECONDS = 1e6
 MAX_DRIFT = 0.2  # of the memory's speed since the profile was measured
 FULL, EXACT, ALL = "full", "exact", "all"
@@ -101,11 +101,16 @@ def bench(
     placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)
     with ending_at_once():
         from hetero_ee_cli.commands.profile import profile_for
-        from hetero_ee_profiles.host.process import physical_core_count
+        from hetero_ee_profiles.host.process import processor_count, usable_threads
 
     opening = engine.arguments(model)
-    counts = _numbers(threads, "-t") if threads else [opening["threads"] or physical_core_count()]
-    tests = _tests(prompts, texts, depths, counts)
+    asked, most = _numbers(threads, "-t") if threads else [], processor_count()
+    if not all(0 <= count <= most for count in asked):
+        raise UsageError(
+            f"-t is {threads}; expected 0 (one on each physical core) to {most}, this process's processors."
+        )
+    counts = [usable_threads(count) for count in asked or [opening["threads"]]]
+    tests = _tests(prompts, texts, depths)
     modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
     needed = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if EXACT in modes else 0)
     if engine.ctx_size and engine.ctx_size < needed:
@@ -163,10 +168,8 @@ class _Running:
         return () if self.drafting is None else self.drafting.sources
 
 
-def _tests(prompts: list[int], texts: list[int], depths: list[int], threads: list[int]) -> list[Test]:
+def _tests(prompts: list[int], texts: list[int], depths: list[int]) -> list[Test]:
     """(prompt, text, depth) of each test, prompts first as in llama-bench. Raises UsageError."""
-    if not all(1 <= count <= MAX_THREADS for count in threads):
-        raise UsageError(f"-t is {','.join(map(str, threads))}; expected 1 to {MAX_THREADS} threads.")
     pairs = [*((n, 0) for n in prompts if n), *((0, n) for n in texts if n)]
     if not pairs:
         raise UsageError("-p and -n are both 0, so there is nothing to measure; give one of them.")

@@ -44,7 +44,7 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
     from hetero_ee.weights.store.reader import is_store
-    from hetero_ee_profiles.host.process import physical_core_count
+    from hetero_ee_profiles.host.process import usable_threads
 
     torch.set_num_threads(1)
     with stage_progress() as progress:
@@ -56,6 +56,6 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
             cache=cache_folder(),
             output=output,
             quantizer=options["quantizer"],
-            threads=options["threads"] or physical_core_count(),
+            threads=usable_threads(options["threads"]),
             progress=progress,
         )

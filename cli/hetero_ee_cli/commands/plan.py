@@ -110,6 +110,7 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
         from hetero_ee.planning.statistics import Statistics, published_statistics
         from hetero_ee.planning.what_if import Request
         from hetero_ee_cli.commands.profile import profile_for
+        from hetero_ee_profiles.host.process import usable_threads
 
     spec, _, folder = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
     threads = (limits.threads,) if limits.threads else ()
@@ -117,6 +118,7 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
         profile = hardware_from(subject.hardware)
     else:
         profile = profile_for(spec, folder, progress, threads=threads)
+        limits = replace(limits, threads=limits.threads and usable_threads(limits.threads))
     statistics = Statistics()
     if subject.published_exits:
         statistics = Statistics(published_statistics(spec.n_layers))

@@ -10,6 +10,7 @@ from hetero_ee.config import Progress
 from hetero_ee.config.settings import SETTING_OF, read_settings
 from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.completion import model_names, one_of, shape_names
+from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
@@ -69,8 +70,9 @@ class EngineOptions:
 
     def model_folder(self, model: str | None, progress: Progress, *, configuration_only: bool = False) -> Path:
         """Where the model lies, downloaded if need be. Raises HeteroError."""
+        with ending_at_once():
+            from hetero_ee.weights.store.library import model_folder
         from hetero_ee.config import cache_folder
-        from hetero_ee.weights.store.library import model_folder
 
         given = self.arguments(model)
         hub = {"revision": given["revision"], "offline": given["offline"], "configuration_only": configuration_only}

@@ -9,11 +9,13 @@ import typer
 from hetero_ee.errors import UsageError, shown
 from hetero_ee_cli.options.completion import KV_TYPES, MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions
+from hetero_ee_cli.terminal.signals import ending_at_once
 
 if TYPE_CHECKING:
     from hetero_ee.planning.limits import Limits
 
 GIB = 2**30
+MAX_GIB = 2**20
 ALL_LAYERS = 2**20  # more than any model has
 LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
 DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
@@ -91,7 +93,8 @@ class LimitOptions:
 
     def limits(self, engine: EngineOptions) -> "Limits":
         """As the planner takes them, with the context size and the threads. Raises UsageError."""
-        from hetero_ee.planning.limits import Limits, parse_override
+        with ending_at_once():
+            from hetero_ee.planning.limits import Limits, parse_override
 
         opening, usual = engine.arguments(), Limits()
         margin_bytes = _bytes_of(self.vram_margin, "vram_margin")
@@ -127,6 +130,6 @@ def _with_our_device(override: str) -> str:
 def _bytes_of(gib: float | None, name: str) -> int | None:
     if gib is None:
         return None
-    if not 0 <= gib <= 2**20:
-        raise UsageError(f"{name} is {gib}; expected GiB from 0.")
+    if not 0 <= gib <= MAX_GIB:
+        raise UsageError(f"{name} is {gib:.12g}; expected GiB from 0 to {MAX_GIB}.")
     return int(gib * GIB)

@@ -67,6 +67,10 @@ class SamplingOptions:
         changes = {name: value for name, value in given.items() if value is not None}
         if self.max_new_tokens == UNLIMITED:
             changes["max_new_tokens"] = None
+        elif self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(
+                f"max_new_tokens is {self.max_new_tokens}; expected a whole number from 1, or -1: until the text ends."
+            )
         SamplingParams(**changes)  # checks them now, not after a conversion
         return changes
 

@@ -85,10 +85,10 @@ def measured_gain(options: dict[str, Any], progress: Progress) -> Gain:
     from hetero_ee.planning.limits import Limits
     from hetero_ee.planning.planner import plan as make_plan
     from hetero_ee.profiling.automatic import automatic_profile
-    from hetero_ee_profiles.host.process import physical_core_count
+    from hetero_ee_profiles.host.process import usable_threads
 
     def find(spec: "ModelSpec", folder: Path) -> "HardwareProfile | None":
-        threads = options["threads"] or physical_core_count()
+        threads = usable_threads(options["threads"])
         return automatic_profile(spec, folder, threads, progress, measures=True)
 
     after = _run(options | {"profile": find, "progress": progress})

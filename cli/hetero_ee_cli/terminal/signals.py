@@ -18,7 +18,10 @@ def raise_on_sigterm() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """For imports, while there is nothing to clean up: torch's C++ aborts the process if an exception interrupts it."""
+    """For imports, while there is nothing to clean up.
+
+    torch's C++ aborts the process if an exception interrupts it, or forgets it and leaves numpy half imported.
+    """
     codes: dict[int, int] = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
     before = {number: signal.signal(number, lambda number, _: os._exit(codes[number])) for number in codes}
     try:

@@ -70,20 +70,20 @@ class CpuExecutor(HostExecutor):
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._foreign: dict[Weight, _Linear] = {}
 
-    def prepare(self, progress: Progress | None = None) -> None:
+    def prepare(self, progress: Progress | None = None, stage: str = COMPILING) -> None:
         """Compiles what the first token needs, or loads it from the disk, by one pass over one token."""
         kinds = sorted({linear.matrix.kind for linear in self._linears.values()})
         for n_done, kind in enumerate(kinds):
             if progress:
-                progress(COMPILING, n_done, len(kinds) + 1)
+                progress(stage, n_done, len(kinds) + 1)
             self._matmul.compile(kind)
         sequence = self.cache.open_new()
         if progress:
-            progress(COMPILING, len(kinds), len(kinds) + 1)
+            progress(stage, len(kinds), len(kinds) + 1)
         self.hidden(Batch.of_sequence(sequence, 0, [0]))
         self.cache.close(sequence)
         if progress:
-            progress(COMPILING, len(kinds) + 1, len(kinds) + 1)
+            progress(stage, len(kinds) + 1, len(kinds) + 1)
 
     def close(self) -> None:
         self._pool.close()

@@ -23,6 +23,25 @@ def physical_core_count() -> int:
     return cpu_info(this_host()).n_usable
 
 
+def processor_count() -> int:
+    """Hardware threads this process may use."""
+    counts = this_host().core_counts()
+    return max(counts.allowed or counts.logical or 1, physical_core_count())
+
+
+def usable_threads(n_asked: int) -> int:
+    """How many run: 0 asks for one on each physical core; more than there are processors would wait for each other."""
+    return min(n_asked, processor_count()) if n_asked else physical_core_count()
+
+
+def capped_threads(n_asked: int) -> str:
+    """A sentence where fewer threads run than that, else nothing."""
+    n_run = usable_threads(n_asked)
+    if n_asked <= n_run:
+        return ""
+    return f"{n_asked} threads were asked for; {n_run} run, as many as this process has processors"
+
+
 def surplus_threads(n_threads: int, n_cores: int) -> str:
     """A sentence where those are more threads than physical cores, else nothing."""
     if n_threads <= n_cores:
