@@ -16,11 +16,11 @@ Layout: docs/FORMAT.md has the cache; here keys and values of one sequence are (
 contiguous, fp32, fp16 (as uint16 bits) or int8; int8 with fp32 scales (n_layers, n_kv_heads, capacity). Queries (m,
 features) fp32, heads side by side from `first` on. d <= 1024; 1 <= n_heads / n_kv_heads <= 128.
 
-Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128. One thread: memory gives 13.3 GB/s; one row behind 2048
-positions reads 10.7 of a fp16 cache, 7.8 with 4 query heads a key head, 6.2 with 8. From an L2 cache, 1024 positions of
-a key head in fp16 take 11 us for one row, 31 for 2 to 4, 49 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, where
-multiply-adds in registers do 215. A layer of Llama-2-7B behind 2048 positions on two threads: kappa(4) 1.13, kappa(8)
-1.34. One row of a model with one key head stays on one thread.
+Xeon (Sapphire Rapids, AVX-512), Nov 2026, heads of 128. One thread: memory gives 14.5 GB/s; one row behind 2048
+positions reads 14.7 of a fp16 cache, 12.1 with 4 query heads a key head, 10.7 with 8; of int8 13.5, 10.0 and 5.9, which
+arithmetic bounds. From an L2 cache, 1024 positions of a key head in fp16 take 12.6 us for one row, 16 for 2, 24 for 4,
+42 for 8, 84 for 16; 128 rows compute at 112 GFLOPS, where multiply-adds in registers do 215. One row of a model with
+one key head stays on one thread.
 """
 
 from functools import cache
@@ -121,13 +121,11 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
 
 
 @compiled
-def _item(tile: Any, rows: Any, arguments: int, index: int, element: Any) -> None:
-    """One key head and a part of one sequence's queries."""
+def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
+    """One key head and queries first..end-1 of one sequence, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
-    head, padded, factor = index % n_kv_heads, -(-head_dim // 16) * 16, read_float(arguments + 8 * FACTOR)
+    padded, factor, n_queries = -(-head_dim // 16) * 16, read_float(arguments + 8 * FACTOR), end - first
     frame = scratch(FRAME_BYTES)
-    first, end = _part(arguments, index // n_kv_heads)
-    n_queries = end - first
     low, high = _begin(arguments, frame, head, first, end, len(rows))
     line_at = word(arguments, TABLE) + 8 * COLUMNS * (first // group)
     line = (word(arguments, LAYER) * n_kv_heads + head) * word(line_at, CAPACITY)  # of this head's position 0
@@ -135,26 +133,51 @@ def _item(tile: Any, rows: Any, arguments: int, index: int, element: Any) -> Non
     keys, values = word(line_at, KEYS) + line * row_bytes, word(line_at, VALUES) + line * row_bytes
     key_scales, value_scales = word(line_at, KEY_SCALES), word(line_at, VALUE_SCALES)
     for start in range(low & -BLOCK, high, BLOCK):
-        seen, until, place = max(low - start, 0), min(high - start, BLOCK), start * row_bytes
+        seen, until, k, v = (
+            max(low - start, 0),
+            min(high - start, BLOCK),
+            keys + start * row_bytes,
+            values + start * row_bytes,
+        )
         k_scales = key_scales + 4 * (line + start) if key_scales else 0
         v_scales = value_scales + 4 * (line + start) if value_scales else 0
-        block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, keys + place, element)
+        then = k + BLOCK * row_bytes if start + BLOCK < high else 0
+        block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, element)
         block_weights(frame, n_queries, padded, start, factor, k_scales, v_scales)
-        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, values + place, element)
+        block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, then, element)
     for number in range(n_queries):
         query = first + number
         at = (query // group * n_kv_heads + head) * group + query % group
         finish_query(frame, number, word(arguments, OUT) + 4 * at * head_dim, head_dim, padded)
 
 
+@compiled
+def _item(tiles: Any, arguments: int, index: int, element: Any) -> None:
+    """One key head and a part of one sequence's queries, in _chunk's lowest tiles that hold them; 5 take 4 + 1."""
+    n_kv_heads = word(arguments, N_KV_HEADS)
+    head = index % n_kv_heads
+    first, end = _part(arguments, index // n_kv_heads)
+    two, four, eight = tiles
+    if end - first == 2:
+        _attend(two[0], two[1], arguments, head, first, end, element)
+    elif 6 <= end - first <= 8:
+        _attend(eight[0], eight[1], arguments, head, first, end, element)
+    else:
+        _attend(four[0], four[1], arguments, head, first, end, element)
+
+
 @cache
 def _chunk(kind: str) -> Chunk:
-    """The function of one kind of cache. Sixteen vectors would take 32 registers of AVX2, which has 16."""
+    """The function of one kind of cache, with the tiles of up to 2, 4 and 8 queries.
+
+    Sixteen vectors would take 32 registers of AVX2, which has 16.
+    """
     element = ELEMENTS[kind]
-    rows, tile = ((0,) * 4, (0,) * 16) if target_has(cpu_target.target_context, "avx512f") else ((0,) * 2, (0,) * 4)
+    wide = target_has(cpu_target.target_context, "avx512f")
+    tiles = tuple(((0,) * 16, (0,) * n) if wide else ((0,) * 4, (0,) * 2) for n in (2, 4, 8))
 
     def chunk(arguments: int, index: int) -> None:
-        _item(tile, rows, arguments, index, element)
+        _item(tiles, arguments, index, element)
 
     return Chunk(chunk)
 

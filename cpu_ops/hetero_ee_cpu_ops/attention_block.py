@@ -1,9 +1,13 @@
 """Some queries of one key head against a block of 64 positions: the inner steps of attention.
 
 The queries are those of consecutive rows of one sequence, all query heads of a row side by side; each sees positions
-`first` .. `end` - 1 of its own. Keys and values pass 16 positions (a piece) at a time and are read and converted once
-for all queries: products and weighted sums are taken in register tiles of several queries x keys or features. Neither
-a tile's height nor its neighbours touch the order of a sum, so a query's bits depend on itself and on what it sees.
+`first` .. `end` - 1 of its own. Products and weighted sums are taken in register tiles of several queries x keys or
+features. A tile that holds all queries converts keys and values as it loads them; for several tiles they are converted
+to fp32 once, 16 positions of keys (a piece) or 64 features of values at a time. Neither a tile's height nor its
+neighbours touch the order of a sum, so a query's bits depend on itself and on what it sees.
+
+While a block's keys are multiplied its values are asked for, and meanwhile with its values the next block's keys: into
+the second level of the cache, since they may exceed the first.
 
 A frame is memory on the stack of one item: queries and sums padded to 16 features, the piece in fp32, scores.
 """
@@ -13,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_ee_cpu_ops.kernel_files import compiled
-from hetero_ee_cpu_ops.simd.bytes import prefetch, word, zeros
+from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     add,
     element_bytes,
@@ -43,7 +47,6 @@ WIDTH = 64  # features of a block's values that are taken together
 MAX_QUERIES = 64
 MAX_HEAD_DIM = 1024
 MAX_FEATURES = 8192  # of all queries of an item together: with their sums 64 KB, which an L2 cache holds
-AHEAD_BYTES = 4096  # that keys and values are asked for before they are used
 # The frame. Of a query number n: QUERIES and SUMS at 4 n padded, SCORES at 256 n, STATES (maximum, sum) and RANGES
 # (first, end) at 8 n and 16 n.
 QUERIES, SUMS = 0, 4 * MAX_FEATURES
@@ -80,7 +83,7 @@ def finish_query(frame: int, number: int, out: int, head_dim: int, padded: int) 
 @compiled
 def _fetch(address: int, n_bytes: int) -> None:
     for offset in range(0, n_bytes, 64):
-        prefetch(address + offset)
+        prefetch_far(address + offset)
 
 
 @compiled
@@ -99,11 +102,13 @@ def _unpack(source: int, stride: int, n: int, n_features: int, width: int, piece
 
 @compiled
 def _products(
-    cells: Any, rows: Any, queries: int, padded: int, keys: int, stride: int, scores: int, ahead: int, element: Any
-) -> None:
-    """Scores of len(rows) queries with the piece's 16 keys; ahead: what to ask for meanwhile, 0 for nothing."""
+    cells: Any, rows: Any, queries: int, padded: int, keys: int, stride: int, scores: int, ahead: int,
+    stored: Any, element: Any,
+) -> None:  # fmt: skip
+    """Scores of len(rows) queries with the piece's 16 keys; ahead: what to ask for meanwhile, values of the type
+    `stored`, 0 for nothing."""
     n_keys = len(cells) // len(rows)
-    step = n_keys * 16 * element_bytes(element)
+    step = n_keys * 16 * element_bytes(stored)
     for key in range(0, PIECE, n_keys):
         totals = zeros(cells)
         at = keys + key * stride
@@ -130,18 +135,18 @@ def _sees(frame: int, number: int, n: int, start: int, end: int) -> bool:
 @compiled
 def _piece_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, padded: int, start: int, piece: int, keys: int, stride: int,
-    ahead: int, element: Any,
+    ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
     """start: the block's first position; piece: of the piece within it."""
     number = 0
     while number < n_queries:
         queries, scores = frame + QUERIES + 4 * number * padded, frame + SCORES + 4 * (BLOCK * number + piece)
         if n_queries - number == 1:
-            _products(SIXTEEN, ONE, queries, padded, keys, stride, scores, ahead, element)
+            _products(SIXTEEN, ONE, queries, padded, keys, stride, scores, ahead, stored, element)
             number += 1
         else:
             if _sees(frame, number, len(rows), start + piece, start + piece + PIECE):
-                _products(tile, rows, queries, padded, keys, stride, scores, ahead, element)
+                _products(tile, rows, queries, padded, keys, stride, scores, ahead, stored, element)
             number += len(rows)
         ahead = 0
 
@@ -149,18 +154,21 @@ def _piece_scores(
 @compiled
 def block_scores(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
-    keys: int, element: Any,
+    keys: int, ahead: int, element: Any,
 ) -> None:  # fmt: skip
-    """Products of all queries with positions start + low .. start + high - 1; keys: of position `start`."""
+    """Products of all queries with positions start + low .. start + high - 1; keys: of position `start`.
+
+    ahead: what is used next, asked for meanwhile, as much as there are keys; 0 for nothing.
+    """
     row_bytes = head_dim * element_bytes(element)
     for piece in range(low & -PIECE, high, PIECE):
-        at, n = keys + piece * row_bytes, min(PIECE, high - piece)
-        if n == PIECE and head_dim == padded and (n_queries == 1 or element_bytes(element) == 4):
-            _piece_scores(tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, at + AHEAD_BYTES, element)
+        at, n, then = keys + piece * row_bytes, min(PIECE, high - piece), ahead + piece * row_bytes if ahead else 0
+        if n == PIECE and head_dim == padded and (n_queries <= len(rows) or element_bytes(element) == 4):
+            _piece_scores(tile, rows, frame, n_queries, padded, start, piece, at, row_bytes, then, element, element)
         else:
             _unpack(at, row_bytes, n, head_dim, padded, frame + PIECES, element)
             _piece_scores(
-                tile, rows, frame, n_queries, padded, start, piece, frame + PIECES, 4 * padded, at + AHEAD_BYTES, F32
+                tile, rows, frame, n_queries, padded, start, piece, frame + PIECES, 4 * padded, then, element, F32
             )
 
 
@@ -256,16 +264,15 @@ def block_weights(
 @compiled
 def _weigh_part(
     cells: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, padded: int, ahead: int,
-    row_bytes: int, element: Any,
+    stored: Any, element: Any,
 ) -> None:  # fmt: skip
-    """Adds n positions to 16 len(cells) / len(rows) features of len(rows) sums. ahead: what to ask for meanwhile, 0 for
-    nothing."""
-    n_bytes = len(cells) // len(rows) * 16 * element_bytes(element)
+    """Adds n positions to 16 len(cells) / len(rows) features of len(rows) sums. ahead: as _products'."""
+    n_bytes = len(cells) // len(rows) * 16 * element_bytes(stored)
     totals = load_tile(cells, rows, sums, 4 * padded)
     for position in range(n):
         if ahead:
             _fetch(ahead, n_bytes)
-            ahead += row_bytes
+            ahead += n_bytes
         totals = add_weighted(totals, rows, weights + 4 * position, 4 * BLOCK, values + position * stride, element)
     store_tile(totals, rows, sums, 4 * padded)
 
@@ -273,32 +280,37 @@ def _weigh_part(
 @compiled
 def _weigh(
     tile: Any, rows: Any, weights: int, values: int, stride: int, n: int, sums: int, width: int, padded: int,
-    ahead: int, row_bytes: int, element: Any,
+    ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
     """The same for `width` features."""
     i, step = 0, 16 * (len(tile) // len(rows))
     while i + step <= width:
-        at, then = values + i * element_bytes(element), ahead + i * element_bytes(element) if ahead else 0
-        _weigh_part(tile, rows, weights, at, stride, n, sums + 4 * i, padded, then, row_bytes, element)
+        at, then = values + i * element_bytes(element), ahead + BLOCK * i * element_bytes(stored) if ahead else 0
+        _weigh_part(tile, rows, weights, at, stride, n, sums + 4 * i, padded, then, stored, element)
         i += step
     while i < width:
         at = values + i * element_bytes(element)
-        _weigh_part(rows, rows, weights, at, stride, n, sums + 4 * i, padded, 0, row_bytes, element)
+        _weigh_part(rows, rows, weights, at, stride, n, sums + 4 * i, padded, 0, stored, element)
         i += 16
 
 
 @compiled
-def _weigh_alone(frame: int, number: int, first: int, end: int, sums: int, width: int, padded: int) -> None:
-    """Positions first..end-1 of the piece for one query."""
+def _weigh_alone(
+    frame: int, number: int, first: int, end: int, values: int, stride: int, sums: int, width: int, padded: int,
+    element: Any,
+) -> None:  # fmt: skip
+    """Positions first..end-1 of the block for one query."""
     if first < end:
-        weights, at = frame + SCORES + 4 * (BLOCK * number + first), frame + PIECES + 4 * first * width
-        _weigh(FOUR, ONE, weights, at, 4 * width, end - first, sums + 4 * number * padded, width, padded, 0, 0, F32)
+        weights, at = frame + SCORES + 4 * (BLOCK * number + first), values + first * stride
+        _weigh(
+            FOUR, ONE, weights, at, stride, end - first, sums + 4 * number * padded, width, padded, 0, element, element
+        )
 
 
 @compiled
 def _weigh_tile(
-    tile: Any, rows: Any, frame: int, number: int, start: int, sums: int, width: int, padded: int, ahead: int,
-    row_bytes: int,
+    tile: Any, rows: Any, frame: int, number: int, start: int, values: int, stride: int, sums: int, width: int,
+    padded: int, ahead: int, stored: Any, element: Any,
 ) -> None:  # fmt: skip
     """The block's values for len(rows) queries, as far as each sees them, in order."""
     common_first, common_end = 0, BLOCK
@@ -310,46 +322,60 @@ def _weigh_tile(
     for other in range(number, number + len(rows)):
         at = frame + RANGES + 16 * other
         first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, common_first)
-        _weigh_alone(frame, other, first, end, sums, width, padded)
+        _weigh_alone(frame, other, first, end, values, stride, sums, width, padded, element)
     if common_first < common_end:
-        weights, at = frame + SCORES + 4 * (BLOCK * number + common_first), frame + PIECES + 4 * common_first * width
-        n, then = common_end - common_first, ahead + common_first * row_bytes if ahead else 0
-        at_sums = sums + 4 * number * padded
-        _weigh(tile, rows, weights, at, 4 * width, n, at_sums, width, padded, then, row_bytes, F32)
+        weights, at = frame + SCORES + 4 * (BLOCK * number + common_first), values + common_first * stride
+        n, at_sums = common_end - common_first, sums + 4 * number * padded
+        _weigh(tile, rows, weights, at, stride, n, at_sums, width, padded, ahead, stored, element)
     for other in range(number, number + len(rows)):
         end = min(word(frame + RANGES + 16 * other, 1) - start, BLOCK)
-        _weigh_alone(frame, other, common_end, end, sums, width, padded)
+        _weigh_alone(frame, other, common_end, end, values, stride, sums, width, padded, element)
+
+
+@compiled
+def _weigh_all(
+    tile: Any, rows: Any, frame: int, n_queries: int, start: int, values: int, stride: int, sums: int, width: int,
+    padded: int, ahead: int, stored: Any, element: Any,
+) -> None:  # fmt: skip
+    """The same for all queries. values, sums: of position `start` and of query 0, from a feature on."""
+    number = 0
+    while number < n_queries:
+        if n_queries - number == 1:
+            place = frame + RANGES + 16 * number
+            first, end = max(word(place, 0) - start, 0), min(word(place, 1) - start, BLOCK)
+            _weigh_alone(frame, number, first, end, values, stride, sums, width, padded, element)
+            number += 1
+        else:
+            if _sees(frame, number, len(rows), start, start + BLOCK):
+                _weigh_tile(
+                    tile, rows, frame, number, start, values, stride, sums, width, padded, ahead, stored, element
+                )
+            number += len(rows)
+        ahead = 0
 
 
 @compiled
 def block_values(
     tile: Any, rows: Any, frame: int, n_queries: int, head_dim: int, padded: int, start: int, low: int, high: int,
-    values: int, element: Any,
+    values: int, ahead: int, element: Any,
 ) -> None:  # fmt: skip
-    """Adds weight x value of positions start + low .. start + high - 1; values: of position `start`."""
+    """Adds weight x value of positions start + low .. start + high - 1; values: of position `start`; ahead: as
+    block_scores."""
     row_bytes = head_dim * element_bytes(element)
     if n_queries == 1 and head_dim == padded:
         at, weights = values + low * row_bytes, frame + SCORES + 4 * low
-        _weigh(
-            FOUR, ONE, weights, at, row_bytes, high - low, frame + SUMS, padded, padded, at + AHEAD_BYTES, row_bytes,
+        _weigh(FOUR, ONE, weights, at, row_bytes, high - low, frame + SUMS, padded, padded, ahead, element, element)
+    elif n_queries <= len(rows) and head_dim == padded:
+        _weigh_all(
+            tile, rows, frame, n_queries, start, values, row_bytes, frame + SUMS, padded, padded, ahead, element,
             element,
         )  # fmt: skip
-        return
-    for i in range(0, padded, WIDTH):
-        width, sums, number = min(WIDTH, padded - i), frame + SUMS + 4 * i, 0
-        at = values + i * element_bytes(element)
-        _unpack(
-            at + low * row_bytes, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element
-        )
-        ahead = at + AHEAD_BYTES
-        while number < n_queries:
-            if n_queries - number == 1:
-                place = frame + RANGES + 16 * number
-                first, end = max(word(place, 0) - start, 0), min(word(place, 1) - start, BLOCK)
-                _weigh_alone(frame, number, first, end, sums, width, padded)
-                number += 1
-            else:
-                if _sees(frame, number, len(rows), start, start + BLOCK):
-                    _weigh_tile(tile, rows, frame, number, start, sums, width, padded, ahead, row_bytes)
-                number += len(rows)
-            ahead = 0
+    else:
+        for i in range(0, padded, WIDTH):
+            width, at = min(WIDTH, padded - i), values + i * element_bytes(element) + low * row_bytes
+            _unpack(at, row_bytes, high - low, head_dim - i, width, frame + PIECES + 4 * low * width, element)
+            then, sums = ahead + BLOCK * i * element_bytes(element) if ahead else 0, frame + SUMS + 4 * i
+            _weigh_all(
+                tile, rows, frame, n_queries, start, frame + PIECES, 4 * width, sums, width, padded, then,
+                element, F32,
+            )  # fmt: skip

@@ -178,18 +178,27 @@ def store_rows(typing: Any, values: Any, factor: Any, address: Any, stride: Any)
     return types.void(values, types.float32, types.intp, types.intp), codegen
 
 
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
-    """Asks for the cache line at `address`, to be read once soon. Any address is safe."""
+def _prefetch(locality: int, name: str, meaning: str) -> Any:
+    """An intrinsic that asks for a cache line, which is kept in the nearest levels from 4 - locality on."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], I8.as_pointer())
-        flags = [ir.Constant(I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
+        flags = [ir.Constant(I32, value) for value in (0, locality, 1)]  # read, data
         signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
         builder.call(cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0"), [pointer, *flags])
         return context.get_dummy_value()
 
-    return types.void(types.intp), codegen
+    def function(typing: Any, address: Any) -> Any:
+        return types.void(types.intp), codegen
+
+    function.__name__, function.__doc__ = name, meaning
+    return intrinsic(function)
+
+
+prefetch = _prefetch(3, "prefetch", "Asks for the cache line at `address`, to be read soon. Any address is safe.")
+prefetch_far = _prefetch(
+    2, "prefetch_far", "The same into the second level, for what does not fit the first until then."
+)
 
 
 @intrinsic
