@@ -3,11 +3,13 @@
 import sys
 from typing import TYPE_CHECKING
 
-from hetero_ee.config import Progress
+from hetero_ee.config import READING, Progress
 from hetero_ee.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+SHOWN_AFTER_S = 1.0  # a prompt, as most take less
 
 
 def chosen_progress(progress: Progress | bool | None) -> Progress | None:
@@ -34,7 +36,14 @@ class TerminalProgress:
             tqdm.write(f"{stage.removesuffix('.')}.", file=sys.stderr)
             return
         if stage not in self._bars:
-            self._bars[stage] = tqdm(desc=stage, total=n_all, leave=False, unit_scale=True, file=sys.stderr)
+            self._bars[stage] = tqdm(
+                desc=stage,
+                total=n_all,
+                leave=False,
+                unit_scale=True,
+                file=sys.stderr,
+                delay=SHOWN_AFTER_S if stage == READING else 0,
+            )
         bar = self._bars[stage]
         bar.update(n_done - bar.n)
         if n_done >= n_all:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetero_ee.config import Progress
+from hetero_ee.config import READING, Progress
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.errors import UsageError
@@ -14,7 +14,6 @@ from hetero_ee.runtime.choice import Noise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
 
-READING = "Reading the prompt"
 UNCACHED = -1  # no sequence of the KV cache has this number
 
 
@@ -117,12 +116,12 @@ def in_own_sequences(
 def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> Tensor:
     """Runs what the cache lacks of the prompt, in chunks; logits (vocab,) of its last token.
 
-    Where there are several, says how many tokens are read before each, and that all are once that is over.
+    Says how many tokens are read before each, and that all are once that is over.
     """
     executor.make_room({text.cached_as: text.n_prompt_tokens})
     n_cached = executor.cache.length(text.cached_as)
     n_missing = text.n_prompt_tokens - n_cached
-    tell = executor.progress if n_missing > executor.prompt_chunk_tokens else None
+    tell = executor.progress
     try:
         return executor.prompt(_chunks(executor, text, n_cached, tell), observe)
     finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away

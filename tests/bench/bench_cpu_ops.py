@@ -28,13 +28,14 @@ from typing import Any
 import numpy as np
 
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
+from hetero_ee.weights.random_weights import CODEBOOK
 from hetero_ee_profiles.host.process import physical_core_count
 
 CYCLE_BYTES = 600_000_000
 ROWS = (1, 2, 4, 8, 16)
 KINDS = {
     "linear": tuple(range(-8, 8)),
-    "codebook": (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28),
+    "codebook": CODEBOOK,
 }
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+lzcnt,+cx16"
 

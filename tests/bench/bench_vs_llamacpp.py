@@ -33,7 +33,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-from hetero_ee.weights.random_weights import RANDOM
+from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
 from hetero_ee.weights.tiles import padded_shape
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.host.process import physical_core_count
@@ -46,7 +46,6 @@ STEPS = {"decode": 1, "batch4": 4, "batch8": 8, "prefill128": PREFILL_TOKENS}
 FLASH_ATTENTION = {"off": ("off",), "on": ("on",), "both": ("off", "on")}
 FILL_TOKENS = 512
 OURS = "ours"
-CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
 
 
 class Model(Protocol):

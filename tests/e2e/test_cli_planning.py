@@ -100,6 +100,14 @@ def test_the_printed_command_names_the_model(cli: Cli, tiny: Path, named: list[s
     assert ended.code == 0 and f" -m {tiny} -c " in ended.out.splitlines()[-1]
 
 
+def test_fp32_weights_are_planned_with_fp32_keys_and_values(cli: Cli, tiny: Path) -> None:
+    ended = cli("plan", tiny, "--hardware", LAPTOP, "--quantizer", "none")
+    line = ended.out.splitlines()[-1]
+    assert ended.code == 0 and f" -m {tiny} --quantizer none -c " in line and " --kv-type fp32 " in line
+    asked = cli("plan", tiny, "--hardware", LAPTOP, "--quantizer", "none", "--kv-type", "int8")
+    assert " --kv-type int8 " in asked.out.splitlines()[-1]
+
+
 def test_a_curve_rises_to_what_the_card_has(cli: Cli, data: Path) -> None:
     ended = cli("plan", *PAPER, "--kv-type", "fp16", "--vram-budget", 3, "--curve")
     assert ended.code == 0 and ended.out.startswith("llama-2-7b on rtx-4060-laptop-8gb (derived")

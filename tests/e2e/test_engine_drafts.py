@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_ee import Engine, ModelError, UsageError
-from hetero_ee.decoding.texts import READING
+from hetero_ee.config import READING
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan

@@ -16,6 +16,7 @@ from hetero_ee.planning.parts import KV_BYTES, KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.opening import open_on_cpu
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.families import FAMILIES, random_model, save_checkpoint
 
 CONTEXT_TOKENS, N_TOKENS = 128, 64
+ROUNDING = 1e-2  # normalised, squared, of int8 activations
 N_FEW_TOKENS = 12  # of each family where minutes count
 OPENINGS = ["Once upon a time", "The big dog", "There was a red ball in the park. It"]
 PROMPTS = ([1, 17, 30, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64], [2], [5, 9, 11] * 9)  # the last goes a prompt's way
@@ -120,6 +122,26 @@ def assert_family(model: Model, kv_type: str, n_tokens: int, chosen: slice = sli
         executor.close()
         assert tokens == expected[0]
         assert torch.equal(steps, expected[1])
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope"])
+def test_a_stretched_context_turns_the_same_on_every_device(tmp_path: Path, name: str) -> None:
+    """Beyond the original context, as of plain torch: halves with other tables would attend elsewhere."""
+    spec, weights = model = of_family(name, tmp_path, "int4")
+    assert spec.rope is not None
+    n_tokens = spec.rope.scaling.original_context_tokens * 5 // 2
+    prompt = [(7 * i) % 90 + 3 for i in range(n_tokens * 3 // 4)]
+    plan = planned(spec, overrides=split_at(1), context_tokens=n_tokens)
+    cache = CpuKvCache(spec.n_layers, spec.n_kv_heads, spec.head_dim, n_tokens, kind=KV_TYPE)
+    reference = ReferenceExecutor(spec, weights, n_tokens, cache=cache)
+    found = []
+    for executor in (reference, open_on_cpu(*model, n_tokens, 1), emulated(*model, plan)):
+        sequence = executor.cache.open_new()
+        found.append(executor.prompt(prompt_of(executor, sequence, prompt)))
+        executor.close()
+    expected, *others = found
+    for logits in others:
+        assert (logits - expected).square().sum() <= ROUNDING * expected.square().sum()
 
 
 @pytest.mark.parametrize("kv_type", KV_BYTES)

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from hetero_ee.decoding import texts
-from hetero_ee_cli.terminal.progress import stage_progress
-from hetero_ee_cli.terminal.prompt_progress import READING, PromptProgress, _duration
+from hetero_ee.config import READING
+from hetero_ee_cli.terminal.progress import _Bars, stage_progress
+from hetero_ee_cli.terminal.prompt_progress import PromptProgress, _duration
 from tests.pure.test_terminal_text import Screen, both_streams
 
 ERASED = "\x1b[1A\x1b[2K"  # up to the line, which is cleared
@@ -26,10 +26,6 @@ class Reading:
         self.now_s = 100.0 + at_s
         self.progress.update(n_done, n_all)
         return self.progress.line()
-
-
-def test_the_stage_is_the_librarys() -> None:
-    assert READING == texts.READING
 
 
 def test_a_prompt_of_less_than_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +89,16 @@ def test_a_terminal_is_told_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> N
         progress(READING, 0, 3000)
         progress(READING, 500, 3000)
     assert "of 3,000 tokens" in screen.text() and screen.text().endswith(ERASED)
+
+
+def test_a_remark_within_a_prompt_takes_the_line_away_and_keeps_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, bars, now_s = both_streams(monkeypatch), _Bars(), [0.0]
+    bars._prompt = PromptProgress(lambda: now_s[0])
+    for stage, n_done in ((READING, 0), (READING, 1000), ("Planned again", 0), (READING, 2000)):
+        now_s[0] += 10.0
+        bars.update(stage, n_done, 4000 if stage == READING else 0)
+    assert bars._prompt.line() == "Reading the prompt: 2,000 of 4,000 tokens, 67 tokens/s, 40 s left"
+    bars.update(READING, 4000, 4000)
+    bars.close()
+    assert "Planned again.\n" in screen.text()
+    assert "\ufffd" not in screen.text() and screen.text().endswith(ERASED)

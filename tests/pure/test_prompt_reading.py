@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hetero_ee.config import READING
 from hetero_ee.decoding.benchmark import DraftedWay, bench_reading_run, bench_text_run
 from hetero_ee.decoding.result import collect
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import READING, Continuation, Ending
+from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.planning.limits import Limits
@@ -72,6 +73,14 @@ def test_sources_read_with_each_chunk_and_it_is_the_prompts_time() -> None:
     assert (found.prompt_s, found.generation_s) == (3 * TOKEN_S, 0.0)
     assert counts.statistics(N_LAYERS, 0).prompt_s == {"n-grams": 0.0, "scripted": 3 * TOKEN_S}
     assert told == [(READING, 0, 3, 0.0), (READING, 2, 3, 2 * TOKEN_S), (READING, 3, 3, 3 * TOKEN_S)]
+
+
+def test_a_prompt_of_one_chunk_is_told_too() -> None:
+    model, tokens, _ = reading(SlowReader(), [PROMPT])
+    model.prompt_chunk_tokens, told = len(PROMPT), list[tuple[Any, ...]]()
+    model.progress = lambda *what: told.append(what)  # type: ignore[assignment]
+    collect(list(tokens))
+    assert told == [(READING, 0, 3), (READING, 3, 3)]
 
 
 def test_a_prompt_that_ends_early_is_told_as_over() -> None:

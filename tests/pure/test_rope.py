@@ -44,6 +44,7 @@ ROPES: list[dict[str, Any]] = [
     YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     YARN | {"mscale": 0.707, "mscale_all_dim": 0},  # one alone says nothing
     YARN | {"attention_factor": 1.25, "truncate": False},
+    YARN | {"truncate": None, "finetuned": True},  # as YaRN's own checkpoints have it, and null as false
     YARN | {"beta_fast": 4, "beta_slow": 4, "original_max_position_embeddings": 100},
     YARN | {"beta_fast": 500.0, "beta_slow": 300.0, "original_max_position_embeddings": 20},  # no pair is as fast
     YARN | {"beta_fast": 0, "beta_slow": 0, "factor": 1.0},  # as if they were missing

@@ -11,7 +11,7 @@ from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import Hardware, LimitOptions
+from hetero_ee_cli.options.planning import UNQUANTIZED, Hardware, LimitOptions
 from hetero_ee_cli.reports.curve import curve_text, save_curve
 from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -34,6 +34,7 @@ class _Subject:
     hardware: str | None
     published_exits: bool
     own_drafts: bool
+    quantizer: str | None
 
     @property
     def name(self) -> str | None:
@@ -50,7 +51,8 @@ class _Subject:
             return ["plan", *(weights or named[1:]), "--published-exits", *machine]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine]
-        return ["generate", PROMPT, *named]
+        unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
+        return ["generate", PROMPT, *named, *unquantized]
 
 
 @with_options(without={"profile": "it always plans by one"})
@@ -85,7 +87,8 @@ def plan(
         with ending_at_once():
             from hetero_ee.calibration.plot import picture_format
         picture_format(curve_file)  # refused now, not after a measurement
-    subject = _Subject(engine.named(model), random_weights, hardware, published_exits, own_drafts)
+    quantizer = engine.arguments()["quantizer"]
+    subject = _Subject(engine.named(model), random_weights, hardware, published_exits, own_drafts, quantizer)
     if plan_file is not None:
         if given := limits.given():
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
@@ -123,7 +126,7 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
     if subject.published_exits:
         statistics = Statistics(published_statistics(spec.n_layers))
     elif subject.own_drafts and folder is not None:
-        statistics = _own_statistics(spec, folder, profile, limits, subject, engine.arguments()["quantizer"], progress)
+        statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)
     return Request(spec, profile, limits, statistics, replace(made, name=subject.name))
 
@@ -134,7 +137,6 @@ def _own_statistics(
     profile: "HardwareProfile",
     limits: "Limits",
     subject: _Subject,
-    quantizer: str | None,
     progress: Progress,
 ) -> "Statistics":
     """Of the calibration and the draft head that opening this model would find; progress is told if they can't be
@@ -151,7 +153,7 @@ def _own_statistics(
     if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
         return Statistics()
     try:
-        calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer).find_or_warn(warn)
+        calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer).find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         return knowledge.statistics(spec, profile, limits.threads)
     except HeteroError as error:

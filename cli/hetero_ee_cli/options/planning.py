@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_GIB = 2**20
+UNQUANTIZED, FP32 = "none", "fp32"  # the quantizer of fp32 weights, whose keys and values are fp32 too
 ALL_LAYERS = 2**20  # more than any model has
 LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
 DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
@@ -105,7 +106,7 @@ class LimitOptions:
             gpu_layers=_layers(self.gpu_layers),
             overrides=tuple(parse_override(_with_our_device(text)) for text in self.override or ()),
             context_tokens=opening["context_tokens"],
-            kv_type=self.kv_type,
+            kv_type=self.kv_type or (FP32 if opening["quantizer"] == UNQUANTIZED else None),
             mode=self.mode,
             draft_length=self.draft_length,
             threads=opening["threads"],

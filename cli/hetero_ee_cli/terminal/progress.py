@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hetero_ee.config import Progress
+from hetero_ee.config import READING, Progress
 from hetero_ee_cli.terminal.output import printable
-from hetero_ee_cli.terminal.prompt_progress import READING, PromptProgress
+from hetero_ee_cli.terminal.prompt_progress import PromptProgress
 from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class _Bars:
         from hetero_ee.hub.download import DOWNLOADING
 
         if self._progress is None:
+            self._prompt.close()  # one line at a time: the next update of the prompt shows its own again
             self._progress, self._tasks = _started(), {}
         progress, tasks = self._progress, self._tasks
         if n_all == 0:

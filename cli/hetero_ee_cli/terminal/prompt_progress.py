@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hetero_ee.config import READING
 from hetero_ee_cli.terminal.streams import styled
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-READING = "Reading the prompt"  # the stage's name
 SHOWN_AFTER_S = 1.0
 REFRESHES_PER_S = 4.0
 
@@ -36,18 +36,18 @@ class PromptProgress:
         if n_done > n_before:
             self._token_s = (now_s - self._told_s) / (n_done - n_before)
         self._told_s = now_s
-        if self._live is None:
+        if n_done == 0:
             self._start_s = now_s
+        if self._live is None:
             self._live = self._started()
         else:
             self._live.refresh()
 
     def close(self) -> None:
-        """Takes the line away."""
+        """Takes the line away until the next update."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._n_done = 0
 
     def line(self) -> str:
         """What is shown now: nothing at first."""

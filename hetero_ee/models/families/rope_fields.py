@@ -22,7 +22,7 @@ KNOWN_FIELDS = {
     "long_factor",
     "attention_factor",
 }
-YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+YARN_FIELDS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"}  # the last says nothing
 
 
 def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part: bool) -> RopeSpec:
@@ -103,7 +103,7 @@ def _yarn(
         high_frequency_factor=fast,
         original_context_tokens=original_tokens or context_tokens,
         magnitude=parameters.number("attention_factor", magnitude),
-        whole_pairs=parameters.flag("truncate", True),
+        whole_pairs=not parameters.is_null("truncate") and parameters.flag("truncate", True),
         longest_context_tokens=_product(factor, original_tokens) if original_tokens else context_tokens,
     )
 
