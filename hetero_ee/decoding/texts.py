@@ -146,8 +146,13 @@ def step(
     noise: Noise | None = None,
 ) -> GeneratedToken:
     """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
+    token_id = choose_token(logits, text.token_ids, params, text.sequence, len(text.token_ids), noise)
+    return taken(text, token_id, params, ending, elapsed_s)
+
+
+def taken(text: Text, token_id: int, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:
+    """The text takes this token; whether it ends there."""
     position = len(text.token_ids)
-    token_id = choose_token(logits, text.token_ids, params, text.sequence, position, noise)
     text.token_ids.append(token_id)
     is_end = is_end_token(token_id, params, ending)
     piece = "" if is_end else text.stream.add(token_id)

@@ -1,0 +1,188 @@
+"""Early-exit decoding: a token that exits is given out there, unverified, and the layers behind are not waited for.
+
+A step takes the last token of every text through the layers. Where the policy judges it, it may exit: what follows it
+is chosen there, and it waits for a later token that goes deeper, with which it catches up (or its keys and values are
+made up, see missing_kv.py). What no exit takes passes every layer and is what full.py would choose. Source: SpecEE
+(arXiv 2504.08850) for the exits, EE-LLM (arXiv 2312.04916) for tokens that wait.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, taken, texts_of
+from hetero_ee.errors import UsageError
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exit_statistics import ExitCounts
+from hetero_ee.speculation.missing_kv import missing_kv
+from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.waiting import WaitingToken, stacked
+from hetero_ee.text.text_stream import Decode
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExits:
+    """How tokens exit, and what becomes of the layers that they skip."""
+
+    policy: ExitPolicy
+    exit_kv: str  # of EXIT_KV: how keys and values of skipped layers come to be
+    max_waiting: int  # tokens of one text that may wait; the next one passes every layer
+
+
+class Passed(NamedTuple):
+    """A text's last token, at the end of its way."""
+
+    text: Text
+    depth: int  # layers passed
+    hidden: Tensor  # (hidden,) after them
+    token_id: int | None  # that follows, chosen at an exit; None where all layers were passed
+    logits: Tensor | None  # (vocab,) of those that passed all layers
+
+
+def generate_early(
+    executor: Executor,
+    prompts: Prompts,
+    params: SamplingParams,
+    ending: Ending,
+    decode: Decode,
+    clock: Callable[[], float],
+    exits: EarlyExits,
+    counts: ExitCounts | None = None,
+) -> Iterator[GeneratedToken]:
+    """Yields the tokens of all prompts as they come; counts: counts them. Closing the iterator frees the memory.
+
+    Raises UsageError for sampling that the policy can't judge.
+    """
+    start_s = clock()
+    texts = texts_of(prompts, params, decode, ending)
+    steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts or ExitCounts())
+    tokens = _tokens(steps, executor, texts, params, ending, lambda: clock() - start_s)
+    yield from in_own_sequences(executor, texts, tokens)
+
+
+def _tokens(
+    steps: "ExitSteps",
+    executor: Executor,
+    texts: list[Text],
+    params: SamplingParams,
+    ending: Ending,
+    elapsed_s: Callable[[], float],
+) -> Iterator[GeneratedToken]:
+    """The rest of each prompt and a token of each, by all layers, then steps."""
+    try:
+        logits_of = [prefill(executor, text) for text in texts]
+        for text, logits in zip(texts, logits_of, strict=True):
+            yield step(text, logits, params, ending, elapsed_s())
+        while active := [text for text in texts if not text.finished]:
+            for passed in steps.run(active):
+                if passed.logits is not None:
+                    yield step(passed.text, passed.logits, params, ending, elapsed_s())
+                elif passed.token_id is not None:
+                    yield taken(passed.text, passed.token_id, params, ending, elapsed_s())
+    finally:
+        steps.end(texts)
+
+
+def score_early(
+    executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int, exits: EarlyExits, counts: ExitCounts
+) -> Iterator[tuple[Tensor, int]]:
+    """What this text's tokens after its prompt would have been chosen from, with the keys and values that the mode
+    leaves behind: logits (vocab,) and the layers passed, for each. Raises UsageError for a text without a prompt."""
+    if not 0 < n_prompt_tokens < len(token_ids):
+        raise UsageError(f"a text of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
+    params, ending = SamplingParams(), Ending(frozenset(), executor.cache.max_tokens)
+    text = Text.of_prompt(0, list(token_ids[:n_prompt_tokens]), params, lambda ids: "", executor.cache.open_new())
+    steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts)
+    try:
+        yield prefill(executor, text), executor.spec.n_layers
+        for token_id in token_ids[n_prompt_tokens:-1]:
+            text.token_ids.append(token_id)
+            for passed in steps.run([text]):
+                logits = (
+                    steps.judge.logits(passed.depth, passed.hidden[None])[0] if passed.logits is None else passed.logits
+                )
+                yield logits, passed.depth
+    finally:
+        executor.cache.close(text.cached_as)
+
+
+class ExitSteps:
+    """One call's texts, step by step."""
+
+    def __init__(self, executor: Executor, sampler: DraftSampler, exits: EarlyExits, counts: ExitCounts) -> None:
+        self._executor, self._exits, self._counts = executor, exits, counts
+        self.judge = exits.policy.judging(executor, sampler)
+        self._missing = missing_kv(exits.exit_kv, executor)
+        self._waiting: dict[int, list[WaitingToken]] = {}  # by Text.sequence: its last token and those before that wait
+
+    def run(self, texts: Sequence[Text]) -> Iterator[Passed]:
+        """The last token of every text on its way out, each as soon as it is there; what follows it is the caller's to
+        add. A text that ends meanwhile may lose its sequence of the cache."""
+        layers_of = {text.sequence: self._exit_layers(text) for text in texts}
+        going = list(texts)
+        for text in texts:
+            last = WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1)
+            self._waiting.setdefault(text.sequence, []).append(last)
+        depth = 0
+        for exit_layer in sorted({layer for layers in layers_of.values() for layer in layers}):
+            asked = [text for text in going if exit_layer in layers_of[text.sequence]]
+            if asked:
+                depth = exit_layer
+                self._advance(going, exit_layer)
+                exited = [passed for passed in self._judged(exit_layer, asked) if passed.token_id is not None]
+                going = [text for text in going if all(text is not passed.text for passed in exited)]
+                yield from map(self._ended, exited)
+        self._counts.add_step(self._executor.spec.n_layers if going else depth)
+        yield from map(self._ended, self._all_layers(going))
+
+    def end(self, texts: Sequence[Text]) -> None:
+        """No token of these texts follows: nothing waits any more, and what the cache holds of them is whole."""
+        for text in texts:
+            self._waiting.pop(text.sequence, None)
+            if text.cached_as in self._executor.cache.sequences:
+                self._missing.end(text.cached_as)
+
+    def _exit_layers(self, text: Text) -> Sequence[int]:
+        """None for a token that many others wait for."""
+        if len(self._waiting.get(text.sequence, ())) >= self._exits.max_waiting:
+            return ()
+        return self.judge.exit_layers(text)
+
+    def _advance(self, texts: Sequence[Text], to_layer: int) -> None:
+        self._missing.advance([token for text in texts for token in self._waiting[text.sequence]], to_layer)
+
+    def _judged(self, exit_layer: int, texts: Sequence[Text]) -> list[Passed]:
+        hidden = self._last_states(texts)
+        self._counts.n_judged[exit_layer] += len(texts)
+        chosen = self.judge.judge(exit_layer, hidden, texts)
+        rows = zip(texts, hidden.unbind(), chosen, strict=True)
+        return [Passed(text, exit_layer, state, token_id, None) for text, state, token_id in rows]
+
+    def _all_layers(self, texts: Sequence[Text]) -> list[Passed]:
+        """These texts' tokens, and all that wait for them, through the rest of the layers."""
+        if not texts:
+            return []
+        n_layers = self._executor.spec.n_layers
+        self._advance(texts, n_layers)
+        hidden = self._last_states(texts)
+        logits = self._executor.to_logits(hidden)
+        rows = zip(texts, hidden.unbind(), logits.unbind(), strict=True)
+        return [Passed(text, n_layers, state, None, row) for text, state, row in rows]
+
+    def _last_states(self, texts: Sequence[Text]) -> Tensor:
+        hidden = stacked([self._waiting[text.sequence][-1] for text in texts])
+        assert hidden is not None, "a token that is judged has passed a layer"
+        return hidden
+
+    def _ended(self, passed: Passed) -> Passed:
+        """The token's keys and values in the layers that it skips, as the mode has them."""
+        text, waiting = passed.text, self._waiting[passed.text.sequence]
+        self._waiting[text.sequence] = [] if passed.logits is not None else self._missing.exited(waiting)
+        self._counts.add_token(passed.depth)
+        self.judge.given_out(text, passed.depth)
+        return passed

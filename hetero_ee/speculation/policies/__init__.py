@@ -1,0 +1,1 @@
+"""What decides where a token exits that is given out there, without the layers behind."""
