@@ -58,6 +58,11 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _require_whole("stop_token_ids", token_id, 0, 2**31)
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens can't be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     @classmethod
     def read(cls, sampling: Any) -> Self:
         """A GenerationConfig, or a dictionary of its fields and ours; a temperature alone means to sample.

@@ -16,6 +16,7 @@ from hetero_ee_profiles.hardware import DeviceTimes
 
 VOCABULARY_LAYOUT = "int8"  # of embedding, head, exit map
 EXIT_MAP, DRAFT_VOCABULARY, CHOICE, JUDGE = "exit_map", "draft_vocabulary", "draft_choice", "exit_predictor"
+CANDIDATES = "candidates"
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 
 
@@ -110,6 +111,15 @@ def draft_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
     if end.judge is not None:
         works.append(Work(JUDGE, m, ((VOCABULARY_LAYOUT, *end.judge.network[0].shape),)))
     return works
+
+
+def partial_works(block: Block, m: int, k: int, end: DraftEnd) -> list[Work]:
+    """m states through the end's map and k rows of the head for each. A row of the head costs the time of 8: a tile's
+    line holds 16 rows, and memory is read by half of it."""
+    *maps, head = logits_works(block, m, end)
+    (_, n_rows, n_columns) = head.products[-1]
+    sliced = ((VOCABULARY_LAYOUT, min(n_rows, 8 * m * k), n_columns),)
+    return [*maps, replace(head, name=CANDIDATES, products=sliced, overhead=Overhead.HALF_LAYER)]
 
 
 def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelSpec) -> float:

@@ -64,14 +64,21 @@ class DraftSampler:
         return choose_token(logits, history, self._params, text.sequence, len(history), self.noise.of_draft)
 
     def drafted(
-        self, executor: Executor, hidden: Tensor, end: DraftEnd, rows: Sequence[tuple[Text, Sequence[int]]]
+        self,
+        executor: Executor,
+        hidden: Tensor,
+        end: DraftEnd,
+        rows: Sequence[tuple[Text, Sequence[int]]],
+        *,
+        is_verified: bool = True,
     ) -> list[Drafted]:
         """What follows each of the states (m, hidden), those of texts with these histories.
 
         Chosen and judged on the GPU where the head lies there, but where earlier tokens are penalized: then, and where
-        the CPU has the logits anyway, just as the texts choose, filters included.
+        the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody verifies.
         """
-        if executor.head_on_gpu and self._params.repeat_penalty == 1:
+        by_gpu = executor.head_on_gpu and self._params.repeat_penalty == 1
+        if by_gpu and (is_verified or not self._params.is_filtered):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)
         if end.vocabulary is not None:

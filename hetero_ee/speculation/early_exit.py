@@ -184,5 +184,5 @@ class ExitSteps:
         text, waiting = passed.text, self._waiting[passed.text.sequence]
         self._waiting[text.sequence] = [] if passed.logits is not None else self._missing.exited(waiting)
         self._counts.add_token(passed.depth)
-        self.judge.given_out(text, passed.depth)
+        self.judge.given_out(text, passed.depth, passed.hidden)
         return passed

@@ -47,7 +47,7 @@ class Scripted:
     def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
         return self._executor.to_logits(hidden)
 
-    def given_out(self, text: Text, depth: int) -> None:
+    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
         self.told.append((text.sequence, depth))
 
 

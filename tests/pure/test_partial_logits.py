@@ -56,7 +56,7 @@ def test_each_exit_layer_sees_the_candidates_that_each_before_it_took(
         assert drafts.partial.rank[first - 1].tolist() == [place[0] if len(place) else 4 for place in rank]
         np.testing.assert_array_equal(drafts.is_right[first - 1], drafts.partial.is_right(first, first))
         for exit_layer in range(first, n_exit_layers + 1):
-            expected = executor.partial_logits(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
+            expected = executor.sliced_head(normed[exit_layer - 1], torch.from_numpy(taken)).numpy()
             np.testing.assert_allclose(drafts.partial.at(first, exit_layer), expected, atol=1e-5)
             best = np.take_along_axis(taken, expected.argmax(1)[:, None], 1)[:, 0]
             np.testing.assert_array_equal(drafts.partial.is_right(first, exit_layer), best == found.tokens.numpy())

@@ -133,11 +133,11 @@ class CpuExecutor(HostExecutor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
 
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See Executor.partial_logits. One pass over all rows' tokens; for many rows, the whole head costs less."""
+    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """See HostExecutor.sliced_head. One pass over all rows' tokens; for many rows, the whole head costs less."""
         ids, where = np.unique(token_ids.numpy(), return_inverse=True)
         linear = self._linears[self.blocks[-1].tensors["tokens"].name]
-        logits = self._matmul.sliced(np.ascontiguousarray(normed.numpy()), linear.matrix, ids)
+        logits = self._matmul.sliced(np.ascontiguousarray(x.numpy()), linear.matrix, ids)
         return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
 
     def _places(self, batch: Batch) -> Any:

@@ -46,7 +46,7 @@ class DummyExecutor(HostExecutor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         return torch.zeros(token_ids.shape)
 
 

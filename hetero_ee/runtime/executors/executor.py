@@ -44,10 +44,6 @@ class HeadExecutor(Protocol):
         """The head's product: (m, hidden) -> logits (m, vocab)."""
         ...
 
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """Logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k)."""
-        ...
-
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: (m, hidden) -> logits (m, vocab)."""
         return self.lm_head(self.final_norm(hidden))
@@ -58,6 +54,11 @@ class HeadExecutor(Protocol):
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         """What drafts are chosen from: (m, hidden) after any layer -> fp32 logits (m, vocab), or of the end's rows."""
+        ...
+
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        """draft_logits of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k). Of an end without rows
+        of its own."""
         ...
 
     def close(self) -> None:
@@ -178,12 +179,24 @@ class HostExecutor(Executor, BlockExecutor):
     def product(self, x: Tensor, weight: Weight) -> Tensor:
         """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
 
+    @abstractmethod
+    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """The head's product for chosen tokens alone: (m, hidden), (m, k) -> (m, k)."""
+
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
-        x, state_map = hidden if end.is_normed else self.final_norm(hidden), end.state_map
-        if state_map is not None:
-            inner = x if state_map.down is None else self.product(x, state_map.down)
-            x = x + self.product(inner, state_map.up) + state_map.bias
+        x = self._mapped(hidden, end)
         return self.lm_head(x) if end.vocabulary is None else self.product(x, end.vocabulary.rows)
+
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        return self.sliced_head(self._mapped(hidden, end), token_ids)
+
+    def _mapped(self, hidden: Tensor, end: DraftEnd) -> Tensor:
+        """What the end's head multiplies."""
+        x, state_map = hidden if end.is_normed else self.final_norm(hidden), end.state_map
+        if state_map is None:
+            return x
+        inner = x if state_map.down is None else self.product(x, state_map.down)
+        return x + self.product(inner, state_map.up) + state_map.bias
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         logits = self.draft_logits(hidden, end)

@@ -1,6 +1,6 @@
 """What a plan runs on a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
 
-The host waits for the GPU in `attend_uploaded` and `partial_logits` alone.
+The host waits for the GPU in `attend_uploaded` alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,6 @@ from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.weights.model_weights import ModelWeights
-from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuExecutor(BlockExecutor):
@@ -151,14 +150,8 @@ class GpuExecutor(BlockExecutor):
             )
         return self._ends[end]
 
-    @torch.inference_mode()
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        matrix = self._resident.linear(self._model_blocks[-1], "tokens").matrix
-        ids = token_ids.to(self._device).contiguous()
-        if not isinstance(matrix, TileMatrix):
-            return self.lm_head(normed).gather(1, ids)
-        logits: Tensor = self._operations.sliced_head(self._whole(normed), matrix, ids)
-        return logits
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        return self._end(end).partial_logits(hidden, token_ids)
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
         """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.

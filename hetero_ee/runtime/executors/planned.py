@@ -25,7 +25,7 @@ from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostEx
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import Work, block_work, block_works, draft_works, logits_works
+from hetero_ee.runtime.work import Work, block_work, block_works, draft_works, logits_works, partial_works
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ class PlannedExecutor(Executor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return self._logits(_Flow(normed), lambda executor, x: executor.lm_head(x), self._head_works(len(normed)))
 
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        works = self._head_works(len(normed)) if token_ids.shape[1] == self.spec.vocab_size else []
-        return self._logits(_Flow(normed), lambda executor, x: executor.partial_logits(x, token_ids), works)
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        works = partial_works(self.blocks[-1], len(token_ids), token_ids.shape[1], end)
+        return self._logits(_Flow(hidden), lambda executor, x: executor.partial_logits(x, token_ids, end), works)
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         moved, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)

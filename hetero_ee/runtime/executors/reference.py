@@ -76,8 +76,8 @@ class ReferenceExecutor(HostExecutor):
         return self.linear(normed, self.blocks[-1].tensors["tokens"].name)
 
     @torch.inference_mode()
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        return self.lm_head(normed).gather(1, token_ids)
+    def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        return self.lm_head(x).gather(1, token_ids)
 
     def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
         spec, ops, layer = self.spec, self._ops, block.layer

@@ -153,8 +153,8 @@ class ReplanningExecutor(Executor):
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         return self._step(lambda inner, x: inner.draft_logits(x, end), hidden)
 
-    def partial_logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        return self._step(lambda inner, x: inner.partial_logits(x, token_ids), normed)
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
+        return self._step(lambda inner, x: inner.partial_logits(x, token_ids, end), hidden)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         return self._step(lambda inner, x: inner.to_logits(x), hidden)

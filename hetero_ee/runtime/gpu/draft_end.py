@@ -15,6 +15,7 @@ from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
 from hetero_ee.runtime.gpu.weights import GpuLinear, gpu_linear
 from hetero_ee.weights.weight import Weight
+from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuDraftEnd:
@@ -74,12 +75,28 @@ class GpuDraftEnd:
             some = [self._logits(each.contiguous()) for each in torch.split(hidden.to(self._device), MAX_ROWS)]
         return some[0] if len(some) == 1 else torch.cat(some)
 
+    @torch.inference_mode()
+    def partial_logits(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """The same of chosen tokens alone, each row its own: (m, hidden), (m, k) -> (m, k) on the GPU."""
+        ids = token_ids.to(self._device).contiguous()
+        with entered(self._device):
+            x = self._mapped(hidden.to(self._device).contiguous())
+            if isinstance(self._head.matrix, TileMatrix):
+                logits: Tensor = self._ops.sliced_head(x, self._head.matrix, ids)
+                return logits
+            return self._head.multiply(x, self._head.matrix).gather(1, ids)  # type: ignore[no-any-return]
+
     def _compute(self, m: int) -> None:
         """Launches alone: they depend on m and nothing else."""
         logits = self._logits(self._x[:m])
         self._ops.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self._head.multiply(self._mapped(x), self._head.matrix)
+        return logits
+
+    def _mapped(self, x: Tensor) -> Tensor:
+        """What the head multiplies."""
         if self._final_norm is not None:
             x = self._final_norm(x)
         if self._map:
@@ -89,8 +106,7 @@ class GpuDraftEnd:
             self._ops.add(inner, x)
             self._ops.add(inner, self._map_bias)
             x = inner
-        logits: Tensor = self._head.multiply(x, self._head.matrix)
-        return logits
+        return x
 
     def _words(self, m: int) -> Tensor:
         """The noise of m rows, in one piece."""

@@ -26,8 +26,8 @@ class ExitJudge(Protocol):
         """What a token that exits there is chosen from: (m, hidden) -> (m, vocab)."""
         ...
 
-    def given_out(self, text: Text, depth: int) -> None:
-        """The text's token was given out after so many layers."""
+    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
+        """A token was given out after so many layers of the text's last one, (hidden,) then."""
         ...
 
 

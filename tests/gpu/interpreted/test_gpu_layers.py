@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.gpu import GpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.gpu.operations import gpu_operations
@@ -38,4 +39,4 @@ def test_the_head(model: Model) -> None:
         assert_same_bits(alone[0], normed[row])
         assert_same_bits(layers.lm_head(normed[row : row + 1])[0], logits[row])
     ids = torch.tensor([[5, spec.vocab_size - 1, 5, 0]]).expand(N_ROWS, 4)
-    assert_same_bits(layers.partial_logits(normed, ids), logits.gather(1, ids.to(DEVICE)))
+    assert_same_bits(layers.partial_logits(hidden, ids, DraftEnd()), logits.gather(1, ids.to(DEVICE)))

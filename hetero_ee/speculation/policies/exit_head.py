@@ -1,0 +1,37 @@
+"""What judges a token at one exit layer: an exit map, a predictor, and how sure the predictor has to be."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.speculation.exits.calibration import NO_EXIT, Calibration, FittedExitLayer
+from hetero_ee.speculation.exits.predictor import ExitConfidence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExitHead:
+    """end: from a state to a token and how sure it is. later: judges candidates that an earlier exit layer, or a draft
+    head, has taken; None where nothing was fitted to them."""
+
+    end: DraftEnd
+    judge: ExitConfidence  # the end's
+    threshold: float
+    later: ExitConfidence | None
+    later_threshold: float = NO_EXIT
+
+    @classmethod
+    def of(cls, fitted: FittedExitLayer, *, compiled: bool) -> "ExitHead":
+        """compiled: the model runs on kernels, which multiply with tiles."""
+        state_map = None if fitted.exit_map is None else fitted.exit_map.packed(compiled=compiled)
+        judge, partial = ExitConfidence(fitted.predictor, compiled=compiled), fitted.partial_predictor
+        later = None if partial is None else ExitConfidence(partial, compiled=compiled)
+        end = DraftEnd(state_map=state_map, judge=judge)
+        return cls(end, judge, fitted.threshold, later, fitted.partial_threshold)
+
+
+ExitHeads = Mapping[int, ExitHead]  # by exit layer, ascending
+
+
+def exit_heads(calibration: Calibration, exit_layers: Iterable[int], *, compiled: bool) -> ExitHeads:
+    """Those of these exit layers."""
+    return {layer: ExitHead.of(calibration.at(layer), compiled=compiled) for layer in sorted(exit_layers)}

@@ -1,0 +1,113 @@
+"""SpecEE's policy: a predictor looks at the logits of a few candidates; where it is sure, and the whole head's choice
+is one of them, the token exits.
+
+Candidates: the likeliest tokens at the first layer that judges, by the whole head; after it their logits alone are
+computed. Judged are the layers of the offline schedule and those near where the text's last tokens exited (two-level
+scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.runtime.drafted import NO_TOKEN
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.candidates import N_CANDIDATES, HeadCandidates
+from hetero_ee.speculation.exits.features import Floats
+from hetero_ee.speculation.exits.recent_exits import RecentExits
+from hetero_ee.speculation.policies.exit_head import ExitHeads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidates:
+    """Of one token on its way."""
+
+    token_ids: Tensor  # int64 (k,)
+    softmax: Floats  # (k,), where the token was judged last; each judgement changes it
+
+
+class SpecEE:
+    """heads: of every exit layer that may judge; schedule: those that always do."""
+
+    name = "specee"
+
+    def __init__(self, heads: ExitHeads, schedule: Sequence[int], n_layers: int) -> None:
+        self._heads, self._schedule, self._n_layers = heads, schedule, n_layers
+
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_Judge":
+        return _Judge(executor, sampler, self._heads, self._schedule, self._n_layers)
+
+
+class _Judge:
+    def __init__(
+        self, executor: Executor, sampler: DraftSampler, heads: ExitHeads, schedule: Sequence[int], n_layers: int
+    ) -> None:
+        self._executor, self._sampler, self._heads = executor, sampler, heads
+        self._schedule, self._n_layers = schedule, n_layers
+        self._recent: dict[int, RecentExits] = {}  # by Text.sequence, as below
+        self._candidates: dict[int, _Candidates] = {}
+
+    def exit_layers(self, text: Text) -> Sequence[int]:
+        """None before the schedule's first: its candidates would come from where hardly any token can be told."""
+        recent = self._recent.setdefault(text.sequence, RecentExits(self._schedule, self._n_layers))
+        first = min(self._schedule, default=0)
+        return [layer for layer in recent.active() if layer >= first and layer in self._heads]
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        chosen: list[int | None] = [None] * len(texts)
+        groups: tuple[list[int], list[int]] = ([], [])
+        for row, text in enumerate(texts):
+            groups[text.sequence in self._candidates].append(row)
+        for judge, rows in zip((self._judge_first, self._judge_later), groups, strict=True):
+            if rows:
+                found = judge(exit_layer, hidden[rows], [texts[row] for row in rows])
+                for row, token_id in zip(rows, found, strict=True):
+                    chosen[row] = token_id
+        return chosen
+
+    def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
+        return self._executor.draft_logits(hidden, self._heads[exit_layer].end)
+
+    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
+        self._recent.setdefault(text.sequence, RecentExits(self._schedule, self._n_layers)).append(depth)
+        self._candidates.pop(text.sequence, None)
+
+    def _judge_first(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        """Takes the candidates; the whole head's logits are there."""
+        head, logits = self._heads[exit_layer], self.logits(exit_layer, hidden)
+        found = HeadCandidates().of(logits)
+        chosen: list[int | None] = []
+        for row, text in enumerate(texts):
+            candidates = _Candidates(torch.from_numpy(found.token_ids[row]), np.zeros(N_CANDIDATES, np.float32))
+            is_sure = False
+            if found.is_finite[row]:
+                self._candidates[text.sequence] = candidates
+                is_sure = head.judge.of_candidates(found.logits[row], candidates.softmax) >= head.threshold
+            token_id = self._sampler.choose(text, text.token_ids, logits[row]) if is_sure else NO_TOKEN
+            chosen.append(token_id if token_id in candidates.token_ids else None)
+        return chosen
+
+    def _judge_later(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        """By the candidates' logits; the whole head's choice of those who are sure has to be one of them."""
+        head, known = self._heads[exit_layer], [self._candidates[text.sequence] for text in texts]
+        chosen: list[int | None] = [None] * len(texts)
+        if head.later is None:
+            return chosen
+        ids = torch.stack([candidates.token_ids for candidates in known])
+        partial = self._executor.partial_logits(hidden, ids, head.end).numpy()
+        sure = [
+            row
+            for row, candidates in enumerate(known)
+            if head.later.of_candidates(partial[row], candidates.softmax) >= head.later_threshold
+        ]
+        if sure:
+            rows = [(texts[row], texts[row].token_ids) for row in sure]
+            found = self._sampler.drafted(self._executor, hidden[sure], head.end, rows, is_verified=False)
+            for row, each in zip(sure, found, strict=True):
+                chosen[row] = each.token_id if each.token_id in known[row].token_ids else None
+        return chosen
