@@ -90,6 +90,8 @@ class Engine:
         kv_type: str | None = None,
         mode: str | None = None,
         draft_length: int | None = None,
+        risk: float | None = None,
+        exit_kv: str | None = None,
         limits: Limits | None = None,
         plan: Plan | str | Path | None = None,
         draft_head: str | Path | None = None,
@@ -115,8 +117,11 @@ class Engine:
         vram_budget, vram_margin, ram_budget: GiB of GPU memory to use and to leave free, and of RAM to use.
         gpu_layers: first layers, whole, on the GPU, if there is one. override: parts pinned by name: REGEX=gpu,
             REGEX=cpu, REGEX=stream. kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer
-            "none" "fp32". mode: "full" or "exact". draft_length: tokens verified at once in exact mode. What is None of
-            all others, the planner chooses. limits: all of them in one object.
+            "none" "fp32". mode: "full", "exact" or an early-exit mode, see limits.EARLY_EXIT_MODES. draft_length:
+            tokens verified at once in exact mode, caught up at once in an early-exit mode. risk: of mode "certified",
+            0.05 where None. exit_kv: in an early-exit mode, the keys and values of layers that a token did not pass:
+            "lazy" (None), "propagate", "copy" or "holes". What is None of all others, the planner chooses. limits: all
+            of them in one object.
         plan: where every part goes, a Plan or its JSON file, in place of one made now.
         draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
         emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
@@ -131,7 +136,8 @@ class Engine:
         tell = chosen_progress(progress)
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
-        asked_limits, limits_name = requested_limits(limits, pins | {"draft_length": draft_length})
+        pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
+        asked_limits, limits_name = requested_limits(limits, pins)
         if asked_limits is not None and asked_limits.threads and not emulate:
             asked_limits = replace(asked_limits, threads=usable_threads(asked_limits.threads))
         request = PlacementRequest(

@@ -4,9 +4,19 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_DRAFT_LENGTH, MAX_THREADS, MODES, is_whole
+from hetero_ee.planning.limits import (
+    CERTIFIED,
+    EARLY_EXIT_MODES,
+    MAX_CONTEXT_TOKENS,
+    MAX_DRAFT_LENGTH,
+    MAX_THREADS,
+    MODES,
+    check_exits,
+    is_whole,
+)
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
@@ -101,9 +111,9 @@ class Plan:
     context_tokens: int
     kv_type: str
     mode: str
-    drafts: str | None  # EXIT or SEQUENCE, None in full mode
-    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None in full mode
-    draft_length: int  # most tokens of a verification
+    drafts: str | None  # EXIT or SEQUENCE, None but in exact mode
+    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None but in exact mode
+    draft_length: int  # most tokens of a verification; in an early-exit mode of a catch-up
     prefill_chunk_tokens: int
     vram_budget_bytes: int
     ram_budget_bytes: int
@@ -112,11 +122,17 @@ class Plan:
     prediction: Prediction
     reasons: tuple[str, ...]  # a sentence for each decision, for people
     name: str | None = None  # of the model, as the user typed it; None where nobody said
+    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, ascending; (): where its policy says
+    risk: float | None = None  # of mode certified
+    exit_kv: str | None = None  # of EXIT_KV in an early-exit mode
+
+    ADDED_FIELDS: ClassVar = ("exit_layers", "risk", "exit_kv")  # that a file of this version may lack
 
     def __post_init__(self) -> None:
         self.check_version(self.version)
         _check_numbers(self)
         _check_drafts(self)
+        _check_exits(self)
         _check_parts(self.parts)
         _check_memory(self)
 
@@ -144,6 +160,8 @@ class Plan:
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
         if self.draft_device == "gpu":
             decided.append(DRAFT_HEAD)
+        if self.mode in EARLY_EXIT_MODES:
+            decided += [self.exit_layers, self.risk, self.exit_kv]
         return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
     def n_bytes(self, device: str) -> int:
@@ -203,10 +221,11 @@ def _check_numbers(made: Plan) -> None:
 
 
 def _check_drafts(made: Plan) -> None:
-    """Full mode has none, sequences need no layer, an exit comes after one at least; see check_fits for the last."""
+    """Exact mode alone has some; sequences need no layer, an exit comes after one at least; see check_fits for the
+    last."""
     exit_layer = made.exit_layer
     goes_with = {
-        None: made.mode == "full" and exit_layer is None,
+        None: made.mode != "exact" and exit_layer is None,
         EXIT: made.mode == "exact" and is_whole(exit_layer, 1),
         SEQUENCE: made.mode == "exact" and is_whole(exit_layer, 0, 0),
     }
@@ -217,6 +236,23 @@ def _check_drafts(made: Plan) -> None:
             f"mode {shown(made.mode)} does not go with drafts {shown(made.drafts)} and exit layer {shown(exit_layer)}; "
             "plan again"
         )
+
+
+def _check_exits(made: Plan) -> None:
+    """Early-exit modes have keys and values of some kind, and a certified one a risk."""
+    layers, is_early = made.exit_layers, made.mode in EARLY_EXIT_MODES
+    ascend = all(is_whole(layer, 1 + before) for before, layer in zip((0, *layers), layers, strict=False))
+    if not ascend or (layers and not is_early):
+        raise UsageError(
+            f"mode {shown(made.mode)} does not go with exit layers {shown(layers)}: they ascend from 1 in early-exit "
+            "modes and are none in others; plan again"
+        )
+    if is_early != (made.exit_kv is not None) or (made.mode == CERTIFIED) != (made.risk is not None):
+        raise UsageError(
+            f"mode {shown(made.mode)} does not go with risk {shown(made.risk)} and exit_kv {shown(made.exit_kv)}; plan "
+            "again"
+        )
+    check_exits(made.mode, made.risk, made.exit_kv)
 
 
 def _check_parts(parts: tuple[PlacedPart, ...]) -> None:

@@ -10,7 +10,7 @@ from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import cpu_alone_s
 from hetero_ee.planning.context import best_context, best_in_context
-from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, EXIT_KV, RISK, Limits
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import PLAN_VERSION, Plan
 from hetero_ee.planning.problem import resolve
@@ -59,6 +59,9 @@ def plan(
         memory=tuple(best.memory),
         prediction=prediction,
         reasons=(*([choice.reason] if choice.reason else []), *reasons(best, prediction)),
+        exit_layers=best.schedule.exit_layers,
+        risk=(problem.limits.risk or RISK) if best.schedule.mode == CERTIFIED else None,
+        exit_kv=(problem.limits.exit_kv or EXIT_KV[0]) if best.schedule.mode in EARLY_EXIT_MODES else None,
     )
 
 
@@ -66,10 +69,9 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
     """Raises UsageError where the plan was made for a model of other shapes, or names other parts than this one's."""
     if made.shapes_sha256 != shapes_sha256(spec):
         raise UsageError(f"the plan is of a {shown(made.model)} with other shapes; make one for this model.")
-    if made.exit_layer is not None and made.exit_layer >= spec.n_layers:
-        raise UsageError(
-            f"the plan exits after layer {shown(made.exit_layer)} and the model has {spec.n_layers}; make a new one."
-        )
+    last = made.exit_layers[-1] if made.exit_layers else made.exit_layer
+    if last is not None and last >= spec.n_layers:
+        raise UsageError(f"the plan exits after layer {shown(last)} and the model has {spec.n_layers}; make a new one.")
     check_context(spec, made.context_tokens, "the plan's context of")
     expected = [(part.name, part.layer) for part in model_parts(spec, made.kv_type)]
     found = [(part.name, part.layer) for part in made.parts]

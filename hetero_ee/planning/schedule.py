@@ -7,7 +7,7 @@ from functools import partial
 from operator import attrgetter
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
+from hetero_ee.planning.limits import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.statistics import DraftRates, ExitRates
@@ -16,6 +16,7 @@ from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
+MAX_CATCH_UP = 8  # tokens of an early-exit mode that wait at most, and the one they wait for
 BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
 
 
@@ -23,12 +24,13 @@ BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
 class Schedule:
     """How a plan decodes."""
 
-    mode: str  # "full" or "exact"
-    drafts: str | None  # EXIT or SEQUENCE, None in full mode
-    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None in full mode
-    draft_length: int  # most tokens of a verification
+    mode: str
+    drafts: str | None  # EXIT or SEQUENCE, None but in exact mode
+    exit_layer: int | None  # layers before the exit, 0 for a draft sequence, None but in exact mode
+    draft_length: int  # most tokens of a verification, or of a catch-up
     step: Step
     other_mode_s: float | None = None  # seconds of a token in the other mode, where that was considered
+    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens
 
     @property
     def token_s(self) -> float:
@@ -44,6 +46,8 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
     """The schedule of least expected time per token; full mode unless exact mode is worth it, or as the user says."""
     full = full_schedule(problem, placements, context_tokens)
     asked = problem.limits.mode
+    if asked in EARLY_EXIT_MODES:
+        return replace(full, mode=asked, draft_length=problem.limits.draft_length or MAX_CATCH_UP)
     if asked == "full" or SPLIT in placements:
         return full
     exact = _best_exact(problem, placements, context_tokens)

@@ -2,7 +2,7 @@
 
 What a dataclass itself demands of its values it checks in __post_init__, by ValueError. One with a static method
 `check_version` has its field `version` checked by it before anything else is asked: of another version every field may
-be another.
+be another. Fields named in its ADDED_FIELDS may be missing, in a file from before they were there.
 """
 
 import dataclasses
@@ -100,9 +100,9 @@ def _dataclass(kind: Any, value: Any, path: str) -> Any:
         kind.check_version(value["version"])
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(names ^ value.keys()):
+    for name in sorted((names ^ value.keys()) - (names & {*getattr(kind, "ADDED_FIELDS", ())})):
         raise ValueError(f"{_inside(path, name)} is {'missing' if name in names else 'unknown'}")
-    fields = {name: _read(hints[name], value[name], _inside(path, name)) for name in names}
+    fields = {name: _read(hints[name], value[name], _inside(path, name)) for name in names & value.keys()}
     try:
         return kind(**fields)
     except ValueError as error:

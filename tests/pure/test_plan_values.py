@@ -1,6 +1,7 @@
 """Limits and plans hold only values that make sense together: everything else is refused in a sentence."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.limits import EARLY_EXIT_MODES, RISK, Limits
+from hetero_ee.planning.pins import pins
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.runtime.batch import Batch
@@ -57,8 +59,20 @@ BAD_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "budget as truth": ({"vram_budget_bytes": True}, "vram_budget_bytes is True"),
     "RAM as text": ({"ram_budget_bytes": "8"}, "ram_budget_bytes is '8'"),
     "layers below 0": ({"gpu_layers": -1}, "gpu_layers is -1"),
+    "no risk at all": ({"mode": "certified", "risk": 0}, r"risk is 0; expected a share .* above 0 and below 1"),
+    "risk is no number": ({"mode": "certified", "risk": math.nan}, "risk is nan; expected a share"),
+    "all the risk": ({"mode": "certified", "risk": 1.0}, "risk is 1.0; expected"),
+    "risk as text": ({"mode": "certified", "risk": "0.05"}, "risk is '0.05'; expected"),
+    "risk as truth": ({"mode": "certified", "risk": True}, "risk is True; expected"),
+    "risk of another mode": ({"mode": "specee", "risk": 0.05}, "risk is of mode certified and the mode is specee"),
+    "risk without a mode": ({"risk": 0.05}, "risk is of mode certified and the mode is not given"),
+    "exit kv": ({"mode": "specee", "exit_kv": "guess"}, "exit_kv is 'guess'; expected one of lazy, propagate, copy"),
+    "exit kv as a list": ({"mode": "specee", "exit_kv": []}, r"exit_kv is \[\]; expected"),
+    "exit kv of exact mode": ({"mode": "exact", "exit_kv": "lazy"}, "early-exit modes and the mode is exact; drop"),
+    "certified holes": ({"mode": "certified", "exit_kv": "holes"}, "exact keys and values and exit_kv is holes"),
 }
 
+EARLY: dict[str, Any] = {"mode": "specee", "exit_layers": (1, 2), "exit_kv": "lazy"}
 BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "lossy"}, "mode is 'lossy', expected one of full, exact"),
     "kv type": ({"kv_type": "fp8"}, "kv_type is 'fp8', expected one of fp32"),
@@ -83,6 +97,16 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an exit below": ({"mode": "exact", "drafts": EXIT, "exit_layer": -1}, "'exit' and exit layer -1"),
     "a sequence from a layer": ({"mode": "exact", "drafts": SEQUENCE, "exit_layer": 1}, "'sequence' and exit layer 1"),
     "exact without drafts": ({"mode": "exact"}, "mode 'exact' does not go with drafts None"),
+    "exits in full mode": ({"exit_layers": (1,)}, r"mode 'full' does not go with exit layers \(1,\)"),
+    "exits that descend": (EARLY | {"exit_layers": (2, 1)}, r"does not go with exit layers \(2, 1\)"),
+    "exits twice": (EARLY | {"exit_layers": (1, 1)}, r"does not go with exit layers \(1, 1\)"),
+    "an exit before the first": (EARLY | {"exit_layers": (0,)}, r"does not go with exit layers \(0,\)"),
+    "no exit kv": ({"mode": "specee"}, "mode 'specee' does not go with risk None and exit_kv None"),
+    "risk of specee": (EARLY | {"risk": 0.05}, "mode 'specee' does not go with risk 0.05"),
+    "certified without risk": (EARLY | {"mode": "certified"}, "mode 'certified' does not go with risk None"),
+    "certified copies": (EARLY | {"mode": "certified", "risk": 0.1, "exit_kv": "copy"}, "exit_kv is copy"),
+    "risk": (EARLY | {"mode": "certified", "risk": 2.0}, "risk is 2.0; expected"),
+    "drafts of specee": (EARLY | {"drafts": EXIT, "exit_layer": 1}, "'specee' does not go with drafts 'exit'"),
     "version": ({"version": 1}, "plan version 1, this engine reads version 6"),
 }
 
@@ -143,6 +167,7 @@ def test_places_where_a_part_can_not_be(index: int, decode: str, prefill: str) -
         ({"parts": (GOOD.parts[0], replace(GOOD.parts[1], layer=1), *GOOD.parts[2:])}, "from 'layers.0.attention' on"),
         ({"mode": "exact", "drafts": EXIT, "exit_layer": 3}, "exits after layer 3 and the model has 3"),
         ({"mode": "exact", "drafts": EXIT, "exit_layer": HUGE}, "exits after layer 1000"),
+        (EARLY | {"exit_layers": (1, 3)}, "exits after layer 3 and the model has 3"),
         ({"shapes_sha256": "0"}, "of a 'LlamaForCausalLM' with other shapes"),
     ],
 )
@@ -174,6 +199,30 @@ def test_a_good_plan_is_read_back(tmp_path: Path) -> None:
     read = Plan.load(tmp_path / "plan.json")
     assert read == GOOD
     opens_and_runs(read)
+
+
+def test_a_plan_of_an_early_exit_mode_is_read_back(tmp_path: Path) -> None:
+    made = replace(GOOD, **EARLY | {"mode": "certified", "risk": 0.05})
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+    assert len({each.sha256 for each in (GOOD, made, replace(made, risk=0.1), replace(made, exit_layers=(1,)))}) == 4
+    check_fits(made, SPEC)
+
+
+def test_a_plan_from_before_early_exits_opens(tmp_path: Path) -> None:
+    body = json.loads(to_json(GOOD))
+    for name in Plan.ADDED_FIELDS:
+        del body[name]
+    (tmp_path / "plan.json").write_text(json.dumps(body))
+    assert Plan.load(tmp_path / "plan.json") == GOOD
+
+
+@pytest.mark.parametrize("mode", EARLY_EXIT_MODES)
+def test_early_exit_modes_are_planned_where_they_are_asked_for(mode: str) -> None:
+    made = planned(SPEC, overrides=PINS, context_tokens=64, mode=mode, vram_margin_bytes=0)
+    assert made.mode == mode and made.exit_kv == "lazy" and (made.risk == RISK) == (mode == "certified")
+    words = [word for pin in pins(made, Limits(mode=mode)) for word in pin]
+    assert ("--risk" in words) == (mode == "certified") and "--kv" in words
 
 
 def opens_and_runs(made: Plan) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from hetero_ee.config import Progress
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.completion import MODES, one_of
+from hetero_ee_cli.options.completion import one_of
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
@@ -70,7 +70,7 @@ def bench(
         str | None,
         typer.Option(
             help="full, exact (on text of the model's own), or all for both. [default: full]",
-            autocompletion=one_of((*MODES, "all")),
+            autocompletion=one_of((FULL, EXACT, ALL)),
         ),
     ] = None,
     synthetic_acceptance: Annotated[

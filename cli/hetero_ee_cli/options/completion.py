@@ -6,7 +6,9 @@ from hetero_ee.config import cache_folder
 from hetero_ee.errors import HeteroError
 
 STORES_FOLDER, MANIFEST = "stores", "manifest.json"  # as the room weights/store names them
-KV_TYPES, MODES = ("fp32", "fp16", "int8"), ("full", "exact")  # as planning does, whose import takes seconds
+# As planning has them, whose import takes seconds.
+KV_TYPES, EXIT_KV = ("fp32", "fp16", "int8"), ("lazy", "propagate", "copy", "holes")
+MODES = ("full", "exact", "specee", "certified", "calm", "skipdecode", "q-exit", "patience", "joint-gate")
 
 Completion = Callable[[str], list[str]]
 

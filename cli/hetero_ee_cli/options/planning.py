@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from hetero_ee.errors import UsageError, shown
-from hetero_ee_cli.options.completion import KV_TYPES, MODES, hardware_names, one_of
+from hetero_ee_cli.options.completion import EXIT_KV, KV_TYPES, MODES, hardware_names, one_of
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.terminal.signals import ending_at_once
 
@@ -73,7 +73,9 @@ class LimitOptions:
         str | None,
         typer.Option(
             help="full: one token per pass; exact: speculative decoding by early exit (self-speculative), a draft head "
-            "or n-grams, with the text of full mode. [default: whichever should be faster]",
+            "or n-grams, with the text of full mode; specee, certified, calm, skipdecode, q-exit, patience, "
+            "joint-gate: tokens are given out at early exits, and texts differ. [default: full or exact, whichever "
+            "should be faster]",
             autocompletion=one_of(MODES),
         ),
     ] = None
@@ -82,7 +84,22 @@ class LimitOptions:
         typer.Option(
             "--draft-length",
             "--draft-tokens",
-            help="Tokens verified in one pass in exact mode, 1 to 16. [default: what should be fastest]",
+            help="Tokens verified in one pass in exact mode, or caught up in an early-exit mode, 1 to 16. [default: "
+            "what should be fastest]",
+        ),
+    ] = None
+    risk: Annotated[
+        float | None,
+        typer.Option(help="In mode certified, the share of a prompt's tokens that may differ. [default: 0.05]"),
+    ] = None
+    exit_kv: Annotated[
+        str | None,
+        typer.Option(
+            "--kv",
+            "--exit-kv",
+            help="In early-exit modes, keys and values of layers that a token did not pass: lazy (exact, computed with "
+            "the next token that goes deeper), propagate, copy or holes. [default: lazy]",
+            autocompletion=one_of(EXIT_KV),
         ),
     ] = None
 
@@ -109,6 +126,8 @@ class LimitOptions:
             kv_type=self.kv_type or (FP32 if opening["quantizer"] == UNQUANTIZED else None),
             mode=self.mode,
             draft_length=self.draft_length,
+            risk=self.risk,
+            exit_kv=self.exit_kv,
             threads=opening["threads"],
         )
 
