@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hetero_ee.runtime.opening import Placement as Placement
     from hetero_ee.runtime.placement_request import FindProfile as FindProfile
     from hetero_ee.speculation.drafting import Drafting as Drafting
+    from hetero_ee.speculation.exit_statistics import ExitStatistics as ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics as DraftStatistics
     from hetero_ee.text.chat_template import Message as Message
     from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
@@ -70,6 +71,7 @@ _NAMES = {
     "hetero_ee.runtime.opening": ("Placement",),
     "hetero_ee.runtime.placement_request": ("FindProfile",),
     "hetero_ee.speculation.drafting": ("Drafting",),
+    "hetero_ee.speculation.exit_statistics": ("ExitStatistics",),
     "hetero_ee.speculation.statistics": ("DraftStatistics",),
     "hetero_ee.text.chat_template": ("Message",),
     "hetero_ee_profiles.hardware": ("DeviceTimes",),

@@ -36,7 +36,9 @@ from hetero_ee.runtime.placement_request import (
     requested_profile,
 )
 from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.early_exit import generate_early
 from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.weights.model_weights import UNQUANTIZED
@@ -57,8 +59,8 @@ class Engine:
 
     def __init__(self, model: OpenModel, progress: Progress | None = None) -> None:
         self._executor: Executor | None = model.executor
-        self._opened, self._drafting = model.opened, model.drafting
-        self._draft_counts = DraftCounts()
+        self._opened, self._drafting, self.exits = model.opened, model.drafting, model.exits
+        self._draft_counts, self._exit_counts = DraftCounts(), ExitCounts()
         self._tokenizer = model.files.tokenizer
         self._eos_token_ids = model.files.eos_token_ids
         self.default_sampling = model.files.sampling
@@ -188,6 +190,11 @@ class Engine:
         if self._drafting is None:
             return None
         return self._draft_counts.statistics(self.spec.n_layers, self._drafting.drafting.exit_layer)
+
+    @property
+    def exit_statistics(self) -> ExitStatistics | None:
+        """After how many layers tokens were given out in the latest call or reply; None but in early-exit modes."""
+        return None if self.exits is None else self._exit_counts.statistics(self.spec.n_layers)
 
     @property
     def spans(self) -> list[Span]:
@@ -345,7 +352,10 @@ class Engine:
         """
         executor = self.executor
         common = executor, prompts, params, self._ending(executor), self._tokenizer.decode, self._clock
-        if self._drafting is None:
+        if self.exits is not None:
+            self._exit_counts = ExitCounts()
+            tokens = generate_early(*common, self.exits, self._exit_counts)
+        elif self._drafting is None:
             tokens = generate(*common)
         else:
             self._draft_counts = DraftCounts()

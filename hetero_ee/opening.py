@@ -18,6 +18,8 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
+from hetero_ee.speculation.early_exit import EarlyExits
+from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
@@ -52,7 +54,8 @@ class OpenModel:
     executor: Executor
     threads: int
     opened: Opened | None = None  # None where nothing was planned
-    drafting: OpenDrafting | None = None  # None in full mode
+    drafting: OpenDrafting | None = None  # of exact mode alone
+    exits: EarlyExits | None = None  # of early-exit modes alone
 
 
 def check_options(quantizer: str | None, context_tokens: int, threads: int) -> None:
@@ -131,10 +134,11 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     opened = replace(opened, placement=placement)
     try:
         drafting = open_drafting(knowledge, opened, profile, warn)
+        exits = open_exits(calibration, opened)
     except BaseException:
         opened.executor.close()
         raise
-    return OpenModel(files, opened.executor, threads, opened, drafting)
+    return OpenModel(files, opened.executor, threads, opened, drafting, exits)
 
 
 def warner(progress: Progress | None) -> Warn:

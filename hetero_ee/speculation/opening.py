@@ -107,7 +107,7 @@ def open_drafting(
     Raises UsageError for a plan whose exits were not calibrated, ModelError for a named head that can't be read.
     """
     plan = opened.plan
-    if plan.mode == "full" or plan.exit_layer is None:
+    if plan.exit_layer is None:
         return None
     wants_exact = opened.placement is not None and opened.placement.limits.mode == "exact"
     switch = None if opened.is_emulated or wants_exact else SpeculationSwitch()  # emulated clocks know no Python

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.simulation import LaneTime
     from hetero_ee.engine import Engine
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.speculation.exit_statistics import ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics
 
 DECLINED = "Exact mode was declined"  # how the planner's reason for full mode begins
@@ -80,8 +81,11 @@ def _times(result: "GenerationResult", load_s: float) -> list[str]:
     return [f"{name + ':':22}{value}" for name, value in values.items()]
 
 
-def run_document(made: "Plan | None", drafts: "DraftStatistics | None") -> dict[str, Any]:
-    """The plan's keys in JSON; the drafts are None in full mode, the hash is None if nothing was planned."""
+def run_document(
+    made: "Plan | None", drafts: "DraftStatistics | None", exits: "ExitStatistics | None" = None
+) -> dict[str, Any]:
+    """The plan's keys in JSON; drafts are of exact mode, exits of early-exit modes, the hash is None if nothing was
+    planned."""
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
@@ -89,6 +93,7 @@ def run_document(made: "Plan | None", drafts: "DraftStatistics | None") -> dict[
         "gpu_layers": 0 if made is None else made.gpu_layers,
         "plan_hash": None if made is None else made.sha256,
         "drafts": drafts_document(drafts),
+        "exits": exits_document(exits),
     }
 
 
@@ -97,6 +102,14 @@ def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
     if found is None:
         return None
     derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth", "known_after")
+    return asdict(found) | {name: getattr(found, name) for name in derived}
+
+
+def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
+    """The counts and what follows from them; None but in early-exit modes."""
+    if found is None:
+        return None
+    derived = ("n_tokens", "n_exited", "mean_depth", "judged_per_token")
     return asdict(found) | {name: getattr(found, name) for name in derived}
 
 
@@ -142,6 +155,18 @@ def draft_lines(found: "DraftStatistics") -> list[str]:
     return lines + _bars("known after layer", {n: count for n, count in found.known_after.items() if count})
 
 
+def exit_words(found: "ExitStatistics") -> str:
+    """Share of tokens that skipped layers, and how many layers they passed."""
+    share = found.n_exited / (found.n_tokens or 1)
+    return f"{share:.0%} exited, depth {found.mean_depth:.1f} of {found.n_layers}, unverified"
+
+
+def exit_lines(found: "ExitStatistics") -> list[str]:
+    """Where tokens were judged and given out."""
+    judged = f"{'exits':14}{found.judged_per_token:.1f} exit layers judged a token"
+    return [judged, *_bars("given out after layer", {n: count for n, count in enumerate(found.depths) if count})]
+
+
 def _mode(engine: "Engine") -> list[str]:
     """The mode and why, with how drafting did in the latest text; nothing if nothing was planned."""
     from hetero_ee.planning.explanation import change
@@ -150,6 +175,8 @@ def _mode(engine: "Engine") -> list[str]:
     made, found = engine.plan, engine.draft_statistics
     if made is None:
         return []
+    if engine.exit_statistics is not None:
+        return [f"{made.mode} ({made.exit_kv} keys and values): {exit_words(engine.exit_statistics)}"]
     if found is None:
         exact_per_s = made.prediction.other_mode_tokens_per_s
         if not _declined(engine) or exact_per_s is None:
@@ -182,6 +209,8 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
     ]
     seconds = result.prompt_s, result.generation_s
     lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
+    if engine.exit_statistics is not None:
+        return lines + exit_lines(engine.exit_statistics)
     return lines + (_declined(engine) if found is None else draft_lines(found))
 
 

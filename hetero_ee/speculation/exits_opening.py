@@ -1,0 +1,63 @@
+"""The exits of a plan in an early-exit mode, ready to run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hetero_ee.errors import UsageError
+from hetero_ee.planning.limits import EARLY_EXIT_MODES
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.opening import Opened
+from hetero_ee.speculation.early_exit import EarlyExits
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
+from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.weights.model_weights import UNQUANTIZED
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """What a policy is made from."""
+
+    calibration: Calibration
+    plan: Plan
+    compiled: bool  # the model runs on kernels
+
+    @property
+    def schedule(self) -> tuple[int, ...]:
+        """Exit layers that always judge, the plan's or the calibration's. Raises UsageError for none."""
+        found = self.plan.exit_layers or self.calibration.schedule
+        if not found:
+            raise UsageError(
+                "the calibration found no exit layer where judging tokens saves time; calibrate with more text, or "
+                "drop the mode."
+            )
+        return found
+
+    def heads(self, first: int) -> ExitHeads:
+        """Of every exit layer from this one on."""
+        return exit_heads(self.calibration, range(first, self.calibration.n_layers), compiled=self.compiled)
+
+
+def open_exits(calibration: Calibration | None, opened: Opened) -> EarlyExits | None:
+    """As the plan says; None where it is in another mode. Raises UsageError for a model without a calibration, and what
+    the policy asks for."""
+    plan = opened.plan
+    if plan.mode not in EARLY_EXIT_MODES:
+        return None
+    if calibration is None:
+        raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
+    make = POLICIES.get(plan.mode)
+    if make is None or plan.exit_kv is None:
+        raise UsageError(f"mode {plan.mode} is not built yet; there are {', '.join(POLICIES)}.")
+    request = PolicyRequest(calibration, plan, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
+    return EarlyExits(make(request), plan.exit_kv, max_waiting=plan.draft_length)
+
+
+def _specee(request: PolicyRequest) -> ExitPolicy:
+    schedule = request.schedule
+    return SpecEE(request.heads(schedule[0]), schedule, request.calibration.n_layers)
+
+
+# Every policy there is; a new one takes a line here, and its name in planning/limits.py.
+POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {"specee": _specee}
