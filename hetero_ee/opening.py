@@ -134,7 +134,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     opened = replace(opened, placement=placement)
     try:
         drafting = open_drafting(knowledge, opened, profile, warn)
-        exits = open_exits(calibration, opened)
+        exits = open_exits(knowledge, opened, warn)
     except BaseException:
         opened.executor.close()
         raise

@@ -20,6 +20,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.missing_kv import missing_kv
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.waiting import WaitingToken, stacked
 from hetero_ee.text.text_stream import Decode
@@ -32,6 +33,7 @@ class EarlyExits:
     policy: ExitPolicy
     exit_kv: str  # of EXIT_KV: how keys and values of skipped layers come to be
     max_waiting: int  # tokens of one text that may wait; the next one passes every layer
+    candidates: DraftCandidates | None = None  # the policy's, which read the prompts too
 
 
 class Passed(NamedTuple):
@@ -62,7 +64,8 @@ def generate_early(
     texts = texts_of(prompts, params, decode, ending)
     steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts or ExitCounts())
     tokens = _tokens(steps, executor, texts, params, ending, lambda: clock() - start_s)
-    yield from in_own_sequences(executor, texts, tokens)
+    closing = [] if exits.candidates is None else [exits.candidates.close]
+    yield from in_own_sequences(executor, texts, tokens, *closing)
 
 
 def _tokens(
@@ -75,7 +78,7 @@ def _tokens(
 ) -> Iterator[GeneratedToken]:
     """The rest of each prompt and a token of each, by all layers, then steps."""
     try:
-        logits_of = [prefill(executor, text) for text in texts]
+        logits_of = [steps.read_prompt(text) for text in texts]
         for text, logits in zip(texts, logits_of, strict=True):
             yield step(text, logits, params, ending, elapsed_s())
         while active := [text for text in texts if not text.finished]:
@@ -99,7 +102,7 @@ def score_early(
     text = Text.of_prompt(0, list(token_ids[:n_prompt_tokens]), params, lambda ids: "", executor.cache.open_new())
     steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts)
     try:
-        yield prefill(executor, text), executor.spec.n_layers
+        yield steps.read_prompt(text), executor.spec.n_layers
         for token_id in token_ids[n_prompt_tokens:-1]:
             text.token_ids.append(token_id)
             for passed in steps.run([text]):
@@ -109,6 +112,8 @@ def score_early(
                 yield logits, passed.depth
     finally:
         executor.cache.close(text.cached_as)
+        if exits.candidates is not None:
+            exits.candidates.close(text.cached_as)
 
 
 class ExitSteps:
@@ -119,6 +124,11 @@ class ExitSteps:
         self.judge = exits.policy.judging(executor, sampler)
         self._missing = missing_kv(exits.exit_kv, executor)
         self._waiting: dict[int, list[WaitingToken]] = {}  # by Text.sequence: its last token and those before that wait
+
+    def read_prompt(self, text: Text) -> Tensor:
+        """By all layers: logits (vocab,) of its last token."""
+        candidates = self._exits.candidates
+        return prefill(self._executor, text, None if candidates is None else candidates.read_prompt)
 
     def run(self, texts: Sequence[Text]) -> Iterator[Passed]:
         """The last token of every text on its way out, each as soon as it is there; what follows it is the caller's to

@@ -9,9 +9,12 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.opening import DraftKnowledge
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
 
@@ -22,6 +25,7 @@ class PolicyRequest:
     calibration: Calibration
     plan: Plan
     compiled: bool  # the model runs on kernels
+    candidates: DraftCandidates | None = None
 
     @property
     def schedule(self) -> tuple[int, ...]:
@@ -39,10 +43,10 @@ class PolicyRequest:
         return exit_heads(self.calibration, range(first, self.calibration.n_layers), compiled=self.compiled)
 
 
-def open_exits(calibration: Calibration | None, opened: Opened) -> EarlyExits | None:
+def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], None]) -> EarlyExits | None:
     """As the plan says; None where it is in another mode. Raises UsageError for a model without a calibration, and what
     the policy asks for."""
-    plan = opened.plan
+    plan, calibration = opened.plan, knowledge.calibration
     if plan.mode not in EARLY_EXIT_MODES:
         return None
     if calibration is None:
@@ -50,13 +54,20 @@ def open_exits(calibration: Calibration | None, opened: Opened) -> EarlyExits | 
     make = POLICIES.get(plan.mode)
     if make is None or plan.exit_kv is None:
         raise UsageError(f"mode {plan.mode} is not built yet; there are {', '.join(POLICIES)}.")
-    request = PolicyRequest(calibration, plan, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
-    return EarlyExits(make(request), plan.exit_kv, max_waiting=plan.draft_length)
+    candidates = None
+    if plan.mode == SpecEE.name and knowledge.draft_head is not None:
+        head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
+        candidates = DraftCandidates(head, warn)
+    compiled = opened.executor.weights.quantizer != UNQUANTIZED
+    policy = make(PolicyRequest(calibration, plan, compiled, candidates))
+    return EarlyExits(policy, plan.exit_kv, plan.draft_length, candidates)
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:
+    """Without a draft head no layer before the schedule judges: it would take its candidates from too little."""
     schedule = request.schedule
-    return SpecEE(request.heads(schedule[0]), schedule, request.calibration.n_layers)
+    heads = request.heads(schedule[0] if request.candidates is None else 1)
+    return SpecEE(heads, schedule, request.calibration.n_layers, request.candidates)
 
 
 # Every policy there is; a new one takes a line here, and its name in planning/limits.py.

@@ -1,9 +1,9 @@
 """SpecEE's policy: a predictor looks at the logits of a few candidates; where it is sure, and the whole head's choice
 is one of them, the token exits.
 
-Candidates: the likeliest tokens at the first layer that judges, by the whole head; after it their logits alone are
-computed. Judged are the layers of the offline schedule and those near where the text's last tokens exited (two-level
-scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
+Candidates come from the draft head, or are the likeliest tokens at the first layer that judges, by the whole head; from
+there on their logits alone are computed. Judged are the layers of the offline schedule and those near where the text's
+last tokens exited (two-level scheduling). Source: SpecEE (arXiv 2504.08850), sections 4 and 5.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.candidates import N_CANDIDATES, HeadCandidates
 from hetero_ee.speculation.exits.features import Floats
 from hetero_ee.speculation.exits.recent_exits import RecentExits
+from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads
 
 
@@ -32,31 +33,33 @@ class _Candidates:
 
 
 class SpecEE:
-    """heads: of every exit layer that may judge; schedule: those that always do."""
+    """heads: of the exit layers that may judge; schedule: those that always do; draft: where candidates come from,
+    None for the first layer that judges."""
 
     name = "specee"
 
-    def __init__(self, heads: ExitHeads, schedule: Sequence[int], n_layers: int) -> None:
-        self._heads, self._schedule, self._n_layers = heads, schedule, n_layers
+    def __init__(
+        self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
+    ) -> None:
+        self.heads, self.schedule, self.n_layers, self.draft = heads, schedule, n_layers, draft
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_Judge":
-        return _Judge(executor, sampler, self._heads, self._schedule, self._n_layers)
+        return _Judge(executor, sampler, self)
 
 
 class _Judge:
-    def __init__(
-        self, executor: Executor, sampler: DraftSampler, heads: ExitHeads, schedule: Sequence[int], n_layers: int
-    ) -> None:
-        self._executor, self._sampler, self._heads = executor, sampler, heads
-        self._schedule, self._n_layers = schedule, n_layers
+    def __init__(self, executor: Executor, sampler: DraftSampler, policy: SpecEE) -> None:
+        self._executor, self._sampler, self._draft = executor, sampler, policy.draft
+        self._heads, self._schedule, self._n_layers = policy.heads, policy.schedule, policy.n_layers
         self._recent: dict[int, RecentExits] = {}  # by Text.sequence, as below
         self._candidates: dict[int, _Candidates] = {}
 
     def exit_layers(self, text: Text) -> Sequence[int]:
-        """None before the schedule's first: its candidates would come from where hardly any token can be told."""
+        ids = None if self._draft is None else self._draft.of(self._executor, text)
+        if ids is not None:
+            self._candidates[text.sequence] = _Candidates(ids, np.zeros(N_CANDIDATES, np.float32))
         recent = self._recent.setdefault(text.sequence, RecentExits(self._schedule, self._n_layers))
-        first = min(self._schedule, default=0)
-        return [layer for layer in recent.active() if layer >= first and layer in self._heads]
+        return [layer for layer in recent.active() if layer in self._heads]
 
     def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
         chosen: list[int | None] = [None] * len(texts)
@@ -76,6 +79,9 @@ class _Judge:
     def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
         self._recent.setdefault(text.sequence, RecentExits(self._schedule, self._n_layers)).append(depth)
         self._candidates.pop(text.sequence, None)
+        if self._draft is not None:
+            last, normed = len(text.token_ids) - 1, self._executor.final_norm(hidden[None])
+            self._draft.observe(text.cached_as, last, text.token_ids[last], normed)
 
     def _judge_first(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
         """Takes the candidates; the whole head's logits are there."""

@@ -1,0 +1,65 @@
+"""Candidates from a draft head: the tokens that it thinks likeliest to follow, known before any layer has run.
+
+Source: SpecEE (arXiv 2504.08850), section 4. The head has seen states after the last layer alone; of a token that has
+exited it is given the state at its exit, as there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from math import nan
+
+import torch
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.exits.candidates import HeadCandidates
+from hetero_ee.speculation.sources.source import DraftSource
+
+
+class DraftCandidates:
+    """source: the draft head. warn: told when it finds no memory; tokens are then judged without it."""
+
+    def __init__(self, source: DraftSource, warn: Callable[[str], None]) -> None:
+        self._source, self._warn = source, warn
+
+    def of(self, executor: Executor, text: Text) -> Tensor | None:
+        """int64 (k,) for the token that follows; None where the head knows none."""
+        found: list[Tensor] = []
+
+        def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+            likeliest = HeadCandidates().of(executor.draft_logits(state, end))
+            if not likeliest.is_finite[0]:
+                return Drafted(NO_TOKEN, nan)
+            ids = torch.from_numpy(likeliest.token_ids[0])
+            found.append(ids if end.vocabulary is None else end.vocabulary.token_ids[ids])
+            return Drafted(int(found[0][0]), 1.0)
+
+        with self._surviving(), closing(self._source.drafts(text.cached_as, text.token_ids, choose)) as drafts:
+            next(drafts, None)
+        return found[0] if found else None
+
+    def read_prompt(self, batch: Batch, normed: Tensor) -> None:
+        """See Observe: a chunk of one sequence's prompt."""
+        with self._surviving():
+            self._source.truncate(batch.sequences[0], batch.positions[0])
+            self._source.read_prompt(batch.sequences[0], batch.positions[0], batch.token_ids, normed)
+
+    def observe(self, sequence: int, position: int, token_id: int, normed: Tensor) -> None:
+        """The token at this position, and its state (1, hidden) when what follows it was given out."""
+        with self._surviving():
+            self._source.observe(sequence, position, [token_id], normed)
+
+    def close(self, sequence: int) -> None:
+        """The sequence has ended."""
+        self._source.close(sequence)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except (DeviceMemoryError, DeviceLostError, UsageError) as error:
+            self._warn(f"{error} Exits are judged without the draft head.")
