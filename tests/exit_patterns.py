@@ -102,10 +102,7 @@ class SlowText:
         x = self._rows(self.blocks[0], "tokens", token_id)
         if spec.learned_position_offset is not None:
             x = x + self._vector(self.blocks[0], "positions")[position + spec.learned_position_offset]
-        for layer in range(depth):
-            query = self._keep(layer, x, position)
-            x = x + self._product(self.blocks[1 + 2 * layer], "output", self._attended(layer, query))
-            x = x + self._fed_forward(self.blocks[2 + 2 * layer], x)
+        x = self._through(x, 0, depth, position)
         for layer in range(depth, spec.n_layers):
             if self.kind == "propagate":
                 self._keep(layer, x, position)
@@ -113,6 +110,15 @@ class SlowText:
                 for mine, source in zip(self.kept[layer], self.kept[depth - 1], strict=True):
                     mine.append(source[-1])
         self.states.append(x)
+        if self.kind == "lazy":  # it goes on at once, which nobody sees
+            self._through(x, depth, spec.n_layers, position)
+
+    def _through(self, x: Tensor, first: int, end: int, position: int) -> Tensor:
+        for layer in range(first, end):
+            query = self._keep(layer, x, position)
+            x = x + self._product(self.blocks[1 + 2 * layer], "output", self._attended(layer, query))
+            x = x + self._fed_forward(self.blocks[2 + 2 * layer], x)
+        return x
 
     def _keep(self, layer: int, x: Tensor, position: int) -> Tensor:
         """The token's query (n_heads, head_dim), its key and value kept."""

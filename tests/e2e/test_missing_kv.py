@@ -19,24 +19,27 @@ from tests.executor_support import Model, executor_for, model_of
 from tests.exit_patterns import VOCABULARY, Exiting, SlowText, assert_same_lines, exiting_texts, run_exiting, stored
 
 N_LAYERS, CONTEXT_TOKENS = 4, 160
-WINDOWS = ("mistral", "qwen2-window", "phi3-partial")
-STORED = (("fp32", "fp32"), ("int4", "fp32"), ("int4", "fp16"), ("int4", "int8"))  # weights, cache
+FAMILIES = ("llama", "qwen3", "opt", "mistral", "qwen2-window", "phi3-partial")
+CASES = [(family, "fp32", "fp32") for family in FAMILIES]  # weights, cache
+CASES += [(family, "int4", kind) for family in ("llama-tied", "qwen3", "mistral") for kind in ("fp32", "fp16", "int8")]
+CASES += [("llama-gelu", "int4", "fp16")]  # queries that don't end with a row block
 LOSSY = ("propagate", "copy", "holes")
 ERRORS = {("fp32", "fp32"): 1e-10, ("int4", "fp32"): 5e-3, ("int4", "fp16"): 5e-3, ("int4", "int8"): 2e-2}
 ONE_FIXTURE = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
 
 
 @pytest.fixture(
     scope="module",
-    params=[(family, *kinds) for family in ("llama", "qwen3", "opt", *WINDOWS) for kinds in STORED],
+    params=CASES,
     ids="-".join,
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     family, weights, kind = request.param
-    model = model_of(family, weights, tmp_path_factory.mktemp(family), num_hidden_layers=N_LAYERS)
+    changes = {"head_dim": 16} if family == "qwen3" else {}
+    model = model_of(family, weights, tmp_path_factory.mktemp(family), num_hidden_layers=N_LAYERS, **changes)
     executor = executor_for(model, weights, kind)
     yield model, executor, ERRORS[weights, kind]
     executor.close()
