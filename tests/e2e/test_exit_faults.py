@@ -41,7 +41,7 @@ def test_out_of_memory_while_tokens_exit(model: Model, where: str, split: str, k
     assert run(executor, kind) == expected
     executor.close()
     n_replanned, n_refused = 0, 0
-    for n in range(1, clean.calls + 1, 2):
+    for n in range(1, clean.calls + 1, 3):
         points = Points(no_memory, n, only_once=True)
         executor = opened(model, points, where, split)
         points.armed = True
