@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,9 +25,9 @@ MAX_TOKENS = 160
 Model = tuple[ModelSpec, ModelWeights]
 
 
-def model_of(family: str, weights: str, folder: Path) -> Model:
-    """weights: "fp32" or "int4"."""
-    save_checkpoint(random_model(family), folder)
+def model_of(family: str, weights: str, folder: Path, **changes: Any) -> Model:
+    """weights: "fp32" or "int4". changes: of the family's configuration."""
+    save_checkpoint(random_model(family, **changes), folder)
     spec = read_spec(folder)
     checkpoint = Checkpoint(folder, spec)
     if weights == "fp32":

@@ -130,26 +130,32 @@ def _embed() -> list[Compilation]:
 
 
 def _kv_write() -> list[Compilation]:
-    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
+    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn, or by positions of its own."""
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
     layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
     records = []
-    for kind, code, turns in (
-        ("fp16", "*fp16", True),
-        ("fp32", "*fp32", True),
-        ("int8", "*i8", True),
-        ("fp16", "*fp16", False),
+    for kind, code, turns, own in (
+        ("fp16", "*fp16", True, False),
+        ("fp32", "*fp32", True, False),
+        ("int8", "*i8", True, False),
+        ("fp16", "*fp16", False, False),
+        ("fp16", "*fp16", True, True),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},
             layout | kv_write._sizes(16, 32 if turns else 0, 8, 128, 64),
         )
-        for name, there, pointer in (("turns_ptr", turns, "*fp32"), ("scales_ptr", kind == "int8", "*fp32")):
+        optional = (
+            ("turns_ptr", turns, "*fp32"),
+            ("scales_ptr", kind == "int8", "*fp32"),
+            ("turned_by_ptr", own, "*i32"),
+        )
+        for name, there, pointer in optional:
             if there:
                 signature[name] = pointer
             else:
                 constants[name] = None
-        name = f"kv_write_{kind}" + ("_with_rope" if turns else "")
+        name = f"kv_write_{kind}" + ("_with_rope" if turns else "") + ("_of_its_own" if own else "")
         records.append(Compilation(name, kv_write.kv_write_kernel, signature, constants, kv_write.N_WARPS))
     return records
 

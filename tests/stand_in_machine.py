@@ -40,6 +40,7 @@ COMPUTED = (
     "draft_rows",
     "draft_logits",
 )
+WRITTEN = ("write_kv", "write_kv_with")
 
 
 class StandInCopier(CudaCopier):
@@ -65,13 +66,13 @@ class OnStandIn:
         found = getattr(self.inner, name)
         if name == "embed":
             return lambda batch: found(batch).as_subclass(EmulatedGpuTensor)
-        if name not in COMPUTED:
+        if name not in (*COMPUTED, *WRITTEN):
             return found
 
-        def computed(hidden: Tensor, *rest: Any) -> Tensor:
+        def computed(hidden: Tensor, *rest: Any) -> Any:
             assert isinstance(hidden, EmulatedGpuTensor), "hidden states of the CPU on the GPU"
-            result: Tensor = found(hidden.as_subclass(Tensor), *rest)
-            return result.as_subclass(EmulatedGpuTensor)
+            result = found(hidden.as_subclass(Tensor), *rest)
+            return result if name in WRITTEN else result.as_subclass(EmulatedGpuTensor)
 
         return computed
 

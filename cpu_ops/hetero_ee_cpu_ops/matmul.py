@@ -157,6 +157,7 @@ class TileMatrix:
         self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT if self.kind == NARROW else 128), entries])
         self._kept = (tiles, scales)
         self.n_bytes = tiles.nbytes + scales.nbytes
+        self.block_bytes = tiles[0].nbytes, scales[0].nbytes
         factor = int(np.float32(2.0**exponent).view(np.int32))
         self._arguments = np.zeros(N_ARGUMENTS, np.int64)
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
@@ -221,6 +222,19 @@ class Matmul:
         arguments[CHOSEN], arguments[N_BLOCKS] = blocks.ctypes.data, ids.size
         product = self._run(x, weight, arguments, ids.size)
         return product[:, np.arange(ids.size) * 16 + (ids & 15)]
+
+    def from_row(self, x: Any, weight: TileMatrix, row: int) -> Any:
+        """The outputs from `row` on, with the bits the whole product gives them; nothing before them is read.
+
+        Raises ValueError unless a row block begins there.
+        """
+        block, rest = divmod(row, 16)
+        if rest or not 0 <= block < weight.n_blocks:
+            raise ValueError(f"row {row} does not begin one of {weight.n_blocks} blocks of 16 rows.")
+        arguments = weight.fresh_arguments()
+        arguments[[TILES, SCALES]] += block * np.array(weight.block_bytes)
+        arguments[N_BLOCKS] = weight.n_blocks - block
+        return self._run(x, weight, arguments, weight.n_blocks - block)
 
     def _run(self, x: Any, weight: TileMatrix, arguments: Any, n_blocks: int) -> Any:
         x = whole_groups(x, weight.n_groups)

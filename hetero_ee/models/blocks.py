@@ -5,7 +5,7 @@ qkv is query, key, value; gate_up is gate, up.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,6 +66,11 @@ def decoder_blocks(spec: ModelSpec) -> list[Block]:
         blocks.append(Block("final_norm", BlockKind.FINAL_NORM, None, dict(_norm(spec, "norm", "final_norm.norm"))))
     blocks.append(_head_block(spec))
     return blocks
+
+
+def attentions(blocks: Iterable[Block], layers: range) -> list[Block]:
+    """The attentions of these layers, in order."""
+    return [block for block in blocks if block.kind is BlockKind.ATTENTION and block.layer in layers]
 
 
 def all_tensors(blocks: list[Block]) -> list[TensorSpec]:

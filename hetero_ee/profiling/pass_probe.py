@@ -85,7 +85,7 @@ def probe_pass(
     turn = _Turn(sequence, context_tokens - m, m, watched.n_layers, clock)
     begun_s = clock()
     try:
-        watched.fill(sequence, context_tokens - m)
+        watched.fill_context(sequence, context_tokens - m)
         first_s = turn.run(watched)  # the first passes compile and warm
         runners = [executor, watched] if m <= MAX_DECODE_TOKENS and first_s < LONG_PASS_S else [watched]
         for runner in runners[:-1]:
@@ -108,7 +108,7 @@ def time_pass(executor: CpuExecutor, m: int, context_tokens: int, clock: Clock, 
     watched, cache = _WatchedExecutor(executor, clock, n_layers), executor.cache
     sequence = cache.open_new()
     try:
-        watched.fill(sequence, context_tokens - m)
+        watched.fill_context(sequence, context_tokens - m)
         return _Turn(sequence, context_tokens - m, m, watched.n_layers, clock, all_heads=True).run(executor)
     finally:
         cache.close(sequence)
@@ -196,7 +196,7 @@ class _WatchedExecutor(CpuExecutor):
         self._head_s: list[float] = []
         self._outside_s: list[float] = []
 
-    def fill(self, sequence: int, n_tokens: int) -> None:
+    def fill_context(self, sequence: int, n_tokens: int) -> None:
         """Writes keys and values of so many tokens: memory that was never written costs less to read."""
         starts = self.spec.query_size, self.spec.query_size + self.spec.kv_size
         qkv = np.random.default_rng(0).standard_normal((FILL_TOKENS, starts[1] + self.spec.kv_size), np.float32)

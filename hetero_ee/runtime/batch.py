@@ -8,12 +8,15 @@ from dataclasses import dataclass
 class Batch:
     """token_ids, sequences, positions: one entry a token. Within a sequence, tokens come in order of position.
 
-    Raises ValueError when the three differ in length or there are none.
+    turned_by: positions that keys and queries turn by, None for `positions`: in layers that lack some of a text's
+    tokens, a token's position is its line there, fewer than the tokens before it. Raises ValueError when they differ
+    in length or there are none.
     """
 
     token_ids: tuple[int, ...]
     sequences: tuple[int, ...]
     positions: tuple[int, ...]
+    turned_by: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.sequences) == len(self.positions) > 0:
@@ -21,9 +24,16 @@ class Batch:
                 f"a batch needs as many sequences ({len(self.sequences)}) and positions ({len(self.positions)}) "
                 f"as tokens ({len(self.token_ids)}), at least one."
             )
+        if len(self.turns) != len(self):
+            raise ValueError(f"a batch of {len(self)} tokens can't turn by {len(self.turns)} positions.")
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The position that each token's keys and queries turn by."""
+        return self.positions if self.turned_by is None else self.turned_by
 
     def entries(self) -> Iterator[tuple[int, int, int]]:
         """(index in the batch, sequence, position) of each token."""
@@ -42,6 +52,7 @@ class Batch:
             tuple(token for part in parts for token in part.token_ids),
             tuple(sequence for part in parts for sequence in part.sequences),
             tuple(position for part in parts for position in part.positions),
+            tuple(turn for part in parts for turn in part.turns) if any(part.turned_by for part in parts) else None,
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_ee.models.blocks import Block
+from hetero_ee.models.blocks import Block, attentions
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import ON_GPU, STREAMED
 from hetero_ee.planning.times.overlap import overlap
@@ -58,10 +58,18 @@ class Route:
             self._known[key] = tuple(Segment(place, tuple(group)) for place, group in groups)
         return self._known[key]
 
+    def attentions(self, layers: range) -> list[Segment]:
+        """Those of the layers, where they are when decoding, all in one place together."""
+        places: dict[str, list[Block]] = {}
+        for block in attentions(self.blocks, layers):
+            places.setdefault(self.place(block), []).append(block)
+        return [Segment(place, tuple(blocks)) for place, blocks in places.items()]
+
     def attention_layers(self, on_gpu: bool) -> tuple[int, ...]:
         """Layers whose keys and values lie on the GPU, or on the CPU: where they are attended when decoding."""
-        return tuple(
-            block.layer
-            for block in self.blocks
-            if block.kind.value == "attention" and block.layer is not None and (self.place(block) in ON_GPU) == on_gpu
-        )
+        return tuple(layer for layer in range(len(self.blocks) // 2) if self.attention_on_gpu(layer) == on_gpu)
+
+    def attention_on_gpu(self, layer: int) -> bool:
+        """Whether the layer's keys and values lie on the GPU."""
+        (attention,) = attentions(self.blocks, range(layer, layer + 1))
+        return self.place(attention) in ON_GPU

@@ -3,6 +3,7 @@
 From the profile alone, so that an emulated machine checks the planner's predictions and does not repeat them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,9 +13,11 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes
 
 VOCABULARY_LAYOUT = "int8"  # of embedding, head, exit map
+KV_COPY = "copied keys and values"
 EXIT_MAP, DRAFT_VOCABULARY, CHOICE, JUDGE = "exit_map", "draft_vocabulary", "draft_choice", "exit_predictor"
 CANDIDATES = "candidates"
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
@@ -77,6 +80,22 @@ def block_works(
         if block.kind is BlockKind.ATTENTION:
             attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
         works.append(block_work(block, m, attention=attention, disk_bytes=disk_bytes(block)))
+    return works
+
+
+def fill_works(
+    spec: ModelSpec, blocks: Sequence[Block], m: int, *, on_gpu: bool, disk_bytes: Callable[[Block], int]
+) -> list[Work]:
+    """m tokens' keys and values alone, of these attentions: all of qkv on a GPU; on the CPU, if row blocks end with
+    the queries, what follows them. disk_bytes: of each whole block."""
+    n_skipped = 0 if on_gpu or spec.query_size % TILE_ROWS else spec.query_size
+    works = []
+    for block in blocks:
+        qkv, output = (_shape(block.tensors[short]) for short in ("qkv", "output"))
+        product = stored_layout(block.tensors["qkv"]), qkv[0] - n_skipped, qkv[1]
+        share = product[1] * product[2] / (math.prod(qkv) + math.prod(output))
+        n_disk = int(disk_bytes(block) * share)
+        works.append(Work(f"{block.name}.fill", m, (product,), None, Overhead.HALF_LAYER, n_disk))
     return works
 
 

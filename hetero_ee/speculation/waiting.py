@@ -6,12 +6,12 @@ before all earlier tokens of its sequence have. Source: tokens that wait as in E
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import Executor
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,15 @@ class WaitingToken:
     hidden: Tensor | None = None  # (hidden,) after them; None before the embedding
 
 
-def advance(executor: Executor, tokens: Sequence[WaitingToken], to_layer: int) -> Tensor | None:
+class LayerRunner(Protocol):
+    """What tokens are advanced by: an executor."""
+
+    def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
+        """See Executor.run."""
+        ...
+
+
+def advance(executor: LayerRunner, tokens: Sequence[WaitingToken], to_layer: int) -> Tensor | None:
     """Brings the tokens through the layers up to `to_layer`, the shallowest first.
 
     tokens: by sequence, in order of position. Each pass takes along all that wait where it begins, so that a layer's

@@ -109,6 +109,17 @@ def test_chosen_outputs_have_the_bits_of_the_whole_product(matmul: Matmul, kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_from_a_row_block_on_have_the_bits_of_the_whole_product(matmul: Matmul, kind: str) -> None:
+    case = Case.random(kind, (131, 96), 5)
+    whole = matmul(case.x, case.matrix())
+    for row in (0, 16, 128):
+        assert np.array_equal(matmul.from_row(case.x, case.matrix(), row), whole[:, row:])
+    for wrong in (8, -16, 144):
+        with pytest.raises(ValueError, match=f"row {wrong} does not begin"):
+            matmul.from_row(case.x, case.matrix(), wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_beside_the_output(matmul: Matmul, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array the operation allocates lies between guard bytes that must survive."""
     guarded, guard = [], 256

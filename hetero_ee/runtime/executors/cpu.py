@@ -4,7 +4,8 @@ pool.
 It computes what the reference computes, with each residual added inside the norm that follows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
 from hetero_ee_cpu_ops.attention import Attention
@@ -104,23 +106,35 @@ class CpuExecutor(HostExecutor):
         return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._foreign[weight]))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
-        positions = np.array(batch.positions, np.int64)
+        turns = np.array(batch.turns, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
-                delta = self._attended(block, self._normed(block, x, delta), positions, places)
+                delta = self._attended(block, self._normed(block, x, delta), turns, places)
             else:
                 delta = self._fed_forward(block, self._normed(block, x, delta))
         return torch.from_numpy(x if delta is None else x + delta)
 
-    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
+        """See BlockExecutor.write_kv. Of a matrix whose queries end with a row block only what follows is read."""
+        turns, places, n_queries = np.array(batch.turns, np.int64), self._places(batch), self.spec.query_size
+        first_key = n_queries if n_queries % TILE_ROWS else 0
+        x = np.ascontiguousarray(hidden.numpy())
+        for block in blocks:
+            assert block.layer is not None
+            linear, normed = self._linears[block.tensors["qkv"].name], self._normed(block, x, None)
+            kv = self._product(normed, linear, n_queries - first_key)
+            self._write(block, kv, turns, places, self.cache.index(block.layer), first_key)
+
+    @contextmanager
+    def borrowing(self, weights: ModelWeights) -> Iterator[None]:
         own = self._linears, self._vectors
         linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._linears, self._vectors = own[0] | linears, own[1] | vectors
         try:
-            return self.forward(hidden, batch, [block])
+            yield
         finally:
             self._linears, self._vectors = own
 
@@ -165,20 +179,27 @@ class CpuExecutor(HostExecutor):
             x += self._vectors[block.tensors["positions"].name][np.array(batch.positions) + offset]
         return x
 
-    def _attended(self, block: Block, normed: Any, positions: Any, places: Any) -> Any:
+    def _attended(self, block: Block, normed: Any, turns: Any, places: Any) -> Any:
         spec = self.spec
         assert block.layer is not None
         place = self.cache.index(block.layer)
         qkv = self._multiplied(normed, block, "qkv")
-        if spec.qk_norm:
-            query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
-            rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
-            rms_norm_heads(qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
-        if self._rope:
-            self._rope.turn(qkv, positions, 0, spec.n_heads + spec.n_kv_heads, spec.head_dim)
-        self._kv_write.write(qkv, places, place, spec.query_size, spec.query_size + spec.kv_size)
+        self._write(block, qkv, turns, places, place, spec.query_size)
         attended = self._attention.attend(qkv, places, place, spec.sliding_windows[block.layer])
         return self._multiplied(attended, block, "output")
+
+    def _write(self, block: Block, qkv: Any, turns: Any, places: Any, place: int, first_key: int) -> None:
+        """Norms and turns in place all heads of qkv, whose keys begin at first_key: 0 without queries; then keys and
+        values go into the cache."""
+        spec, n_heads = self.spec, first_key // self.spec.head_dim
+        if spec.qk_norm:
+            query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
+            if n_heads:
+                rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_heads)
+            rms_norm_heads(qkv, key_scale, spec.norm_eps, first_key, spec.n_kv_heads)
+        if self._rope:
+            self._rope.turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
+        self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
     def _fed_forward(self, block: Block, normed: Any) -> Any:
         spec = self.spec
@@ -205,13 +226,14 @@ class CpuExecutor(HostExecutor):
     def _multiplied(self, x: Any, block: Block, short: str) -> Any:
         return self._product(x, self._linears[block.tensors[short].name])
 
-    def _product(self, x: Any, linear: _Linear) -> Any:
-        """x W^T + bias, fp32 (m, N), contiguous."""
-        product = self._matmul(x, linear.matrix)
-        if product.shape[1] != linear.n_rows:
-            product = np.ascontiguousarray(product[:, : linear.n_rows])
+    def _product(self, x: Any, linear: _Linear, first_row: int = 0) -> Any:
+        """x W^T + bias, fp32 (m, N), contiguous; without the rows of W before first_row, a multiple of 16."""
+        n_rows = linear.n_rows - first_row
+        product = self._matmul.from_row(x, linear.matrix, first_row) if first_row else self._matmul(x, linear.matrix)
+        if product.shape[1] != n_rows:
+            product = np.ascontiguousarray(product[:, :n_rows])
         if linear.bias is not None:
-            product += linear.bias
+            product += linear.bias[first_row:]
         return product
 
     def _linear(self, name: str, weight: Any) -> _Linear:

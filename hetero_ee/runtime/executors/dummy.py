@@ -1,6 +1,7 @@
 """A model without numbers: every pass runs as it would and computes nothing. For time lines of any shapes."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -37,8 +38,11 @@ class DummyExecutor(HostExecutor):
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return hidden
 
-    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
-        return hidden
+    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
+        """Nothing is kept."""
+
+    def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return hidden

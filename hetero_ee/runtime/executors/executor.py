@@ -5,12 +5,13 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from hetero_ee.config import Progress
-from hetero_ee.models.blocks import Block, decoder_blocks
+from hetero_ee.models.blocks import Block, attentions, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE
 from hetero_ee.planning.plan import Plan
@@ -19,7 +20,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
-from hetero_ee.runtime.kv.cache import KvCache
+from hetero_ee.runtime.kv.cache import KvCache, LayeredCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
@@ -85,6 +86,20 @@ class Executor(HeadExecutor, Protocol):
         """
         ...
 
+    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
+        """Keys and values of these layers, as if the states (m, hidden) came before each of them; nothing else.
+
+        Admits the batch to the cache of these layers; raises like run.
+        """
+        ...
+
+    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
+        """The keys and values of layer `source` at the batch's positions become those of each of these layers too.
+
+        Admits the batch to the cache of these layers; raises like run.
+        """
+        ...
+
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         """Runs the chunks of a prompt in order: logits (vocab,) of the last one's last token."""
         ...
@@ -135,6 +150,8 @@ class Executor(HeadExecutor, Protocol):
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
 
+    cache: LayeredCache[Any]
+
     def embed(self, batch: Batch) -> Tensor:
         """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
         ...
@@ -151,10 +168,18 @@ class BlockExecutor(HeadExecutor, Protocol):
         """The same through one block with borrowed weights in place of the executor's own of the same names."""
         ...
 
+    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
+        """Keys and values that these attentions write of states (m, hidden) before each; the batch is admitted."""
+        ...
+
+    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
+        """The same of one attention with borrowed weights."""
+        ...
+
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
-        """The same through an attention whose keys and values are in the cache of the CPU's executor."""
+        """forward_with through an attention whose keys and values are in the cache of the CPU's executor."""
         ...
 
 
@@ -203,6 +228,18 @@ class HostExecutor(Executor, BlockExecutor):
         token_ids = None if end.vocabulary is None else end.vocabulary.token_ids
         return drafted_rows([drafted(row, one, end.judge, token_ids) for row, one in zip(logits, noise, strict=True)])
 
+    @abstractmethod
+    def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:
+        """Inside, these are computed with in place of the executor's own of the same names."""
+
+    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+        with self.borrowing(weights):
+            return self.forward(hidden, batch, [block])
+
+    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
+        with self.borrowing(weights):
+            self.write_kv(hidden, batch, [block])
+
     def attend_uploaded(
         self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights, owner: "HostExecutor"
     ) -> Tensor:
@@ -213,6 +250,14 @@ class HostExecutor(Executor, BlockExecutor):
             self.cache.admit(batch, layers)
         start = self.embed(batch) if hidden is None else hidden
         return self.forward(start, batch, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
+
+    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
+        self.cache.admit(batch, layers)
+        self.write_kv(hidden, batch, attentions(self.blocks, layers))
+
+    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
+        self.cache.admit(batch, layers)
+        self.cache.put_lines(batch, layers, self.cache.lines(batch, source))
 
     def prompt(self, chunks: Iterable[Batch], observe: Observe | None = None) -> Tensor:
         hidden = None

@@ -4,6 +4,7 @@ The host waits for the GPU in `attend_uploaded` alone.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,12 +81,15 @@ class GpuExecutor(BlockExecutor):
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
-        names = tuple(block.name for block in blocks)
-        if names not in self._segments:
-            self._segments[names] = GpuSegment(
-                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._room
-            )
-        return self._segments[names].run(hidden, batch)
+        return self._segment(blocks).run(hidden, batch)
+
+    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
+        """See BlockExecutor.write_kv. Launched one by one: exits begin anywhere, and recordings take memory."""
+        for block in blocks:
+            self._segment([block]).write_kv(hidden, batch)
+
+    def write_kv_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> None:
+        self._borrowed_segment(block, weights, self.cache).write_kv(hidden, batch)
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         """See BlockExecutor.forward_with. A weights object holds the same block each time, wherever its bytes lie."""
@@ -105,6 +109,8 @@ class GpuExecutor(BlockExecutor):
             n_known, n_rows = batch.positions[mine[0]], len(mine)
             first = 0 if window is None else max(0, n_known + 1 - window)
             here = visiting.bring(owner.cache, layer, sequence, first, n_known, n_rows)
+            if batch.turned_by is not None:
+                here = replace(here, turned_by=tuple(batch.turned_by[row] for row in mine))
             out[mine] = segment.run(hidden[mine], here)
             visiting.take_back(owner.cache, layer, sequence, n_known, n_known + n_rows)
         return out
@@ -152,6 +158,14 @@ class GpuExecutor(BlockExecutor):
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
         return self._end(end).partial_logits(hidden, token_ids)
+
+    def _segment(self, blocks: Sequence[Block]) -> GpuSegment:
+        names = tuple(block.name for block in blocks)
+        if names not in self._segments:
+            self._segments[names] = GpuSegment(
+                self._spec, self._resident, blocks, self.cache, self._operations, self._recorder, self._room
+            )
+        return self._segments[names]
 
     def _borrowed_segment(self, block: Block, weights: ModelWeights, cache: GpuKvCache) -> GpuSegment:
         """Made once of tiles, which are taken where they lie; again of weights that are repacked, as those would stay.

@@ -4,15 +4,15 @@ The host never waits for the GPU before it needs a result on the CPU: of a promp
 chunk while the CPU is still in the last one's later layers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hetero_ee.errors import DeviceLostError
-from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
@@ -25,7 +25,17 @@ from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostEx
 from hetero_ee.runtime.kv.devices import DeviceCaches
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
-from hetero_ee.runtime.work import Work, block_work, block_works, draft_works, logits_works, partial_works
+from hetero_ee.runtime.work import (
+    KV_COPY,
+    Overhead,
+    Work,
+    block_work,
+    block_works,
+    draft_works,
+    fill_works,
+    logits_works,
+    partial_works,
+)
 from hetero_ee.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -85,10 +95,59 @@ class PlannedExecutor(Executor):
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. What fails is undone: the cache holds what it held."""
+        with self._admitted(batch, layers):
+            return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
+
+    def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
+        """See Executor.fill. Hidden states move once; what fails is undone."""
+        with self._admitted(batch, layers):
+            flow = _Flow(hidden)
+            flows = {self.machine.copier.is_on_gpu(hidden): flow}
+            segments = self._route.attentions(layers)
+            if self._streams is not None:
+                self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
+            for segment in segments:
+                if segment.on_gpu not in flows:
+                    flows[segment.on_gpu] = self._moved(flow, segment.on_gpu)
+                self._fill(batch, flows[segment.on_gpu], segment)
+
+    def _fill(self, batch: Batch, flow: _Flow, segment: Segment) -> None:
+        (executor, device), disk_bytes = self._executor(segment.on_gpu), self._disk_bytes(segment)
+        works = fill_works(self.spec, segment.blocks, len(batch), on_gpu=segment.on_gpu, disk_bytes=disk_bytes)
+        if not segment.is_streamed:
+            device.run(works, lambda: executor.write_kv(flow.hidden, batch, segment.blocks), flow.ready)
+            return
+
+        def borrowed(block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
+            executor.write_kv_with(hidden, batch, block, weights)
+            return hidden
+
+        assert self._streams is not None
+        for block, work in zip(segment.blocks, works, strict=True):
+            self._streams.run(block, segment.place, batch, flow.hidden, flow.ready, work, borrowed)
+
+    def copy_kv(self, batch: Batch, source: int, layers: range) -> None:
+        """See Executor.copy_kv. They cross the link once at most; what fails is undone."""
+        with self._admitted(batch, layers):
+            from_gpu = self._route.attention_on_gpu(source)
+            executor, device = self._executor(from_gpu)
+            found, event = device.run([], lambda: self._marked(executor.cache.lines(batch, source), from_gpu))
+            for on_gpu in (from_gpu, not from_gpu):
+                if any(self._route.attention_on_gpu(layer) == on_gpu for layer in layers):
+                    self._put_lines(batch, layers, _Flow(found, (event,)), on_gpu)
+
+    def _put_lines(self, batch: Batch, layers: range, flow: _Flow, on_gpu: bool) -> None:
+        (executor, device), moved = self._executor(on_gpu), self._moved(flow, on_gpu, "keys and values")
+        work = Work(KV_COPY, len(batch), overhead=Overhead.HALF_LAYER)  # a few small copies
+        device.run([work], lambda: executor.cache.put_lines(batch, layers, moved.hidden), moved.ready)
+
+    @contextmanager
+    def _admitted(self, batch: Batch, layers: range) -> Iterator[None]:
+        """Inside, the cache holds the batch in these layers; what fails there is undone."""
         if layers:
             self.cache.admit(batch, layers)
         try:
-            return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
+            yield
         except BaseException:
             if layers:
                 self._take_back(batch, layers)
@@ -221,14 +280,18 @@ class PlannedExecutor(Executor):
         return flow
 
     def _works(self, batch: Batch, segment: Segment) -> list[Work]:
-        on_disk = segment.place == "disk"
         return block_works(
             self.spec,
             segment.blocks,
             batch,
             kv_bytes_per_token=self._kv_bytes_per_token,
-            disk_bytes=lambda block: self._part_bytes[block.name] if on_disk else 0,
+            disk_bytes=self._disk_bytes(segment),
         )
+
+    def _disk_bytes(self, segment: Segment) -> Callable[[Block], int]:
+        """Of a block of the segment."""
+        on_disk = segment.place == "disk"
+        return lambda block: self._part_bytes[block.name] if on_disk else 0
 
     def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
         """The rows on that device. The host waits for what it brings to the CPU."""
@@ -247,6 +310,6 @@ class PlannedExecutor(Executor):
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
         return logits.clone() if self.head_on_gpu else logits  # as above
 
-    def _marked(self, x: Tensor) -> Tensor:
-        """x as a tensor of the head's device, which computed it."""
-        return self.machine.copier.to_gpu(x) if self.head_on_gpu else x
+    def _marked(self, x: Tensor, on_gpu: bool | None = None) -> Tensor:
+        """x as a tensor of the device that computed it, None: of the head's."""
+        return self.machine.copier.to_gpu(x) if (self.head_on_gpu if on_gpu is None else on_gpu) else x

@@ -1,6 +1,7 @@
 """The reference executor: plain torch, fp32, what every other one is checked against."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,11 +59,17 @@ class ReferenceExecutor(HostExecutor):
                 hidden = hidden + self._feed_forward(block, hidden)
         return hidden
 
-    def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
+    @torch.inference_mode()
+    def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._written(block, hidden, batch)
+
+    @contextmanager
+    def borrowing(self, weights: ModelWeights) -> Iterator[None]:
         own = self.weights
         self.weights = ModelWeights(own.matrices | weights.matrices, own.vectors | weights.vectors)
         try:
-            return self.forward(hidden, batch, [block])
+            yield
         finally:
             self.weights = own
 
@@ -80,6 +87,13 @@ class ReferenceExecutor(HostExecutor):
         return self.lm_head(x).gather(1, token_ids)
 
     def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
+        queries, layer = self._written(block, hidden, batch), block.layer
+        assert layer is not None
+        attended = self._ops.attention(queries, self.cache, layer, batch, self.spec.sliding_windows[layer])
+        return self.linear(attended.flatten(1), block.tensors["output"].name)
+
+    def _written(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
+        """Queries (m, n_heads, head_dim), turned; keys and values are in the cache then."""
         spec, ops, layer = self.spec, self._ops, block.layer
         assert layer is not None
         qkv = self.linear(self._norm(block, hidden), block.tensors["qkv"].name)
@@ -91,11 +105,10 @@ class ReferenceExecutor(HostExecutor):
             queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
             keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
         if spec.rope:
-            place = batch.positions, spec.rope, self.cache.max_tokens
+            place = batch.turns, spec.rope, self.cache.max_tokens
             queries, keys = (ops.rope(part, *place) for part in (queries, keys))
         self.cache.write(layer, batch, keys, values)
-        attended = ops.attention(queries, self.cache, layer, batch, spec.sliding_windows[layer])
-        return self.linear(attended.flatten(1), block.tensors["output"].name)
+        return queries
 
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
         first = block.tensors["gate_up" if self.spec.gated else "up"]

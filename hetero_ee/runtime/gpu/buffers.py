@@ -40,7 +40,7 @@ class SegmentRoom:
     """For segments whose keys and values lie in this cache, or in one of the same context and heads.
 
     n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: the rotary angles, None
-    for a model without; workspace: of attention.
+    for a model without; workspace: of attention; turned_by: of the rows in the buffers, see Batch.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
@@ -49,14 +49,24 @@ class SegmentRoom:
         self.turns = _turns(spec, cache.max_tokens, self.device)
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self.buffers = _buffers(spec, self.device, n_rows)
+        self.turned_by: Tensor | None = None
 
-    def place(self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them."""
+    def place(
+        self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int], turned_by: Sequence[int] | None = None
+    ) -> None:
+        """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them.
+
+        turned_by: see Batch. It gets memory of its own, which no recorded launch may read.
+        """
         some = self.buffers.first(len(slots))
         some.x.copy_(hidden)
-        numbers = torch.tensor([slots, positions], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
+        numbers = torch.tensor([slots, positions], **pinned)
         some.slots.copy_(numbers[0], non_blocking=True)
         some.positions.copy_(numbers[1], non_blocking=True)
+        self.turned_by = None
+        if turned_by is not None:
+            self.turned_by = torch.tensor(turned_by, **pinned).to(self.device, non_blocking=True)
 
 
 def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:

@@ -5,7 +5,7 @@ Buffers stay where they are, and lengths, positions and pages are read from devi
 when contexts grow. Without a recorder the launches are made one by one, with the same results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -99,24 +99,41 @@ class GpuSegment:
     def run(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Hidden states (m, hidden) before the first block -> after the last, fp32 on the device.
 
-        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes.
+        The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes. What
+        turns by positions of its own is launched one by one.
         """
+        with entered(self._device):
+            out = torch.empty(hidden.shape, device=self._device)
+            for rows, m in self._placed(hidden, batch):
+                if batch.turned_by is None:
+                    self._replays.run(m, self._compute)
+                else:
+                    self._compute(m)
+                out[rows] = self._room.buffers.x[:m]
+        return out
+
+    @torch.inference_mode()
+    def write_kv(self, hidden: Tensor, batch: Batch) -> None:
+        """Keys and values alone, of attentions whose input each is these states. Raises like run."""
+        with entered(self._device):
+            for _, m in self._placed(hidden, batch):
+                b = self._room.buffers.first(m)
+                for block in self._blocks:
+                    self._normed(block, b, None)
+                    self._write_kv(block, b)
+
+    def _placed(self, hidden: Tensor, batch: Batch) -> Iterator[tuple[slice, int]]:
+        """The batch in parts, each in the buffers while it is told: which rows, and how many."""
         if tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
             )
-        with entered(self._device):
-            return self._run(hidden, batch)
-
-    def _run(self, hidden: Tensor, batch: Batch) -> Tensor:
-        out = torch.empty(hidden.shape, device=self._device)
         slots = self.cache.slots(batch) if self._attends else [0] * len(batch)
         for first in range(0, len(batch), self._room.n_rows):
-            end = min(first + self._room.n_rows, len(batch))
-            self._room.place(hidden[first:end], slots[first:end], batch.positions[first:end])
-            self._replays.run(end - first, self._compute)
-            out[first:end] = self._room.buffers.x[: end - first]
-        return out
+            rows = slice(first, min(first + self._room.n_rows, len(batch)))
+            turned_by = None if batch.turned_by is None else batch.turned_by[rows]
+            self._room.place(hidden[rows], slots[rows], batch.positions[rows], turned_by)
+            yield rows, rows.stop - first
 
     def _compute(self, m: int) -> None:
         """buffers.x of m rows, before the segment -> after it. Launches alone: they depend on m and nothing else."""
@@ -129,19 +146,25 @@ class GpuSegment:
         self._ops.add(b.x, b.delta)
 
     def _attend(self, block: Block, b: SegmentBuffers) -> None:
+        place = self._write_kv(block, b)
+        assert block.layer is not None
+        window = self.spec.sliding_windows[block.layer]
+        self._ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace)
+        self._multiply(b.attended, block, "output", b.delta)
+
+    def _write_kv(self, block: Block, b: SegmentBuffers) -> tuple[Any, Tensor, Tensor, int]:
+        """Queries are in b.qkv then, keys and values in the cache: its pages, slots, positions and layer."""
         spec, ops = self.spec, self._ops
         assert block.layer is not None
-        layer = self.cache.index(block.layer)
+        place = (self.cache.pages, b.slots, b.positions, self.cache.index(block.layer))
         self._multiply(b.normed, block, "qkv", b.qkv)
         if spec.qk_norm:
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
             ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
             ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
-        place = (self.cache.pages, b.slots, b.positions, layer)
-        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, turns=self._room.turns)
-        window = spec.sliding_windows[block.layer]
-        ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace)
-        self._multiply(b.attended, block, "output", b.delta)
+        angles = {"turns": self._room.turns, "turned_by": self._room.turned_by}
+        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, **angles)
+        return place
 
     def _feed_forward(self, block: Block, b: SegmentBuffers) -> None:
         spec = self.spec

@@ -1,0 +1,208 @@
+"""Keys and values of layers that exited tokens have not passed: lazy ones have the bits of a whole pass, the others are
+what they say, by a slow reference."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero_ee.errors import UsageError
+from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.missing_kv import MISSING_KV, missing_kv
+from tests.emulation import emulated, planned
+from tests.executor_support import Model, executor_for, model_of
+from tests.exit_patterns import VOCABULARY, Exiting, SlowText, assert_same_lines, exiting_texts, run_exiting, stored
+
+N_LAYERS, CONTEXT_TOKENS = 4, 160
+FAMILIES = ("llama", "qwen3", "opt", "mistral", "qwen2-window", "phi3-partial")
+CASES = [(family, "fp32", "fp32") for family in FAMILIES]  # weights, cache
+CASES += [(family, "int4", kind) for family in ("llama-tied", "qwen3", "mistral") for kind in ("fp32", "fp16", "int8")]
+CASES += [("llama-gelu", "int4", "fp16")]  # queries that don't end with a row block
+LOSSY = ("propagate", "copy", "holes")
+ERRORS = {("fp32", "fp32"): 1e-10, ("int4", "fp32"): 5e-3, ("int4", "fp16"): 5e-3, ("int4", "int8"): 2e-2}
+ONE_FIXTURE = settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
+
+
+@pytest.fixture(
+    scope="module",
+    params=CASES,
+    ids="-".join,
+)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    family, weights, kind = request.param
+    changes = {"head_dim": 16} if family == "qwen3" else {}
+    model = model_of(family, weights, tmp_path_factory.mktemp(family), num_hidden_layers=N_LAYERS, **changes)
+    executor = executor_for(model, weights, kind)
+    yield model, executor, ERRORS[weights, kind]
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of("llama", "int4", tmp_path_factory.mktemp("llama"), num_hidden_layers=N_LAYERS)
+
+
+def in_sequences(executor: Executor, texts: list[Exiting]) -> dict[int, Exiting]:
+    return {executor.cache.open_new(): text for text in texts}
+
+
+def close(executor: Executor) -> None:
+    executor.cache.check()
+    for sequence in executor.cache.sequences:
+        executor.cache.close(sequence)
+
+
+def squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).square().sum() / expected.square().sum())
+
+
+@ONE_FIXTURE
+@given(texts=exiting_texts(N_LAYERS), more=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5))
+def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exiting], more: list[int]) -> None:
+    """So are the states; and a text that has ended goes on as a fresh one."""
+    _, executor, _ = made
+    kv, cache = missing_kv("lazy", executor), executor.cache
+    sequences = in_sequences(executor, texts)
+    states = run_exiting(kv, N_LAYERS, sequences)
+    for sequence, text in sequences.items():
+        whole = cache.open_new()
+        whole_states = [None, *(torch.empty(0) for _ in range(N_LAYERS))]
+        batch = Batch.of_sequence(whole, 0, text.token_ids)
+        for layer in range(N_LAYERS):
+            whole_states[layer + 1] = executor.run(batch, whole_states[layer], range(layer, layer + 1))
+        for position, (depth, state) in enumerate(zip(text.depths, states[sequence], strict=True)):
+            expected = whole_states[depth]
+            assert expected is not None and torch.equal(state, expected[position])
+        assert cache.length_at(sequence, 0) == len(text.token_ids)
+        assert_same_lines(stored(executor, sequence), stored(executor, whole))
+        kv.end(sequence)
+        kept = cache.length(sequence)
+        assert cache.lengths(sequence) == [kept] * N_LAYERS
+        rest = text.token_ids[kept:] + more
+        on, whole_on = (
+            executor.hidden(Batch.of_sequence(each, cache.length(each), rest[cache.length(each) - kept :]))
+            for each in (sequence, whole)
+        )
+        assert torch.equal(on[-len(more) :], whole_on)
+        assert_same_lines(stored(executor, sequence), stored(executor, whole))
+        cache.close(whole)
+    close(executor)
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+@ONE_FIXTURE
+@given(texts=exiting_texts(N_LAYERS))
+def test_the_others_are_near_a_slow_reference(made: Made, kind: str, texts: list[Exiting]) -> None:
+    model, executor, error = made
+    sequences = in_sequences(executor, texts)
+    states = run_exiting(missing_kv(kind, executor), N_LAYERS, sequences)
+    for sequence, text in sequences.items():
+        slow = SlowText(model, kind)
+        for token_id, depth in zip(text.token_ids, text.depths, strict=True):
+            slow.add(token_id, depth)
+        assert squared_error(torch.stack(states[sequence]), torch.stack(slow.states)) <= error
+        for layer, (keys, values) in enumerate(slow.kept):
+            n_lines = executor.cache.length_at(sequence, layer)
+            assert (
+                len(keys) == n_lines == (sum(layer < depth for depth in text.depths) if kind == "holes" else len(keys))
+            )
+            for found, expected in zip(
+                executor.cache.read(layer, sequence, 0, n_lines),  # type: ignore[attr-defined]
+                (keys, values),
+                strict=True,
+            ):
+                assert not n_lines or squared_error(found, torch.stack(expected, 1)) <= error
+    close(executor)
+
+
+@ONE_FIXTURE
+@given(st.data())
+def test_ended_texts_leave_no_ragged_layers(made: Made, data: st.DataObject) -> None:
+    """What a text holds then are its first tokens: of holes those before the first, of the others all."""
+    _, executor, _ = made
+    kind = data.draw(st.sampled_from(list(MISSING_KV)))
+    texts = in_sequences(executor, data.draw(exiting_texts(N_LAYERS, 8)))
+    kv = missing_kv(kind, executor)
+    run_exiting(kv, N_LAYERS, texts)
+    for sequence, text in texts.items():
+        interrupted = data.draw(st.booleans())
+        if interrupted and kind != "holes":  # before its exit was told
+            executor.run(Batch.of_sequence(sequence, len(text.token_ids), [3]), None, range(1))
+        kv.end(sequence)
+        n_whole = {
+            "lazy": 1 + max((at for at, depth in enumerate(text.depths) if depth == N_LAYERS), default=-1),
+            "holes": next((at for at, depth in enumerate(text.depths) if depth < N_LAYERS), len(text.depths)),
+        }.get(kind, len(text.depths))
+        assert executor.cache.lengths(sequence) == [n_whole] * N_LAYERS
+        executor.hidden(Batch.of_sequence(sequence, n_whole, [7, 8]))
+    close(executor)
+
+
+def test_filled_from_the_true_states_are_the_true_keys_and_values(made: Made) -> None:
+    """The rows of keys and values alone have the bits that the whole product gives them."""
+    _, executor, _ = made
+    ids = [5, 77, 130, 0, 9]
+    run, filled = executor.cache.open_new(), executor.cache.open_new()
+    states = executor.run(Batch.of_sequence(run, 0, ids), None, range(0))
+    for layer in range(N_LAYERS):
+        one = range(layer, layer + 1)
+        executor.fill(Batch.of_sequence(filled, 0, ids), states, one)
+        states = executor.run(Batch.of_sequence(run, 0, ids), states, one)
+    assert_same_lines(stored(executor, filled), stored(executor, run))
+    executor.cache.truncate(filled, 3)
+    executor.copy_kv(Batch.of_sequence(filled, 3, [1, 2]), 0, range(2, 2))  # no layers
+    assert executor.cache.lengths(filled) == [3] * N_LAYERS
+    with pytest.raises(ValueError, match="passed the layer before"):
+        executor.fill(Batch.of_sequence(filled, 3, [1]), states[:1], range(1, N_LAYERS))
+    assert executor.cache.lengths(filled) == [3] * N_LAYERS
+    close(executor)
+
+
+def test_a_policy_that_is_none() -> None:
+    with pytest.raises(UsageError, match="did you mean holes"):
+        missing_kv("hole", None)  # type: ignore[arg-type]
+
+
+PLACES: dict[str, tuple[tuple[str, str], ...]] = {
+    "GPU, then CPU": ((r"layers\.[01]\..*", "gpu"), ("layers.*", "cpu"), ("head", "gpu")),
+    "CPU, then GPU": ((r"layers\.[01]\..*", "cpu"), ("layers.*", "gpu")),
+    "apart": ((r"layers\.[02]\.attention", "gpu"), (".*attention", "cpu"), (".*ffn", "gpu"), ("head", "cpu")),
+    "streamed": ((r"layers\.0\..*", "gpu"), (r"layers\.[12]\..*", "stream"), ("layers.*", "cpu")),
+}
+
+
+def plan_of(model: Model, places: str, kv_type: str) -> Plan:
+    return planned(model[0], overrides=PLACES[places], context_tokens=CONTEXT_TOKENS, kv_type=kv_type)
+
+
+@pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("places", PLACES)
+@ONE_FIXTURE
+@given(texts=exiting_texts(N_LAYERS, 10), kind=st.sampled_from(list(MISSING_KV)))
+def test_a_plan_keeps_what_the_cpu_alone_keeps(
+    llama: Model, places: str, kv_type: str, texts: list[Exiting], kind: str
+) -> None:
+    found = []
+    for executor in (
+        executor_for(llama, "int4", kv_type),
+        emulated(*llama, plan_of(llama, places, kv_type)),
+    ):
+        sequences = in_sequences(executor, texts)
+        states = run_exiting(missing_kv(kind, executor), N_LAYERS, sequences)
+        executor.cache.check()
+        found.append((states, [stored(executor, sequence) for sequence in sequences]))
+        executor.close()
+    for (states, lines), (other_states, other_lines) in pairwise(found):
+        for sequence, mine in states.items():
+            assert torch.equal(torch.stack(mine), torch.stack(other_states[sequence]))
+        for one, other in zip(lines, other_lines, strict=True):
+            assert [part[0].shape for part in one] == [part[0].shape for part in other]
+            assert_same_lines(one, other)
