@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.calibration.gate_fitting import fit_gates
 from hetero_ee.calibration.metrics import all_metrics, opened
 from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
@@ -39,6 +40,7 @@ def fit_calibration(
     whole = [_fitted(each, train, choose, maps.get(each), precision, training) for each in range(1, spec.n_layers)]
     passed = ~opened(whole, choose.features)
     fits = [whole[0], *(_with_partial(each, train, choose, passed, precision, training) for each in whole[1:])]
+    gates = fit_gates(train.features, train.is_right, training)
     schedule = fit_schedule(fits, joined(partial), ReadBytes.of(executor.blocks, executor.weights))
     held_out = _of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
@@ -55,9 +57,10 @@ def fit_calibration(
             each.threshold,
             each.partial_predictor,
             each.partial_threshold,
+            gate,
             metrics=own,
         )
-        for each, own in zip(fits, metrics, strict=True)
+        for each, gate, own in zip(fits, gates, metrics, strict=True)
     )
     return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths, activations)
 

@@ -1,0 +1,81 @@
+"""Fits the joint gate: at each exit layer a logistic gate on a token's features, all of them by one loss.
+
+A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and passes every layer with what is
+left. The loss is what that costs on average: 1 for a token that is not the full model's, and PRICE for all layers, for
+some of them their share. The gradient at a gate is S_l g_l (1 - g_l) (c_l - V_{l+1}): that the token comes by, times
+what exiting here costs more than going on does, through all the later gates as they are. Source: JEI-DNN (arXiv
+2310.09163, section 3), whose gates see four measures of uncertainty and whose heads learn with them; here the heads are
+those that were fitted before, and the features those of features.py, so that gates are predictors to every device.
+"""
+
+from collections.abc import Sequence
+from math import cos, pi
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_ee.calibration.predictor_fitting import BATCH_TOKENS, LEARNING_RATE, Labels, PredictorTraining, update
+from hetero_ee.errors import UsageError
+from hetero_ee.speculation.exits.features import Floats
+from hetero_ee.speculation.exits.predictor import ExitPredictor
+
+PRICE = 0.3  # of all layers, in wrong tokens
+CLOSED = -2.0  # bias of a gate at first: most tokens come by every gate, so that each learns
+
+
+def fit_gates(
+    features: Floats, is_right: Labels, training: PredictorTraining, price: float = PRICE
+) -> list[ExitPredictor]:
+    """features (n_exit_layers, m, n_features), is_right (n_exit_layers, m) -> a gate for each exit layer, two hidden
+    units each: z = relu(z) - relu(-z). Raises UsageError where no token has finite features."""
+    finite = np.isfinite(features).all(2).all(0)
+    if not finite.any():
+        raise UsageError(f"none of {features.shape[1]} calibration tokens has finite features; calibrate on more text.")
+    values = features[:, finite].astype(np.float64)
+    mean, deviation = values.mean(1, keepdims=True), values.std(1, keepdims=True)
+    scale = np.where(deviation > 1e-6 * np.abs(mean) + 1e-12, deviation, 1.0)
+    costs = ~is_right[:, finite] + price * _depths(len(features))[:, None]
+    found, bias = _trained(((values - mean) / scale).astype(np.float32), costs.astype(np.float32), price, training)
+    slope = found / scale[:, 0]  # the gates are to read features as they are
+    return [_as_predictor(*each) for each in zip(slope, bias - (slope * mean[:, 0]).sum(1), strict=True)]
+
+
+def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
+    """Of a token's expected cost by each gate's z: gates, the chances g (n, m), and costs c (n, m) of exiting there."""
+    comes_by = np.cumprod(np.concatenate([np.ones_like(gates[:1]), 1 - gates[:-1]]), axis=0)
+    found, later = np.empty_like(gates), np.full_like(gates[0], price)
+    for place in reversed(range(len(gates))):
+        gate = gates[place]
+        found[place] = comes_by[place] * gate * (1 - gate) * (costs[place] - later)
+        later = gate * costs[place] + (1 - gate) * later
+    return found
+
+
+def _trained(features: Floats, costs: Floats, price: float, training: PredictorTraining) -> Sequence[Floats]:
+    """Standardised features (n, m, n_features), costs (n, m) -> slopes (n, n_features), biases (n,)."""
+    random = np.random.default_rng(training.seed)
+    n, m, n_features = features.shape
+    parameters = [np.zeros((n, n_features), np.float32), np.full(n, CLOSED, np.float32)]
+    moments = [(np.zeros_like(part), np.zeros_like(part)) for part in parameters]
+    for step in range(training.n_steps):
+        chosen = random.integers(0, m, BATCH_TOKENS)
+        some = features[:, chosen]
+        gates: Floats = 0.5 * (
+            1 + np.tanh(0.5 * ((some @ parameters[0][:, :, None])[:, :, 0] + parameters[1][:, None]))
+        )
+        error = gradients(gates, costs[:, chosen], price) / np.float32(BATCH_TOKENS)
+        step_size = LEARNING_RATE * 0.5 * (1 + cos(pi * step / training.n_steps))
+        update(parameters, moments, [np.einsum("nm,nmf->nf", error, some), error.sum(1)], step_size, step + 1)
+    return parameters
+
+
+def _depths(n_exit_layers: int) -> NDArray[np.float64]:
+    """The share of the layers that is passed at each exit layer."""
+    return np.arange(1, n_exit_layers + 1) / (n_exit_layers + 1)
+
+
+def _as_predictor(slope: NDArray[np.float64], bias: float) -> ExitPredictor:
+    sign = np.array([1, -1], np.float32)
+    return ExitPredictor(
+        np.outer(sign, slope).astype(np.float32), sign * np.float32(bias), sign, np.zeros(1, np.float32)
+    )
