@@ -40,8 +40,8 @@ def fit_calibration(
     whole = [_fitted(each, train, choose, maps.get(each), precision, training) for each in range(1, spec.n_layers)]
     passed = ~opened(whole, choose.features)
     fits = [whole[0], *(_with_partial(each, train, choose, passed, precision, training) for each in whole[1:])]
-    gates = fit_gates(train.features, train.is_right, training)
     schedule = fit_schedule(fits, joined(partial), ReadBytes.of(executor.blocks, executor.weights))
+    gates = fit_gates(train.features, train.is_right, schedule.exit_layers, training)
     held_out = _of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
         fits,
@@ -57,10 +57,10 @@ def fit_calibration(
             each.threshold,
             each.partial_predictor,
             each.partial_threshold,
-            gate,
+            gates.get(each.exit_layer),
             metrics=own,
         )
-        for each, gate, own in zip(fits, gates, metrics, strict=True)
+        for each, own in zip(fits, metrics, strict=True)
     )
     return Calibration(spec.n_layers, spec.hidden_size, text, exit_layers, schedule.exit_layers, depths, activations)
 

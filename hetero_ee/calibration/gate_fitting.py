@@ -1,4 +1,4 @@
-"""Fits the joint gate: at each exit layer a logistic gate on a token's features, all of them by one loss.
+"""Fits the joint gate: at each of some exit layers a logistic gate on a token's features, all of them by one loss.
 
 A token exits at layer l with probability P_l = g_l (1 - g_1) ... (1 - g_{l-1}), and passes every layer with what is
 left. The loss is what that costs on average: 1 for a token that is not the full model's, and PRICE for all layers, for
@@ -24,20 +24,29 @@ CLOSED = -2.0  # bias of a gate at first: most tokens come by every gate, so tha
 
 
 def fit_gates(
-    features: Floats, is_right: Labels, training: PredictorTraining, price: float = PRICE
-) -> list[ExitPredictor]:
-    """features (n_exit_layers, m, n_features), is_right (n_exit_layers, m) -> a gate for each exit layer, two hidden
-    units each: z = relu(z) - relu(-z). Raises UsageError where no token has finite features."""
+    features: Floats,
+    is_right: Labels,
+    exit_layers: Sequence[int],
+    training: PredictorTraining,
+    price: float = PRICE,
+) -> dict[int, ExitPredictor]:
+    """features (n_layers - 1, m, n_features), is_right (n_layers - 1, m), by exit layer from 1 on -> a gate for each of
+    these exit layers, of two hidden units: z = relu(z) - relu(-z). Raises UsageError where no token is finite."""
+    if not exit_layers:
+        return {}
+    places = [exit_layer - 1 for exit_layer in exit_layers]
+    features, is_right, n_layers = features[places], is_right[places], len(features) + 1
     finite = np.isfinite(features).all(2).all(0)
     if not finite.any():
         raise UsageError(f"none of {features.shape[1]} calibration tokens has finite features; calibrate on more text.")
     values = features[:, finite].astype(np.float64)
     mean, deviation = values.mean(1, keepdims=True), values.std(1, keepdims=True)
     scale = np.where(deviation > 1e-6 * np.abs(mean) + 1e-12, deviation, 1.0)
-    costs = ~is_right[:, finite] + price * _depths(len(features))[:, None]
+    costs = ~is_right[:, finite] + price / n_layers * np.array(exit_layers)[:, None]
     found, bias = _trained(((values - mean) / scale).astype(np.float32), costs.astype(np.float32), price, training)
     slope = found / scale[:, 0]  # the gates are to read features as they are
-    return [_as_predictor(*each) for each in zip(slope, bias - (slope * mean[:, 0]).sum(1), strict=True)]
+    bias = bias - (slope * mean[:, 0]).sum(1)
+    return {exit_layer: _as_predictor(*each) for exit_layer, *each in zip(exit_layers, slope, bias, strict=True)}
 
 
 def gradients(gates: Floats, costs: Floats, price: float) -> Floats:
@@ -67,11 +76,6 @@ def _trained(features: Floats, costs: Floats, price: float, training: PredictorT
         step_size = LEARNING_RATE * 0.5 * (1 + cos(pi * step / training.n_steps))
         update(parameters, moments, [np.einsum("nm,nmf->nf", error, some), error.sum(1)], step_size, step + 1)
     return parameters
-
-
-def _depths(n_exit_layers: int) -> NDArray[np.float64]:
-    """The share of the layers that is passed at each exit layer."""
-    return np.arange(1, n_exit_layers + 1) / (n_exit_layers + 1)
 
 
 def _as_predictor(slope: NDArray[np.float64], bias: float) -> ExitPredictor:

@@ -104,11 +104,6 @@ class SamplingParams:
             chosen["top_k"] = max(0, int(top_k))  # files in the wild say 20.0, and -1 for all
         return cls(**chosen, stop=() if values.get("stop_strings") is None else values["stop_strings"])
 
-    @property
-    def is_filtered(self) -> bool:
-        """Whether some tokens are never drawn, however likely their noise makes them."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
     def changed(self, **changes: Any) -> Self:
         """A copy with some values changed. Raises UsageError for a name that is not a field."""
         _check_names(changes, SamplingChanges.__annotations__)

@@ -1,8 +1,8 @@
 """CALM: a token exits where the likeliest token is far enough ahead of the second, later tokens sooner.
 
-Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3.3, "softmax response").
-Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3.2, equation 5; tau = 4 there), as early
-mistakes change more of the text. Source: CALM (arXiv 2207.07061). Theirs bounds the risk by choosing lambda; mode
+Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3, "softmax response").
+Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there), as
+early mistakes change more of the text. Source: CALM (arXiv 2207.07061). Theirs bounds the risk by choosing lambda; mode
 certified does that here. The logits come to the CPU, whose word the confidence is.
 """
 
@@ -29,7 +29,7 @@ class CalmPolicy:
     """ends: by exit layer. Raises UsageError for parameters out of range."""
 
     ends: Mapping[int, DraftEnd]
-    threshold: float = 0.8  # lambda
+    threshold: float = 0.9  # lambda
     decay: float = 4.0  # tau
 
     def __post_init__(self) -> None:

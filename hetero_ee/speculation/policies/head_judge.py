@@ -26,7 +26,7 @@ class HeadJudge:
         """See ExitJudge."""
         return self._executor.draft_logits(hidden, self._ends[exit_layer])
 
-    def given_out(self, text: Text, depth: int) -> None:
+    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
         """See ExitJudge. The noise of the token's position is not needed again."""
         self._sampler.noise.close(text.sequence)
 

@@ -46,8 +46,8 @@ def _gated(calibration: Calibration, exit_layer: int, end: DraftEnd) -> DraftEnd
     gate = calibration.at(exit_layer).gate
     if gate is None:
         raise UsageError(
-            f"this model's calibration is older than joint gates, and has none at exit layer {exit_layer}; run "
-            "hetero-ee calibrate --force."
+            f"the calibration has no joint gate at exit layer {exit_layer}; run hetero-ee calibrate --force for gates "
+            "at the exit layers of its schedule."
         )
     compiled = isinstance(end.judge, ExitConfidence) and end.judge.is_compiled
     return replace(end, judge=ExitConfidence(gate, compiled=compiled))

@@ -27,7 +27,7 @@ class PatiencePolicy:
     """ends: by exit layer. Raises UsageError for a patience out of range."""
 
     ends: Mapping[int, DraftEnd]
-    patience: int = 4  # judged layers in a row
+    patience: int = 3  # judged layers in a row
 
     def __post_init__(self) -> None:
         if not is_whole(self.patience, 1, MAX_PATIENCE):

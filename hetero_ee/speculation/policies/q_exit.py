@@ -24,7 +24,7 @@ class QExitPolicy:
     """ends: by exit layer. Raises UsageError for a quantile out of range."""
 
     ends: Mapping[int, DraftEnd]
-    quantile: float = 0.98
+    quantile: float = 0.99
 
     def __post_init__(self) -> None:
         require_number("quantile", self.quantile, 0, 1)
