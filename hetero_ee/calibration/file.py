@@ -5,6 +5,7 @@ read is trusted: versions, key, fields, ranges, checksum, names, types and shape
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,17 @@ def _tensors_of(calibration: Calibration) -> Arrays:
             for name in ("up", "bias", "down"):
                 if (part := getattr(each.exit_map, name)) is not None:
                     arrays[f"{prefix}.map.{name}"] = part.numpy().astype(np.float16)
-        for kind, predictor in (("predictor", each.predictor), ("partial_predictor", each.partial_predictor)):
+        for kind, predictor in _networks(each):
             if predictor is not None:
                 for name in ("first", "first_bias", "second", "second_bias"):
                     arrays[f"{prefix}.{kind}.{name}"] = getattr(predictor, name)
     return arrays | {f"activations.{name}": array for name, array in calibration.activations.items()}
+
+
+def _networks(fitted: ExitLayerCalibration) -> Iterator[tuple[str, ExitPredictor | None]]:
+    yield "predictor", fitted.predictor
+    yield "partial_predictor", fitted.partial_predictor
+    yield "gate", fitted.gate
 
 
 def _parsed(data: bytes, file: Path) -> CalibrationRecord:
@@ -215,8 +222,8 @@ def _most_bytes(record: CalibrationRecord, spec: ModelSpec) -> int:
     for each in record.exit_layers:
         rank = min(each.map_rank or 0, spec.hidden_size)
         map_bytes = 2 * spec.hidden_size * (2 * rank + 1) if rank else 0
-        n_bytes += map_bytes + predictor_bytes * (1 if each.partial_threshold is None else 2)
-    n_tensors = 11 * len(record.exit_layers) + len(activation_names(spec))  # a map has 3, a predictor 4
+        n_bytes += map_bytes + predictor_bytes * (2 if each.partial_threshold is None else 3)  # with a gate
+    n_tensors = 15 * len(record.exit_layers) + len(activation_names(spec))  # a map has 3, a predictor or gate 4
     return n_bytes + HEADER_BYTES * (n_tensors + 1)
 
 
@@ -258,6 +265,7 @@ def _exit_layer(record: ExitLayerRecord, hidden_size: int, rest: Arrays) -> Exit
         record.threshold,
         None if partial_threshold is None else _predictor(f"{prefix}.partial_predictor", rest),
         NO_EXIT if partial_threshold is None else partial_threshold,
+        _predictor(f"{prefix}.gate", rest) if f"{prefix}.gate.second" in rest else None,
         metrics=record.metrics,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.calibration.gate_fitting import fit_gates
 from hetero_ee.calibration.metrics import all_metrics, opened
 from hetero_ee.calibration.predictor_fitting import PredictorTraining, calibrate_threshold, fit_predictor
 from hetero_ee.calibration.schedule import ReadBytes, fit_schedule
@@ -40,6 +41,7 @@ def fit_calibration(
     passed = ~opened(whole, choose.features)
     fits = [whole[0], *(_with_partial(each, train, choose, passed, precision, training) for each in whole[1:])]
     schedule = fit_schedule(fits, joined(partial), ReadBytes.of(executor.blocks, executor.weights))
+    gates = fit_gates(train.features, train.is_right, schedule.exit_layers, training)
     held_out = _of_part(chunks, HELD_OUT)
     metrics, depths = all_metrics(
         fits,
@@ -55,6 +57,7 @@ def fit_calibration(
             each.threshold,
             each.partial_predictor,
             each.partial_threshold,
+            gates.get(each.exit_layer),
             metrics=own,
         )
         for each, own in zip(fits, metrics, strict=True)

@@ -95,7 +95,7 @@ def _trained(features: Floats, labels: Floats, training: PredictorTraining) -> l
         chosen = random.integers(0, len(features), BATCH_TOKENS)
         gradients = _gradients(parameters, features[chosen], labels[chosen])
         step_size = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / training.n_steps))
-        _update(parameters, moments, gradients, step_size, step + 1)
+        update(parameters, moments, gradients, step_size, step + 1)
     return parameters
 
 
@@ -110,7 +110,7 @@ def _gradients(parameters: Sequence[Floats], features: Floats, labels: Floats) -
     return [inner_error.T @ features, inner_error.sum(0), inner.T @ error, error.sum(keepdims=True)]
 
 
-def _update(
+def update(
     parameters: Sequence[Floats],
     moments: Sequence[tuple[Floats, Floats]],
     gradients: Sequence[Floats],

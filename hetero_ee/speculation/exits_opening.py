@@ -1,21 +1,29 @@
 """The exits of a plan in an early-exit mode, ready to run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import Plan
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.opening import DraftKnowledge
+from hetero_ee.speculation.policies.calm import calm
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
+from hetero_ee.speculation.policies.joint_gate import joint_gate
+from hetero_ee.speculation.policies.patience import patience
 from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.policies.q_exit import q_exit
+from hetero_ee.speculation.policies.skipdecode import skipdecode
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.weights.model_weights import UNQUANTIZED
+
+MakePolicy = Callable[[Calibration, Mapping[int, DraftEnd]], ExitPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,11 @@ class PolicyRequest:
     def heads(self, first: int) -> ExitHeads:
         """Of every exit layer from this one on."""
         return exit_heads(self.calibration, range(first, self.calibration.n_layers), compiled=self.compiled)
+
+    def ends(self, exit_layers: Iterable[int]) -> Mapping[int, DraftEnd]:
+        """Of the heads of these exit layers."""
+        heads = exit_heads(self.calibration, exit_layers, compiled=self.compiled)
+        return {exit_layer: head.end for exit_layer, head in heads.items()}
 
 
 def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], None]) -> EarlyExits | None:
@@ -70,5 +83,22 @@ def _specee(request: PolicyRequest) -> ExitPolicy:
     return SpecEE(heads, schedule, request.calibration.n_layers, request.candidates)
 
 
+def _judged_on_schedule(make: MakePolicy) -> Callable[[PolicyRequest], ExitPolicy]:
+    return lambda request: make(request.calibration, request.ends(request.schedule))
+
+
+def _skipdecode(request: PolicyRequest) -> ExitPolicy:
+    """Nothing is judged, so that every exit layer may do."""
+    every = range(1, request.calibration.n_layers)
+    return skipdecode(request.calibration, request.ends(request.plan.exit_layers or every))
+
+
 # Every policy there is; a new one takes a line here, and its name in planning/limits.py.
-POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {"specee": _specee}
+POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {
+    "specee": _specee,
+    "calm": _judged_on_schedule(calm),
+    "skipdecode": _skipdecode,
+    "q-exit": _judged_on_schedule(q_exit),
+    "patience": _judged_on_schedule(patience),
+    "joint-gate": _judged_on_schedule(joint_gate),
+}

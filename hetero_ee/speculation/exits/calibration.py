@@ -77,6 +77,9 @@ class FittedExitLayer:
     threshold: float
     partial_predictor: ExitPredictor | None = None  # None where too few tokens tell
     partial_threshold: float = NO_EXIT
+    gate: ExitPredictor | None = (
+        None  # of the joint gate; None where the schedule has no exit layer, and in older files
+    )
 
     def opens(self, features: NDArray[np.float32], *, is_partial: bool) -> NDArray[np.bool_]:
         """(m, 12) -> (m,): which tokens may exit. is_partial: an earlier exit layer has taken their candidates."""

@@ -50,6 +50,11 @@ class ExitConfidence:
         self._compiled = _kernel(predictor) if compiled else None
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the CPU kernel answers."""
+        return self._compiled is not None
+
+    @property
     def network(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See Judge.network."""
         known = self._predictor

@@ -1,0 +1,74 @@
+"""CALM: a token exits where the likeliest token is far enough ahead of the second, later tokens sooner.
+
+Confidence: top-1 minus top-2 softmax of the exit's logits, over the whole vocabulary (section 3, "softmax response").
+Threshold of token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N)) (section 3, the decaying threshold; tau = 4 there), as
+early mistakes change more of the text. Source: CALM (arXiv 2207.07061). Theirs bounds the risk by choosing lambda; mode
+certified does that here. The logits come to the CPU, whose word the confidence is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.runtime.choice import all_finite
+from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+
+MAX_DECAY = 1000.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CalmPolicy:
+    """ends: by exit layer. Raises UsageError for parameters out of range."""
+
+    ends: Mapping[int, DraftEnd]
+    threshold: float = 0.9  # lambda
+    decay: float = 4.0  # tau
+
+    def __post_init__(self) -> None:
+        require_number("threshold", self.threshold, 0, 1)
+        require_number("decay", self.decay, 0, MAX_DECAY)
+
+    @property
+    def name(self) -> str:
+        return "calm"
+
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_CalmJudge":
+        """See ExitPolicy."""
+        return _CalmJudge(executor, sampler, self)
+
+
+def calm(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> CalmPolicy:
+    """The policy as it is where nobody says otherwise."""
+    return CalmPolicy(ends)
+
+
+def margin(logits: Tensor) -> float:
+    """Top-1 minus top-2 softmax of logits (vocab,); NaN where they are not finite."""
+    if not all_finite(logits):
+        return math.nan
+    first, second = torch.softmax(logits, 0).topk(2).values.tolist()
+    return float(first - second)
+
+
+class _CalmJudge(HeadJudge):
+    def __init__(self, executor: Executor, sampler: DraftSampler, policy: CalmPolicy) -> None:
+        super().__init__(executor, sampler, policy.ends)
+        self._policy = policy
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        rows = zip(texts, self.logits(exit_layer, hidden), strict=True)
+        return [self._judged(text, logits) for text, logits in rows]
+
+    def _judged(self, text: Text, logits: Tensor) -> int | None:
+        decayed = 0.9 * self._policy.threshold + 0.1 * math.exp(-self._policy.decay * self.progress(text))
+        if margin(logits) >= min(1.0, max(0.0, decayed)):  # NaN reaches none
+            return self._sampler.choose(text, text.token_ids, logits)
+        return None

@@ -1,0 +1,48 @@
+"""HeadJudge: what policies share that ask a head at every exit layer."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+
+
+class HeadJudge:
+    """ends: by the exit layers at which every token is judged. What judge() answers is the policy's."""
+
+    def __init__(self, executor: Executor, sampler: DraftSampler, ends: Mapping[int, DraftEnd]) -> None:
+        self._executor, self._sampler, self._ends = executor, sampler, ends
+        self._exit_layers = tuple(sorted(ends))
+
+    def exit_layers(self, text: Text) -> Sequence[int]:
+        """See ExitJudge."""
+        return self._exit_layers
+
+    def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
+        """See ExitJudge."""
+        return self._executor.draft_logits(hidden, self._ends[exit_layer])
+
+    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
+        """See ExitJudge. The noise of the token's position is not needed again."""
+        self._sampler.noise.close(text.sequence)
+
+    def drafted(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[Drafted]:
+        """What each text's sampling chooses there, and the end's confidence in it."""
+        rows = [(text, text.token_ids) for text in texts]
+        return self._sampler.drafted(self._executor, hidden, self._ends[exit_layer], rows, is_verified=False)
+
+    def progress(self, text: Text) -> float:
+        """t / N: tokens of the text that are there, 0 to 1 of the most that there may be."""
+        n_tokens = len(text.token_ids) - text.n_prompt_tokens
+        return n_tokens / max(1, n_tokens + self._sampler.n_left(text))
+
+
+def require_number(name: str, value: object, low: float, high: float) -> None:
+    """Raises UsageError for a policy's parameter that is no number from low to high."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # type: ignore[operator]  # NaN fails every comparison
+        raise UsageError(f"{name} is {shown(value)}; expected a number from {low:g} to {high:g}.")

@@ -1,0 +1,68 @@
+"""Patience: a token exits where several exit layers in a row say the same.
+
+The likeliest token of as many judged layers in a row, counted from the first that says so; where the text is sampled,
+the one that the noise of its position makes likeliest. Source: PABEE (arXiv 2006.04152, section 3.2), which counts
+agreements: its patience is this one less one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.planning.limits import is_whole
+from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.head_judge import HeadJudge
+
+MAX_PATIENCE = 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatiencePolicy:
+    """ends: by exit layer. Raises UsageError for a patience out of range."""
+
+    ends: Mapping[int, DraftEnd]
+    patience: int = 3  # judged layers in a row
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.patience, 1, MAX_PATIENCE):
+            raise UsageError(f"patience is {shown(self.patience)}; expected a whole number from 1 to {MAX_PATIENCE}.")
+
+    @property
+    def name(self) -> str:
+        return "patience"
+
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_PatienceJudge":
+        """See ExitPolicy."""
+        return _PatienceJudge(executor, sampler, self)
+
+
+def patience(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> PatiencePolicy:
+    """The policy as it is where nobody says otherwise."""
+    return PatiencePolicy(ends)
+
+
+class _PatienceJudge(HeadJudge):
+    def __init__(self, executor: Executor, sampler: DraftSampler, policy: PatiencePolicy) -> None:
+        super().__init__(executor, sampler, policy.ends)
+        self._patience = policy.patience
+        self._said: dict[int, tuple[int, int]] = {}  # by Text.sequence: the token last said, and how often in a row
+
+    def exit_layers(self, text: Text) -> Sequence[int]:
+        self._said[text.sequence] = NO_TOKEN, 0
+        return super().exit_layers(text)
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, texts)
+        return [self._judged(text.sequence, drafted.token_id) for text, drafted in zip(texts, found, strict=True)]
+
+    def _judged(self, sequence: int, token_id: int) -> int | None:
+        last_id, n_said = self._said[sequence]
+        n_said = 0 if token_id == NO_TOKEN else n_said + 1 if token_id == last_id else 1
+        self._said[sequence] = token_id, n_said
+        return token_id if n_said >= self._patience else None

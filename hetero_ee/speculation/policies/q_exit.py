@@ -1,0 +1,64 @@
+"""Q-exit: a token exits at the quantile q of the distribution that its exit probabilities make of exit layers.
+
+p_l = lambda_l (1 - lambda_1) ... (1 - lambda_{l-1}), lambda_l the calibrated predictor's probability that exit layer
+l's token is right; the exit is the first l at which p_1 + ... + p_l reaches q, nothing being drawn. Source: PALBERT
+(arXiv 2204.03276, section 3.1), where lambda is trained with the model, after PonderNet (arXiv 2107.05407).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QExitPolicy:
+    """ends: by exit layer. Raises UsageError for a quantile out of range."""
+
+    ends: Mapping[int, DraftEnd]
+    quantile: float = 0.99
+
+    def __post_init__(self) -> None:
+        require_number("quantile", self.quantile, 0, 1)
+
+    @property
+    def name(self) -> str:
+        return "q-exit"
+
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_QExitJudge":
+        """See ExitPolicy."""
+        return _QExitJudge(executor, sampler, self)
+
+
+def q_exit(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> QExitPolicy:
+    """The policy as it is where nobody says otherwise."""
+    return QExitPolicy(ends)
+
+
+class _QExitJudge(HeadJudge):
+    def __init__(self, executor: Executor, sampler: DraftSampler, policy: QExitPolicy) -> None:
+        super().__init__(executor, sampler, policy.ends)
+        self._quantile = policy.quantile
+        self._cumulated: dict[int, float] = {}  # by Text.sequence: p_1 + ... + p_l so far
+
+    def exit_layers(self, text: Text) -> Sequence[int]:
+        self._cumulated[text.sequence] = 0.0
+        return super().exit_layers(text)
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, texts)
+        return [self._judged(text.sequence, drafted) for text, drafted in zip(texts, found, strict=True)]
+
+    def _judged(self, sequence: int, drafted: Drafted) -> int | None:
+        if drafted.token_id == NO_TOKEN or not isfinite(drafted.confidence):
+            return None  # its lambda counts as 0
+        self._cumulated[sequence] += drafted.confidence * (1 - self._cumulated[sequence])
+        return drafted.token_id if self._cumulated[sequence] >= self._quantile else None

@@ -1,0 +1,74 @@
+"""SkipDecode: the exit layer falls linearly with the position, and is one for all texts of a step. Nothing is judged.
+
+From `first` of the layers at a text's beginning to `last` of them at the most tokens that it may have, rounded up to an
+exit layer; of the texts of a step the deepest counts. As the depth never grows, a token's keys and values are there
+wherever later ones look. Source: SkipDecode (arXiv 2307.02628, section 3), whose models are fine-tuned for it and keep
+their last layers rather than their first: here a token passes the first ones, and leaves through the exit's head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hetero_ee.decoding.texts import Text
+from hetero_ee.errors import UsageError
+from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SkipDecodePolicy:
+    """ends: by exit layer. Raises UsageError for bounds out of range."""
+
+    ends: Mapping[int, DraftEnd]
+    first: float = 1.0  # share of the layers that a text's first tokens pass
+    last: float = 0.5  # that its last ones pass
+
+    def __post_init__(self) -> None:
+        require_number("first", self.first, 0, 1)
+        require_number("last", self.last, 0, 1)
+        if self.last > self.first:
+            raise UsageError(f"last is {self.last:g}, more than first, {self.first:g}; depths have to fall.")
+
+    @property
+    def name(self) -> str:
+        return "skipdecode"
+
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_SkipDecodeJudge":
+        """See ExitPolicy."""
+        return _SkipDecodeJudge(executor, sampler, self)
+
+
+def skipdecode(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> SkipDecodePolicy:
+    """The policy as it is where nobody says otherwise."""
+    return SkipDecodePolicy(ends)
+
+
+class _SkipDecodeJudge(HeadJudge):
+    def __init__(self, executor: Executor, sampler: DraftSampler, policy: SkipDecodePolicy) -> None:
+        super().__init__(executor, sampler, policy.ends)
+        self._policy = policy
+        self._texts: dict[int, Text] = {}  # by Text.sequence: all that were ever asked for
+
+    def exit_layers(self, text: Text) -> Sequence[int]:
+        """One; every possible one at a text's first token, when others of the step may not have been asked for yet."""
+        is_known = text.sequence in self._texts
+        self._texts[text.sequence] = text
+        depth = self._depth()
+        return [each for each in self._exit_layers if each >= depth][: 1 if is_known else None]
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        if exit_layer < self._depth():
+            return [None] * len(texts)
+        found = self.drafted(exit_layer, hidden, texts)
+        return [None if each.token_id == NO_TOKEN else each.token_id for each in found]
+
+    def _depth(self) -> float:
+        """Layers that the step's tokens have to pass."""
+        n_layers, first, last = self._executor.spec.n_layers, self._policy.first, self._policy.last
+        progress = min(self.progress(text) for text in self._texts.values() if not text.finished)
+        return n_layers * (first + (last - first) * progress)
