@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, kv_bytes_per_token
+from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
@@ -97,14 +98,19 @@ class Costs:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
-    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+    def exit_end_s(self, head: Part, placement: str, map_rank: int, *, is_partial: bool = False) -> float:
         """Judging one token at an exit layer: the exit map, of rank 0 for none, and the head.
 
         On a GPU the choice, which reads the logits once, and the predictor too, with half a layer's small kernels.
+        is_partial: of the head a few rows alone, the least that a product has.
         """
         spec, times = self.spec, self._device(placement)
         products, seconds = exit_map_products(spec.hidden_size, map_rank), 0.0
-        if placement in ON_GPU:
+        if is_partial:
+            products.append(Product("int8", TILE_ROWS, spec.hidden_size))
+            products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
+            seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2
+        elif placement in ON_GPU:
             products += [*head.products, Product("int8", spec.vocab_size, FLOAT_BYTES)]
             products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
             seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2

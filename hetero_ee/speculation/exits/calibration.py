@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.planning.statistics import ExitRates, ExitStatistics
+from hetero_ee.planning.statistics import DepthStatistics, ExitRates, ExitStatistics
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitPredictor
 
@@ -137,7 +137,21 @@ class Calibration:
         for each in self.exit_layers:
             known, rank = each.metrics, 0 if each.exit_map is None else each.exit_map.rank
             rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
-        return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, rates)
+        return ExitStatistics(self._source, self.n_layers, rates)
+
+
+    def depth_statistics(self) -> tuple[DepthStatistics, ...]:
+        """Of mode specee at the exit layers of the schedule: a token whose gate first opens after so many layers exits
+        at the next of them. Nothing where there is no schedule."""
+        if not self.schedule:
+            return ()
+        counts, bounds = self.depths.histogram, (0, *self.schedule)
+        shares = tuple(sum(counts[start:end]) / sum(counts) for start, end in zip(bounds, bounds[1:], strict=False))
+        return (DepthStatistics("specee", self._source, self.schedule, shares, is_partial=True),)
+
+    @property
+    def _source(self) -> str:
+        return f"calibration on {self.text.description}"
 
 
 def _check_shares(*shares: float) -> None:
