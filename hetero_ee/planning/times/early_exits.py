@@ -9,6 +9,7 @@ Source: derived (docs/planning.md).
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hetero_ee.planning.limits import EXIT_KV
 from hetero_ee.planning.statistics import DepthStatistics
@@ -47,7 +48,7 @@ class Passes:
     def mean_depth(self, n_layers: int) -> float:
         """Layers that are run for a token, those it catches up with later not counted."""
         ends = (0, *self.exit_layers, n_layers)
-        return sum(chance * (end - start) for chance, start, end in zip(self.chances, ends, ends[1:], strict=True))
+        return sum(chance * (end - start) for chance, (start, end) in zip(self.chances, pairwise(ends), strict=True))
 
 
 def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str) -> Step:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,14 +140,13 @@ class Calibration:
             rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
         return ExitStatistics(self._source, self.n_layers, rates)
 
-
     def depth_statistics(self) -> tuple[DepthStatistics, ...]:
         """Of mode specee at the exit layers of the schedule: a token whose gate first opens after so many layers exits
         at the next of them. Nothing where there is no schedule."""
         if not self.schedule:
             return ()
         counts, bounds = self.depths.histogram, (0, *self.schedule)
-        shares = tuple(sum(counts[start:end]) / sum(counts) for start, end in zip(bounds, bounds[1:], strict=False))
+        shares = tuple(sum(counts[start:end]) / sum(counts) for start, end in pairwise(bounds))
         return (DepthStatistics("specee", self._source, self.schedule, shares, is_partial=True),)
 
     @property
