@@ -8,11 +8,12 @@ from torch import Tensor
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, STREAMED
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
@@ -85,7 +86,9 @@ def _streams(
 
     source = machine.make_source(blocks, weights, machine.link, visiting_bytes(blocks, route, kv_bytes))
     stream = WeightStream(source, range(len(blocks)), machine.new_worker())
-    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
+    may_exit = plan.mode in EARLY_EXIT_MODES
+    exiting = [block for block in blocks if route.place(block) in STREAMED] if may_exit else []
+    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token, exiting)
 
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:
