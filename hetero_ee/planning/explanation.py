@@ -26,8 +26,10 @@ def explained(plan: Plan) -> str:
     return "\n".join([_title(plan), "", *_map(plan), "", *_memory(plan), "", *_expected(plan), *_reasons(plan)])
 
 
-def sized(n_bytes: int) -> str:
+def sized(n_bytes: float) -> str:
     """Bytes as people read them."""
+    if n_bytes < MIB / 10:
+        return f"{n_bytes / 1024:.1f} KiB"
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
 
 
@@ -102,6 +104,7 @@ def _expected(plan: Plan) -> list[str]:
         *_wrapped(f"{'a layer':10} ", [f"{term.name} {term.seconds * 1e3:.3g} ms" for term in found.layer_terms]),
         *_wrapped(f"{'a token':10} ", _shares(found.decode_terms)),
         *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
+        *_wrapped(f"{'moved':10} ", [f"{term.name} {sized(term.n_bytes)} a token" for term in found.moved_terms]),
     ]
 
 

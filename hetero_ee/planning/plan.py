@@ -80,6 +80,14 @@ class TimeTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesTerm:
+    """Bytes of one kind that a token moves, on average."""
+
+    name: str
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a plan is expected to do."""
 
@@ -98,7 +106,9 @@ class Prediction:
     layer_terms: tuple[TimeTerm, ...]  # a layer's seconds for one token, by where it is, be it there or not
     mean_depth: float | None = None  # layers run for a token of an early-exit mode, None where that is not known
 
-    ADDED_FIELDS: ClassVar = ("mean_depth",)  # that a file of the plan's version may lack
+    moved_terms: tuple[BytesTerm, ...] = ()  # of a text token: over the link, and out of the CPU's memory
+
+    ADDED_FIELDS: ClassVar = ("mean_depth", "moved_terms")  # that a file of the plan's version may lack
 
 
 @dataclass(frozen=True, slots=True)

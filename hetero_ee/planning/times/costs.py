@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, kv_bytes_per_token
-from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
+N_CANDIDATES = 4  # tokens whose logits alone judge where candidates were taken
+PARTIAL_ROWS = 8 * N_CANDIDATES  # of the head, in time: see partial_works in runtime/work.py
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
@@ -102,13 +103,12 @@ class Costs:
         """Judging one token at an exit layer: the exit map, of rank 0 for none, and the head.
 
         On a GPU the choice, which reads the logits once, and the predictor too, with half a layer's small kernels.
-        is_partial: of the head a few rows alone, the least that a product has.
+        is_partial: by the logits of a few candidates.
         """
         spec, times = self.spec, self._device(placement)
         products, seconds = exit_map_products(spec.hidden_size, map_rank), 0.0
         if is_partial:
-            products.append(Product("int8", TILE_ROWS, spec.hidden_size))
-            products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
+            products.append(Product("int8", PARTIAL_ROWS, spec.hidden_size))
             seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2
         elif placement in ON_GPU:
             products += [*head.products, Product("int8", spec.vocab_size, FLOAT_BYTES)]

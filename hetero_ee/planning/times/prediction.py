@@ -9,13 +9,14 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
 from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, Split, model_parts
-from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, Prediction, TimeTerm
+from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs, reads_on_cpu
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
+from hetero_ee.planning.times.traffic import Way, token_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -44,6 +45,7 @@ def predict(made: Candidate, cpu_s: float | None) -> Prediction:
             *([TimeTerm("reading for drafts", reading.chunk_s(m, context_tokens))] if reading is not None else []),
         ),
         mean_depth=_mean_depth(made),
+        moved_terms=_moved_terms(made),
         layer_terms=_layer_terms(costs, parts[1:-1], context_tokens, beside_cpu=reads_on_cpu(parts, made.decode)),
     )
 
@@ -53,6 +55,20 @@ def _mean_depth(made: Candidate) -> float | None:
     if schedule.depths is None:
         return None
     return Passes.of(schedule.depths, schedule.draft_length, problem.exit_kv).mean_depth(problem.spec.n_layers)
+
+
+def _moved_terms(made: Candidate) -> tuple[BytesTerm, ...]:
+    schedule, problem, exits = made.schedule, made.problem, made.problem.statistics.exits
+    if SPLIT in made.decode:
+        return ()
+    way = Way()
+    if schedule.depths is not None:
+        way = Way.of_exits(schedule.depths, schedule.draft_length, problem.exit_kv)
+    elif schedule.exit_layer is not None:
+        way = Way.of_step(schedule.exit_layer, schedule.step)
+    ranks = {} if exits is None else exits.map_ranks
+    found = token_bytes(problem.spec, problem.parts, made.decode, way, ranks)
+    return tuple(BytesTerm(name, n_bytes) for name, n_bytes in found.items())
 
 
 def predicted_run_s(

@@ -56,12 +56,19 @@ class WeightStream:
     """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block alternately.
 
     worker: the one thread where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
+    count: told each block whose copy begins.
     """
 
-    def __init__(self, source: BlockSource, order: Sequence[int], worker: Executor) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        order: Sequence[int],
+        worker: Executor,
+        count: Callable[[int], None] = lambda block: None,
+    ) -> None:
         if not order:
             raise ValueError("a stream needs at least one block.")
-        self._source, self._order, self._worker = source, tuple(order), worker
+        self._source, self._order, self._worker, self._count = source, tuple(order), worker, count
         self._ahead: deque[_Copy] = deque()
         self._in_use: deque[_Copy] = deque()
         self._free: deque[tuple[int, tuple[Event, ...]]] = deque((buffer, ()) for buffer in range(source.n_buffers))
@@ -85,6 +92,7 @@ class WeightStream:
             buffer, after = self._free.popleft()
             block = self._order[self._next]
             self._next = (self._next + 1) % len(self._order)
+            self._count(block)
             fetched = self._worker.submit(self._source.fetch, block, buffer, after)
             self._ahead.append(_Copy(block, buffer, fetched))
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.planning.times.traffic import KV
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
@@ -83,7 +84,9 @@ class WeightStreams:
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
         self._stream.done(number, event)
         if visits:
-            link.copy(f"{block.name} back", len(batch) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
+            n_bytes = len(batch) * self._kv_bytes_per_token
+            self._machine.traffic.moved(KV, n_bytes, to_gpu=False)
+            link.copy(f"{block.name} back", n_bytes, CPU, lambda: None, (event,))
         self._order, self._n_left = order, self._n_left - 1
         return found, event
 
