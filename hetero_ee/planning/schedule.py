@@ -74,10 +74,15 @@ def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int
     unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS)
     lengths = _draft_lengths(problem)
     make_times = _times_maker(problem, placements, context_tokens, max(lengths))
-    times, exit_kv = make_times(copies_ahead=False), problem.exit_kv
+    times, exit_kv, drafts = make_times(copies_ahead=False), problem.exit_kv, problem.statistics.drafts
+    draft_s = 0.0 if drafts is None else drafts.seconds(placements)
     found = [
         replace(
-            unknown, draft_length=n, step=early_step(times, each, n, exit_kv), exit_layers=each.exit_layers, depths=each
+            unknown,
+            draft_length=n,
+            step=early_step(times, each, n, exit_kv, draft_s),
+            exit_layers=each.planned,
+            depths=each,
         )
         for each in problem.depths
         for n in lengths
@@ -85,7 +90,7 @@ def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int
     best = min(found, key=attrgetter("token_s"), default=unknown)
     if best.depths is None or not times.has_streams:
         return best
-    return replace(best, step=early_step(make_times(), best.depths, best.draft_length, exit_kv))
+    return replace(best, step=early_step(make_times(), best.depths, best.draft_length, exit_kv, draft_s))
 
 
 def _times_maker(

@@ -74,6 +74,9 @@ class DepthStatistics:
     exit_layers: tuple[int, ...]  # ascending
     shares: tuple[float, ...]  # of all tokens, those that exit at each; the rest pass all layers
     is_partial: bool = False  # behind the first, by candidates' logits alone; the whole head where they are believed
+    is_drafted: bool = False  # at the first too: candidates come from the draft head
+    judged: tuple[float, ...] = ()  # the chance that a token which gets there is judged at each; (): all are
+    schedule: tuple[int, ...] = ()  # what a plan names of these exit layers; (): all
     threshold: float | None = None  # of the confidence, where one holds at all exit layers
 
     def __post_init__(self) -> None:
@@ -82,6 +85,19 @@ class DepthStatistics:
             raise ValueError("exit layers must ascend from 1, with a share for each")
         if not all(0 <= share <= 1 for share in self.shares) or not sum(self.shares) <= 1 + 1e-9:
             raise ValueError(f"shares of tokens are {self.shares}, expected 0 to 1 each and together")
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        """The exit layers that a plan names."""
+        return self.schedule or self.exit_layers
+
+    def looks(self, number: int) -> bool:
+        """Whether tokens are judged at an exit layer, by its number, by the logits of candidates alone."""
+        return self.is_partial and (self.is_drafted or number > 0)
+
+    def judging(self, number: int) -> float:
+        """The chance that a token is judged at an exit layer, by its number, that it gets to."""
+        return self.judged[number] if self.judged else 1.0
 
     @property
     def deeper(self) -> tuple[float, ...]:
@@ -178,7 +194,7 @@ class Statistics:
 
     def depths_of(self, made: Plan) -> DepthStatistics | None:
         """Those of a plan in an early-exit mode, None where they are not known."""
-        found = (each for each in self.depths if each.mode == made.mode and each.exit_layers == made.exit_layers)
+        found = (each for each in self.depths if each.mode == made.mode and each.planned == made.exit_layers)
         return next(found, None)
 
     def of_plan(self, made: Plan) -> "Statistics":

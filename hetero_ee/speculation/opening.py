@@ -67,7 +67,8 @@ class DraftKnowledge:
     def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int) -> Statistics:
         """As the planner takes it. Raises ModelError."""
         exits = None if self.calibration is None else self.calibration.statistics()
-        depths = () if self.calibration is None else self.calibration.depth_statistics()
+        is_drafted = self.draft_head is not None
+        depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
             return Statistics(exits, depths=depths)

@@ -51,17 +51,18 @@ class Passes:
         return sum(chance * (end - start) for chance, (start, end) in zip(self.chances, pairwise(ends), strict=True))
 
 
-def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str) -> Step:
+def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str, draft_s: float = 0.0) -> Step:
     """The average round of an early-exit mode: tokens until one passes all layers. Where nothing waits, one token.
 
-    times: of `most` tokens at least. Keys and values that are made up are not in it.
+    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one. Keys and values that are
+    made up are not in it.
     """
     passes = Passes.of(known, most, exit_kv)
     chances, exit_layers = passes.chances, known.exit_layers
-    seconds = chances[0] * times.before_s(exit_layers[0])
+    seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
         seconds += chances[number] * _judging_s(times, known, number)
-        if known.is_partial and number:
+        if known.looks(number):
             seconds += (chances[number] - chances[number + 1]) * times.exit_head_s(exit_layer)
         for m, n_passes in enumerate(passes.batches[number + 1], 1):
             later_s = 0.0 if end is None else times.verify_s(end, m)
@@ -73,8 +74,8 @@ def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str
 
 
 def _judging_s(times: StepTimes, known: DepthStatistics, number: int) -> float:
-    """A token at an exit layer; candidates of the first one alone where that is how later ones judge."""
-    return times.exit_head_s(known.exit_layers[number], is_partial=known.is_partial and number > 0)
+    """A token that gets to an exit layer; by the candidates alone where they are known."""
+    return known.judging(number) * times.exit_head_s(known.exit_layers[number], is_partial=known.looks(number))
 
 
 def _round_lengths(all_layers: float, most: int) -> list[float]:

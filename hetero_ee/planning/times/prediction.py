@@ -117,7 +117,8 @@ def predicted_step(
     times = step_times(spec, profile, made, context_tokens, None if exits is None else exits.map_ranks)
     drafts = statistics.of_plan(made).drafts
     if (depths := statistics.depths_of(made)) is not None:
-        return early_step(times, depths, n, made.exit_kv or EXIT_KV[0])
+        draft_s = 0.0 if drafts is None else drafts.seconds(made.decode_placements)
+        return early_step(times, depths, n, made.exit_kv or EXIT_KV[0], draft_s)
     if exit_layer is None:
         return None
     verify_s = partial(times.verify_s, exit_layer)

@@ -34,7 +34,7 @@ class Way:
     passes: tuple[float, ...] = (1.0,)  # whose weights are read once each
     rows: tuple[float, ...] = (1.0,)  # tokens in all these
     logits: float = 1.0  # rows that the head makes at the end
-    is_partial: bool = False  # see DepthStatistics
+    known: DepthStatistics | None = None  # of an early-exit mode
 
     def behind(self, layer: int) -> int:
         """How many exit layers are before this layer, counted from 0."""
@@ -45,7 +45,7 @@ class Way:
         """In an early-exit mode. most: tokens of a catch-up."""
         found = Passes.of(known, most, exit_kv)
         rows = tuple(sum(m * n for m, n in enumerate(batch, 1)) for batch in found.batches)
-        return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known.is_partial)
+        return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known)
 
     @classmethod
     def of_step(cls, exit_layer: int, step: Step) -> "Way":
@@ -93,9 +93,12 @@ def _add_judging(
 ) -> None:
     """At one exit layer. Candidates are taken from logits that come to the CPU; the others' logits do too, and those
     that are believed are judged again, by the whole head."""
-    judged, head_on_gpu = way.passes[number], on_gpu[-1]
-    takes, looks = way.is_partial and not number, way.is_partial and number > 0
-    whole = judged - way.passes[number + 1] if looks else judged
+    known, judged, head_on_gpu = way.known, way.passes[number], on_gpu[-1]
+    exits, takes, looks = judged - way.passes[number + 1], False, False
+    if known is not None:
+        judged, looks = judged * known.judging(number), known.looks(number)
+        takes = known.is_partial and not looks
+    whole = exits if looks else judged
     if on_gpu[2 * way.exit_layers[number]] != head_on_gpu:
         rows = judged + whole if looks else judged
         found.over_link(HIDDEN, rows * FLOAT_BYTES * spec.hidden_size, to_gpu=head_on_gpu)
