@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
-from hetero_ee.decoding.texts import Ending, Prompts
+from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.opening import OpenModel, check_options, open_model, read_model
 from hetero_ee.planning.limits import Limits, is_whole
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.timeline import Span
+from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement
 from hetero_ee.runtime.placement_request import (
@@ -61,6 +63,7 @@ class Engine:
         self._executor: Executor | None = model.executor
         self._opened, self._drafting, self.exits = model.opened, model.drafting, model.exits
         self._draft_counts, self._exit_counts = DraftCounts(), ExitCounts()
+        self._moved_before, self._n_tokens = Counter[str](), 0
         self._tokenizer = model.files.tokenizer
         self._eos_token_ids = model.files.eos_token_ids
         self.default_sampling = model.files.sampling
@@ -195,6 +198,14 @@ class Engine:
     def exit_statistics(self) -> ExitStatistics | None:
         """After how many layers tokens were given out in the latest call or reply; None but in early-exit modes."""
         return None if self.exits is None else self._exit_counts.statistics(self.spec.n_layers)
+
+    @property
+    def traffic(self) -> TextTraffic | None:
+        """Bytes that the latest call's text moved, or that of a chat's reply; None on the CPU alone, without traces."""
+        counted = self.executor.traffic
+        if counted is None:
+            return None
+        return TextTraffic(counted.n_bytes - self._moved_before, self._n_tokens)
 
     @property
     def spans(self) -> list[Span]:
@@ -360,12 +371,18 @@ class Engine:
         else:
             self._draft_counts = DraftCounts()
             tokens = generate_exact(*common, self._drafting.drafting, self._draft_counts)
-        return self._turns.taking(self._watched(tokens), stop)
+        n_texts = 1 if isinstance(prompts, Continuation) else len(prompts)
+        return self._turns.taking(self._watched(tokens, n_texts), stop)
 
-    def _watched(self, tokens: Iterator[GeneratedToken]) -> Generator[GeneratedToken]:
+    def _watched(self, tokens: Iterator[GeneratedToken], n_texts: int) -> Generator[GeneratedToken]:
+        """The texts' first tokens are their prompts': what is moved is counted from there on."""
         if self._watch is not None:
             self._watch.look()
-        yield from tokens
+        for n_tokens, token in enumerate(tokens, 1 - n_texts):
+            self._n_tokens, traffic = n_tokens, self.executor.traffic
+            if n_tokens <= 0 and traffic is not None:
+                self._moved_before = Counter(traffic.n_bytes)
+            yield token
         if self._watch is not None:
             self._watch.look()
 

@@ -14,6 +14,7 @@ from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
+from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import (
     DRAFT_HEAD,
     DRAFT_ROWS,
@@ -28,6 +29,7 @@ from hetero_ee.planning.times.memory import (
 from hetero_ee.planning.times.prompts import Placements, prompt_s
 
 REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS = 512, 128  # what is made fast where decoding and prompts compete
+MOST_DEPTHS = 8  # of an early-exit mode that chains are made for: each takes some 10 ms
 PREFILL_CHUNKS = (512, 128)  # tokens of a prompt in one pass: more read weights less often, and take more memory
 
 Placement = tuple[str, ...]  # of every part
@@ -73,16 +75,17 @@ def best_candidate(problem: Problem, context_tokens: int) -> Candidate:
 def _by_draft_device(problem: Problem) -> list[Problem]:
     """With drafts by the CPU, and by the GPU where it can."""
     drafts = problem.statistics.drafts
-    if drafts is None or drafts.by_gpu is None or not problem.has_gpu or problem.limits.mode == "full":
+    if drafts is None or drafts.by_gpu is None or not problem.has_gpu or problem.limits.mode not in (None, "exact"):
         return [problem]
     return [problem, replace(problem, statistics=replace(problem.statistics, drafts=drafts.by_gpu))]
 
 
 def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     """Every chain is tried with every chunk, so that pinning the parts of the best one gives the same plan."""
-    options = problem.layer_options(1, context_tokens)
+    options = problem.layer_options(context_tokens)
     chunks = sorted({min(chunk, problem.context_tokens) for chunk in PREFILL_CHUNKS})
-    chains = dict.fromkeys(chain for chunk in chunks for chain in _placements(problem, options, chunk))
+    ways = [options, *_exit_options(problem, context_tokens)]
+    chains = dict.fromkeys(chain for chunk in chunks for way in ways for chain in _placements(problem, way, chunk))
     if _draft_terms(problem, "gpu"):
         chains = {chain: None for chain in chains if chain[-1] in ON_GPU}
     placed = dict.fromkeys((_with_disk(problem, chain, chunk), chunk) for chain in chains for chunk in chunks)
@@ -99,6 +102,14 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
     splits = split_times(problem, options)
     found += [each for chunk in chunks for each in _split_candidates(problem, options, splits, chunk, context_tokens)]
     return min(found, key=lambda candidate: candidate.request_s)
+
+
+def _exit_options(problem: Problem, context_tokens: int) -> Iterator[list[PartOptions]]:
+    """What layers cost by how often a token of an early-exit mode passes them, so that those hardly needed go to the
+    slowest place: for each of the known depths, or some of many."""
+    depths, most = problem.depths, problem.limits.draft_length or BEST_OF_DRAFTS
+    for known in depths[:: -(-len(depths) // MOST_DEPTHS)] if depths else ():
+        yield problem.layer_options(context_tokens, Passes.of(known, most, problem.exit_kv))
 
 
 def cpu_alone_s(problem: Problem, context_tokens: int) -> float | None:
@@ -148,7 +159,7 @@ def _split_candidates(
     context_tokens: int,
 ) -> Iterator[Candidate]:
     """The fastest chains with FFNs in two, for full mode, where it is known how often neurons are active."""
-    if not splits or problem.limits.mode == "exact" or problem.limits.pinned("head") == "cpu":
+    if not splits or problem.limits.mode not in (None, "full") or problem.limits.pinned("head") == "cpu":
         return
     for allowed, left_bytes in _rooms(problem, options, "gpu", chunk):
         chain = place_split_chain(allowed, splits, left_bytes, problem.costs.transfer_s(1), ends_on_gpu=True)
@@ -220,7 +231,7 @@ def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
 def _draft_terms(problem: Problem, device: str, head: str = "cpu") -> list[MemoryTerm]:
     """What the source of draft sequences takes there, with the model's head in that place."""
     drafts = problem.statistics.drafts
-    if drafts is None or drafts.memory_bytes is None or problem.limits.mode == "full":
+    if drafts is None or drafts.memory_bytes is None or problem.limits.mode not in (None, "exact"):
         return []
     place = "gpu" if drafts.reading is not None and drafts.reading.on_gpu else "cpu"
     if place == device:

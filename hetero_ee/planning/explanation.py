@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
+from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
@@ -25,8 +26,10 @@ def explained(plan: Plan) -> str:
     return "\n".join([_title(plan), "", *_map(plan), "", *_memory(plan), "", *_expected(plan), *_reasons(plan)])
 
 
-def sized(n_bytes: int) -> str:
+def sized(n_bytes: float) -> str:
     """Bytes as people read them."""
+    if n_bytes < MIB / 10:
+        return f"{n_bytes / 1024:.1f} KiB"
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
 
 
@@ -83,9 +86,16 @@ def _expected(plan: Plan) -> list[str]:
         how = f"sequences of {most - 1} drafts from elsewhere, {brings} {most}"
     elif plan.drafts == EXIT:
         how = f"drafts exit after layer {plan.exit_layer}, {brings} {found.batch_per_pass:.1f} (at most {most})"
+    elif found.mean_depth is not None:
+        how = (
+            f"tokens exit after layer {', '.join(map(str, plan.exit_layers))}, {found.mean_depth:.1f} layers a token, "
+            f"a pass of all for {found.tokens_per_pass:.1f} (at most {most})"
+        )
+    elif plan.mode in EARLY_EXIT_MODES:
+        how = "how deep tokens go is not known, times are full mode's"
     return [
         f"{'hash':10} {plan.sha256[:HASH_DIGITS]}",
-        f"{'mode':10} {plan.mode}: {how}",
+        *textwrap.wrap(f"{'mode':10} {plan.mode}: {how}", LINE_COLUMNS + 20, subsequent_indent=" " * 11),
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; of "
@@ -94,6 +104,7 @@ def _expected(plan: Plan) -> list[str]:
         *_wrapped(f"{'a layer':10} ", [f"{term.name} {term.seconds * 1e3:.3g} ms" for term in found.layer_terms]),
         *_wrapped(f"{'a token':10} ", _shares(found.decode_terms)),
         *_wrapped(f"{'a chunk':10} ", _shares(found.prefill_terms)),
+        *_wrapped(f"{'moved':10} ", [f"{term.name} {sized(term.n_bytes)} a token" for term in found.moved_terms]),
     ]
 
 
@@ -101,16 +112,16 @@ def _compared(plan: Plan) -> list[str]:
     """The CPU alone, this split in full mode, this plan: each with what it gains."""
     found = plan.prediction
     rate, other, alone = found.generated_tokens_per_s, found.other_mode_tokens_per_s, found.cpu_tokens_per_s
-    full = rate if plan.mode == "full" else other
+    full = rate if other is None or plan.mode == "full" else other
     rows: list[tuple[str, float | None, str]] = []
     if plan.n_bytes("gpu"):
         rows.append(("the CPU alone", alone, "too little RAM" if alone is None else ""))
     if full is not None:
         gain = "" if not rows or alone is None else f"{change(full, alone)} against the CPU alone"
         rows.append(("this plan, full mode" if plan.mode == "full" else "this split, full mode", full, gain))
-        if plan.mode == "exact":
-            rows.append(("this plan, exact mode", rate, f"{change(rate, full)} against full mode"))
-        elif other is not None:
+        if plan.mode == "exact" or found.mean_depth is not None:
+            rows.append((f"this plan, {plan.mode} mode", rate, f"{change(rate, full)} against full mode"))
+        elif other is not None and plan.mode == "full":
             rows.append(("exact mode, declined", other, f"{change(other, full)} against full mode"))
     lines = [f"{name:22}{'' if per_s is None else f'{per_s:8.2f} tokens/s'}  {gain}" for name, per_s, gain in rows]
     return [f"{label:10} {line}".rstrip() for label, line in zip(["compared", *[""] * 3], lines, strict=False)]

@@ -80,6 +80,14 @@ class TimeTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesTerm:
+    """Bytes of one kind that a token moves, on average."""
+
+    name: str
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a plan is expected to do."""
 
@@ -87,15 +95,20 @@ class Prediction:
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
     ceiling_tokens_per_s: float  # if reading the weights were all
-    batch_per_pass: float  # tokens that a verification takes, 1 in full mode
+    batch_per_pass: float  # tokens that a verification, or a pass of the last layers, takes, 1 in full mode
     tokens_per_pass: float  # tokens that it brings, 1 in full mode
     cpu_tokens_per_s: float | None  # of the CPU alone in full mode, None where its memory is too small
-    other_mode_tokens_per_s: float | None  # of this split: full mode beside exact, the best of exact mode beside full
+    other_mode_tokens_per_s: float | None  # of this split: full mode, or beside it the best of exact mode
     first_token_s: float  # of a typical prompt
     request_s: float  # of a typical request: what the planner minimizes
     decode_terms: tuple[TimeTerm, ...]
     prefill_terms: tuple[TimeTerm, ...]
     layer_terms: tuple[TimeTerm, ...]  # a layer's seconds for one token, by where it is, be it there or not
+    mean_depth: float | None = None  # layers run for a token of an early-exit mode, None where that is not known
+
+    moved_terms: tuple[BytesTerm, ...] = ()  # of a text token: over the link, and out of the CPU's memory
+
+    ADDED_FIELDS: ClassVar = ("mean_depth", "moved_terms")  # that a file of the plan's version may lack
 
 
 @dataclass(frozen=True, slots=True)

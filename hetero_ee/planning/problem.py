@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.limits import EXIT_KV, Limits
 from hetero_ee.planning.parts import KV_TYPE, Part, model_parts
 from hetero_ee.planning.placement import Option, PartOptions
-from hetero_ee.planning.statistics import Statistics
+from hetero_ee.planning.statistics import DepthStatistics, Statistics
 from hetero_ee.planning.times.costs import Costs
+from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import part_gpu_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -46,28 +47,43 @@ class Problem:
     def head(self) -> Part:
         return self.parts[-1]
 
-    def layer_options(self, m: int, context_tokens: int) -> list[PartOptions]:
-        """Where each part of a layer may go, by the user's word or at all, and what m tokens cost there.
+    @property
+    def exit_kv(self) -> str:
+        """Of an early-exit mode."""
+        return self.limits.exit_kv or EXIT_KV[0]
+
+    @property
+    def depths(self) -> list[DepthStatistics]:
+        """Of the mode that was asked for, where it is an early-exit mode."""
+        return [each for each in self.statistics.depths if each.mode == self.limits.mode]
+
+    def layer_options(self, context_tokens: int, passes: Passes | None = None) -> list[PartOptions]:
+        """Where each part of a layer may go, by the user's word or at all, and what a token costs there: one pass
+        alone, or its share of these passes.
 
         A streamed part costs what takes longer, the copy or the computing, since copies run ahead.
         """
         known: dict[object, PartOptions] = {}  # alike for parts of one shape
         found = []
         for part in self.layers:
-            key = part.shape, self._pinned(part)
+            assert part.layer is not None, "a part of a layer"
+            key = part.shape, self._pinned(part), (1.0,) if passes is None else passes.behind(part.layer)
             if key not in known:
-                known[key] = self._options(part, key[1], m, context_tokens)
+                known[key] = self._options(part, key[1], key[2], context_tokens)
             found.append(known[key])
         return found
 
-    def _options(self, part: Part, pinned: str | None, m: int, context_tokens: int) -> PartOptions:
+    def _options(self, part: Part, pinned: str | None, batches: Sequence[float], context_tokens: int) -> PartOptions:
+        """batches[m - 1]: passes of m tokens."""
         found: dict[str, Option] = {}
         for placement in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
             if pinned not in (None, placement):
                 continue
-            seconds = self.costs.part_s(part, placement, m, context_tokens)
-            if placement == "stream":
-                seconds = max(seconds, self.costs.copy_s(part, beside_cpu=True))  # as it is where others are on it
+            least_s = self.costs.copy_s(part, beside_cpu=True) if placement == "stream" else 0.0  # as beside others
+            seconds = sum(
+                n_passes * max(least_s, self.costs.part_s(part, placement, m, context_tokens))
+                for m, n_passes in enumerate(batches, 1)
+            )
             n_bytes = part_gpu_bytes(part, placement, self.context_tokens)
             found[placement] = Option(seconds, n_bytes, on_gpu=placement != "cpu")
         if not found:
@@ -117,6 +133,12 @@ def resolve(spec: ModelSpec, profile: HardwareProfile, limits: Limits, known: St
 
 def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
     """Statistics of another model are refused."""
+    for each in known.depths:
+        if each.exit_layers[-1] >= spec.n_layers:
+            raise UsageError(
+                f"the depth statistics of mode {each.mode} know an exit after layer {each.exit_layers[-1]}, this model "
+                f"has {spec.n_layers}; calibrate this model."
+            )
     if known.exits is not None and known.exits.n_layers != spec.n_layers:
         raise UsageError(
             f"the exit statistics are of a model with {known.exits.n_layers} layers, this one has {spec.n_layers}; "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
 from hetero_ee.planning.explanation import sized
+from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, Prediction
 from hetero_ee.planning.problem import resolve
 from hetero_ee.planning.schedule import WORTH_IT, is_worth_it, neighbours
@@ -123,7 +124,9 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     known, schedule = best.problem.statistics, best.schedule
     sources = " and ".join(each.source for each in (known.exits, known.drafts) if each is not None)
     other, rate = prediction.other_mode_tokens_per_s, prediction.generated_tokens_per_s
-    if not sources:
+    if schedule.mode in EARLY_EXIT_MODES:
+        yield _exit_reason(best, prediction)
+    elif not sources:
         yield (
             "Exact mode was not considered: nothing is known of this model's exits and drafts; hetero-ee calibrate "
             "measures them."
@@ -139,6 +142,22 @@ def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
             f"Exact mode was declined: with {sources} it would reach {other:.2f} tokens/s at best, "
             f"{other / rate - 1:+.0%} against full mode; {_why_declined(other, rate)}."
         )
+
+
+def _exit_reason(best: Candidate, prediction: Prediction) -> str:
+    """What the times of an early-exit mode hang on."""
+    schedule, n_layers = best.schedule, best.problem.spec.n_layers
+    if schedule.depths is None or prediction.mean_depth is None:
+        return (
+            f"How deep tokens go in mode {schedule.mode} is not known for this model: parts lie as for full mode, and "
+            "no speed is promised beside its own."
+        )
+    exits = schedule.depths
+    return (
+        f"With {exits.source} {sum(exits.shares):.0%} of the tokens would exit; {prediction.mean_depth:.1f} of "
+        f"{n_layers} layers are run for a token, and the last ones once for {schedule.step.tokens:.1f}. Their text is "
+        "not full mode's."
+    )
 
 
 def _why_declined(exact_per_s: float, full_per_s: float) -> str:

@@ -1,7 +1,7 @@
-"""How to decode with given placements: every token through all layers, drafts that exit at the best exit layer, or
-draft sequences from elsewhere."""
+"""How to decode with given placements: every token through all layers, drafts that exit at the best exit layer, draft
+sequences from elsewhere, or tokens given out at their exits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -10,14 +10,14 @@ from hetero_ee.errors import UsageError
 from hetero_ee.planning.limits import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem
-from hetero_ee.planning.statistics import DraftRates, ExitRates
+from hetero_ee.planning.statistics import DepthStatistics, DraftRates, ExitRates
 from hetero_ee.planning.times.costs import SPLIT
+from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
 
 WORTH_IT = 0.97  # exact mode must promise less than this share of full mode's time: predictions err by a few percent
-MAX_CATCH_UP = 8  # tokens of an early-exit mode that wait at most, and the one they wait for
-BEST_OF_DRAFTS = 8  # longer drafts are tried only where the user asks for them
+BEST_OF_DRAFTS = 8  # longer drafts, and longer catch-ups, are tried only where the user asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Schedule:
     draft_length: int  # most tokens of a verification, or of a catch-up
     step: Step
     other_mode_s: float | None = None  # seconds of a token in the other mode, where that was considered
-    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens
+    exit_layers: tuple[int, ...] = ()  # where an early-exit mode judges tokens, see Plan
+    depths: DepthStatistics | None = None  # of an early-exit mode, what the step was expected with
 
     @property
     def token_s(self) -> float:
@@ -47,7 +48,7 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
     full = full_schedule(problem, placements, context_tokens)
     asked = problem.limits.mode
     if asked in EARLY_EXIT_MODES:
-        return replace(full, mode=asked, draft_length=problem.limits.draft_length or MAX_CATCH_UP)
+        return replace(_best_early(problem, placements, context_tokens, full), other_mode_s=full.token_s)
     if asked == "full" or SPLIT in placements:
         return full
     exact = _best_exact(problem, placements, context_tokens)
@@ -66,6 +67,40 @@ def full_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
     return Schedule("full", None, None, 1, Step(seconds, 1.0, 1.0))
 
 
+def _best_early(problem: Problem, placements: Sequence[str], context_tokens: int, full: Schedule) -> Schedule:
+    """The asked early-exit mode with the depths and the longest catch-up of least expected time; where no depths are
+    known, full mode's time."""
+    mode, asked = problem.limits.mode or "", problem.limits.draft_length
+    unknown = replace(full, mode=mode, draft_length=asked or BEST_OF_DRAFTS)
+    lengths = _draft_lengths(problem)
+    make_times = _times_maker(problem, placements, context_tokens, max(lengths))
+    times, exit_kv, drafts = make_times(copies_ahead=False), problem.exit_kv, problem.statistics.drafts
+    draft_s = 0.0 if drafts is None else drafts.seconds(placements)
+    found = [
+        replace(
+            unknown,
+            draft_length=n,
+            step=early_step(times, each, n, exit_kv, draft_s),
+            exit_layers=each.planned,
+            depths=each,
+        )
+        for each in problem.depths
+        for n in lengths
+    ]
+    best = min(found, key=attrgetter("token_s"), default=unknown)
+    if best.depths is None or not times.has_streams:
+        return best
+    return replace(best, step=early_step(make_times(), best.depths, best.draft_length, exit_kv, draft_s))
+
+
+def _times_maker(
+    problem: Problem, placements: Sequence[str], context_tokens: int, longest: int
+) -> Callable[..., StepTimes]:
+    exits = problem.statistics.exits
+    ranks = None if exits is None else exits.map_ranks
+    return partial(StepTimes, problem.costs, problem.parts, placements, context_tokens, longest, map_ranks=ranks)
+
+
 def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int) -> Schedule | None:
     """Exact mode of least expected time, of all exit layers and draft lengths; None without drafts.
 
@@ -74,9 +109,7 @@ def _best_exact(problem: Problem, placements: Sequence[str], context_tokens: int
     exits, drafts = problem.statistics.exits, problem.statistics.drafts
     if exits is None and drafts is None:
         return None
-    longest = max(_draft_lengths(problem))
-    known = (problem.costs, problem.parts, placements, context_tokens, longest)
-    make_times = partial(StepTimes, *known, map_ranks=None if exits is None else exits.map_ranks)
+    make_times = _times_maker(problem, placements, context_tokens, max(_draft_lengths(problem)))
     rough = make_times(copies_ahead=False)
     choices = [*_exit_schedules(problem, rough), *_sequence_schedules(problem, rough)]
     best = min(choices, key=attrgetter("token_s"), default=None)
@@ -92,8 +125,7 @@ def neighbours(
 ) -> dict[str, Schedule]:
     """The chosen schedule of exact mode with the exit a layer earlier and later, and a token a step fewer and more."""
     exits, drafts, length = problem.statistics.exits, problem.statistics.drafts, chosen.draft_length
-    ranks = None if exits is None else exits.map_ranks
-    times = StepTimes(problem.costs, problem.parts, placements, context_tokens, length + 1, map_ranks=ranks)
+    times = _times_maker(problem, placements, context_tokens, length + 1)()
     lengths = {f"with at most {n} tokens a step": n for n in (length - 1, length + 1) if 1 < n <= MAX_DRAFT_LENGTH}
     if chosen.drafts == SEQUENCE and drafts is not None:
         return {words: _sequence_schedule(times, drafts, n) for words, n in lengths.items()}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,46 @@ class ExitStatistics:
         )
         found = [float(np.interp(exit_layer, known, column, left=0.0)) for column in columns]
         return ExitRates(found[0], found[1], found[2])
+
+
+@dataclass(frozen=True, slots=True)
+class DepthStatistics:
+    """How deep tokens go where they are judged at these exit layers and given out at the first that lets them."""
+
+    mode: str  # of EARLY_EXIT_MODES
+    source: str  # where it comes from, for people
+    exit_layers: tuple[int, ...]  # ascending
+    shares: tuple[float, ...]  # of all tokens, those that exit at each; the rest pass all layers
+    is_partial: bool = False  # behind the first, by candidates' logits alone; the whole head where they are believed
+    is_drafted: bool = False  # at the first too: candidates come from the draft head
+    judged: tuple[float, ...] = ()  # the chance that a token which gets there is judged at each; (): all are
+    schedule: tuple[int, ...] = ()  # what a plan names of these exit layers; (): all
+    threshold: float | None = None  # of the confidence, where one holds at all exit layers
+
+    def __post_init__(self) -> None:
+        ascend = all(before < each for before, each in zip((0, *self.exit_layers), self.exit_layers, strict=False))
+        if not ascend or not len(self.exit_layers) == len(self.shares) > 0:
+            raise ValueError("exit layers must ascend from 1, with a share for each")
+        if not all(0 <= share <= 1 for share in self.shares) or not sum(self.shares) <= 1 + 1e-9:
+            raise ValueError(f"shares of tokens are {self.shares}, expected 0 to 1 each and together")
+
+    @property
+    def planned(self) -> tuple[int, ...]:
+        """The exit layers that a plan names."""
+        return self.schedule or self.exit_layers
+
+    def looks(self, number: int) -> bool:
+        """Whether tokens are judged at an exit layer, by its number, by the logits of candidates alone."""
+        return self.is_partial and (self.is_drafted or number > 0)
+
+    def judging(self, number: int) -> float:
+        """The chance that a token is judged at an exit layer, by its number, that it gets to."""
+        return self.judged[number] if self.judged else 1.0
+
+    @property
+    def deeper(self) -> tuple[float, ...]:
+        """The share of tokens that pass the layers behind 0, 1, ... exit layers."""
+        return tuple(max(0.0, 1 - exited) for exited in accumulate(self.shares, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +190,12 @@ class Statistics:
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
     neurons: NeuronStatistics | None = None
+    depths: tuple[DepthStatistics, ...] = ()  # of early-exit modes; the planner takes the fastest of a mode's
+
+    def depths_of(self, made: Plan) -> DepthStatistics | None:
+        """Those of a plan in an early-exit mode, None where they are not known."""
+        found = (each for each in self.depths if each.mode == made.mode and each.planned == made.exit_layers)
+        return next(found, None)
 
     def of_plan(self, made: Plan) -> "Statistics":
         """With drafts where this plan computes them."""
@@ -176,6 +223,25 @@ PUBLISHED_RATES = (
     (28, 73.8, 0.93, 0.83),
     (30, 85.7, 0.98, 0.85),
 )
+
+
+SPECEE_LAYERS = (15, 16, 17, 19, 21, 24, 26, 28)  # after which SpecEE judges Llama-2-7B's tokens, by its code
+
+
+def published_depths(n_layers: int, risk: float) -> tuple[DepthStatistics, ...]:
+    """Early-exit modes on paper, from published_statistics: SpecEE's schedule, where a token that exits at one layer
+    would at all later ones; certified, each exit layer whose wrong exits are within the risk. Raises UsageError."""
+    known = published_statistics(n_layers)
+    places = sorted({round((layer + 1) * n_layers / PUBLISHED_LAYERS) for layer in SPECEE_LAYERS})
+    exit_layers = tuple(place for place in places if 0 < place < n_layers)
+    exited = [*accumulate((known.rates_at(layer).exit_rate for layer in exit_layers), max)]
+    shares = tuple(share - before for before, share in zip([0.0, *exited], exited, strict=False))
+    certified = (
+        DepthStatistics("certified", known.source, (layer,), (rates.exit_rate,))
+        for layer, rates in known.rates.items()
+        if rates.exit_rate * (1 - rates.precision) <= risk
+    )
+    return (DepthStatistics("specee", known.source, exit_layers, shares, is_partial=True), *certified)
 
 
 def published_statistics(n_layers: int) -> ExitStatistics:

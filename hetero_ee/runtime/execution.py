@@ -8,11 +8,13 @@ from torch import Tensor
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, STREAMED
+from hetero_ee.planning.times.traffic import KV, WEIGHTS
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, GPU, Allocation, Device
 from hetero_ee.runtime.devices.machine import Machine
@@ -71,7 +73,9 @@ def _streams(
     if not blocks:
         return None
     assert machine.make_source is not None and machine.link is not None, "only a GPU has weights streamed to it"
-    kv_bytes_per_token = max(part.kv_bytes_per_token for part in model_parts(spec, plan.kv_type))
+    parts = model_parts(spec, plan.kv_type)
+    kv_bytes_per_token = max(part.kv_bytes_per_token for part in parts)
+    weight_bytes = {part.name: part.weight_bytes for part in parts}
     cache, copier = cpu.cache, machine.copier
 
     def kv_bytes(layer: int) -> int:
@@ -83,9 +87,18 @@ def _streams(
     def visit(block: Block, borrowed: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
         return copier.to_gpu(gpu.attend_uploaded(hidden, batch, block, borrowed, cpu))
 
-    source = machine.make_source(blocks, weights, machine.link, visiting_bytes(blocks, route, kv_bytes))
-    stream = WeightStream(source, range(len(blocks)), machine.new_worker())
-    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token)
+    more_bytes = visiting_bytes(blocks, route, kv_bytes)
+
+    def count(number: int) -> None:
+        machine.traffic.moved(WEIGHTS, weight_bytes[blocks[number].name], to_gpu=True)
+        if n_bytes := more_bytes(number):
+            machine.traffic.moved(KV, n_bytes, to_gpu=True)
+
+    source = machine.make_source(blocks, weights, machine.link, more_bytes)
+    stream = WeightStream(source, range(len(blocks)), machine.new_worker(), count)
+    may_exit = plan.mode in EARLY_EXIT_MODES
+    exiting = [block for block in blocks if route.place(block) in STREAMED] if may_exit else []
+    return WeightStreams(stream, blocks, machine, compute, visit, kv_bytes_per_token, exiting)
 
 
 def planned_cache(spec: ModelSpec, plan: Plan, layers: tuple[int, ...]) -> CpuKvCache:

@@ -139,6 +139,7 @@ def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callab
         return _Again(None, None)
     # In the mode that drafting was opened for.
     same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode)
+    same = replace(same, risk=plan.risk, exit_kv=plan.exit_kv)
 
     def replan(vram_budget_bytes: int, context_tokens: int) -> Plan:
         budget, gpu_layers = (vram_budget_bytes, None) if vram_budget_bytes else (None, 0)

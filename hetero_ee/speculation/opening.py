@@ -67,11 +67,13 @@ class DraftKnowledge:
     def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int) -> Statistics:
         """As the planner takes it. Raises ModelError."""
         exits = None if self.calibration is None else self.calibration.statistics()
+        is_drafted = self.draft_head is not None
+        depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
-            return Statistics(exits)
+            return Statistics(exits, depths=depths)
         costs = HeadCosts(facts, spec, profile, threads)
-        return Statistics(exits, costs.rates(f"the draft head in {self.draft_head.name}"))
+        return Statistics(exits, costs.rates(f"the draft head in {self.draft_head.name}"), depths=depths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class OneSecondLayers:
     def logits_transfer_s(self, m: int) -> float:
         return float(m)
 
-    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+    def exit_end_s(self, head: Part, placement: str, map_rank: int, *, is_partial: bool = False) -> float:
         return 0.5 + 0.001 * map_rank + 0.03
 
 

@@ -102,7 +102,7 @@ def _document(
         "model": model or "demo",
         "architecture": engine.spec.architecture,
         "quantizer": engine.quantizer,
-        **run_document(engine.plan, engine.draft_statistics, engine.exit_statistics),
+        **run_document(engine.plan, engine.draft_statistics, engine.exit_statistics, engine.traffic),
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

@@ -109,8 +109,9 @@ def plan(
 def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progress: Progress) -> "Request":
     with ending_at_once():
         from hetero_ee.planning.hardware import hardware_from
+        from hetero_ee.planning.limits import RISK
         from hetero_ee.planning.planner import plan as make_plan
-        from hetero_ee.planning.statistics import Statistics, published_statistics
+        from hetero_ee.planning.statistics import Statistics, published_depths, published_statistics
         from hetero_ee.planning.what_if import Request
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
@@ -124,7 +125,8 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
         limits = replace(limits, threads=limits.threads and usable_threads(limits.threads))
     statistics = Statistics()
     if subject.published_exits:
-        statistics = Statistics(published_statistics(spec.n_layers))
+        depths = published_depths(spec.n_layers, limits.risk or RISK)
+        statistics = Statistics(published_statistics(spec.n_layers), depths=depths)
     elif subject.own_drafts and folder is not None:
         statistics = _own_statistics(spec, folder, profile, limits, subject, progress)
     made = make_plan(spec, profile, limits, statistics)

@@ -13,7 +13,7 @@ from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
 from hetero_ee_cli.options.prompt import PromptOptions
 from hetero_ee_cli.options.sampling import LENGTH_FLAGS
-from hetero_ee_cli.reports.run_report import draft_words, lane_lines, run_document
+from hetero_ee_cli.reports.run_report import draft_words, exit_words, lane_lines, run_document, traffic_lines
 from hetero_ee_cli.terminal.output import print_document, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.plan import Plan
     from hetero_ee.runtime.devices.timeline import Span
+    from hetero_ee.runtime.devices.traffic import TextTraffic
+    from hetero_ee.speculation.exit_statistics import ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics
     from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -37,6 +39,8 @@ class _Simulated:
     drafts: "DraftStatistics | None" = None  # None in full mode
     draft_origin: str = ""
     predicted_tokens_per_pass: float | None = None  # None if nothing is known of how good the drafts are
+    exits: "ExitStatistics | None" = None  # of early-exit modes
+    traffic: "TextTraffic | None" = None
 
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -140,10 +144,11 @@ def _of_text(
         assert ran is not None and placement is not None, "an emulated machine runs a plan"
         simulation = of_text(result, engine.spec, ran, profile, placement.statistics, spans)
         if engine.draft_statistics is None:
-            return _Simulated(simulation, ran, spans)
+            return _Simulated(simulation, ran, spans, exits=engine.exit_statistics, traffic=engine.traffic)
         step = predicted_step(engine.spec, profile, ran, placement.statistics, result.n_prompt_tokens + n_new // 2)
         predicted = None if step is None else step.tokens
-        return _Simulated(simulation, ran, spans, engine.draft_statistics, engine.draft_origin, predicted)
+        drafts = engine.draft_statistics, engine.draft_origin, predicted
+        return _Simulated(simulation, ran, spans, *drafts, traffic=engine.traffic)
 
 
 def _report(found: _Simulated) -> str:
@@ -163,7 +168,10 @@ def _report(found: _Simulated) -> str:
         expected = "" if predicted is None else f"   predicted {predicted:.1f} tok/pass"
         words = f"{found.draft_origin}, up to {plan.draft_length} tokens: {draft_words(found.drafts)}"
         lines.append(f"{'drafts':8}{words}{expected}")
-    return "\n".join([*lines, *lane_lines(simulation.lanes, simulation.prompt_s, simulation.generation_s)])
+    if found.exits is not None:
+        lines.append(f"{'exits':8}{exit_words(found.exits)}")
+    lines += lane_lines(simulation.lanes, simulation.prompt_s, simulation.generation_s)
+    return "\n".join([*lines, *([] if found.traffic is None else traffic_lines(plan, found.traffic))])
 
 
 def _on_gpu(plan: "Plan") -> str:
@@ -189,7 +197,7 @@ def _document(found: _Simulated) -> dict[str, Any]:
     return {
         "simulated": True,
         **asdict(simulation),
-        **run_document(found.plan, found.drafts),
+        **run_document(found.plan, found.drafts, found.exits, found.traffic),
         "predicted_tokens_per_pass": found.predicted_tokens_per_pass,
         "prompt_tokens_per_s": simulation.prompt_tokens_per_s,
         "generated_tokens_per_s": simulation.generated_tokens_per_s,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.simulation import LaneTime
     from hetero_ee.engine import Engine
     from hetero_ee.planning.plan import Plan
+    from hetero_ee.runtime.devices.traffic import TextTraffic
     from hetero_ee.speculation.exit_statistics import ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics
 
@@ -82,10 +83,13 @@ def _times(result: "GenerationResult", load_s: float) -> list[str]:
 
 
 def run_document(
-    made: "Plan | None", drafts: "DraftStatistics | None", exits: "ExitStatistics | None" = None
+    made: "Plan | None",
+    drafts: "DraftStatistics | None",
+    exits: "ExitStatistics | None" = None,
+    traffic: "TextTraffic | None" = None,
 ) -> dict[str, Any]:
     """The plan's keys in JSON; drafts are of exact mode, exits of early-exit modes, the hash is None if nothing was
-    planned."""
+    planned. traffic: bytes a token, where they were counted."""
     return {
         "mode": "full" if made is None else made.mode,
         "exit_layer": None if made is None else made.exit_layer,
@@ -94,6 +98,8 @@ def run_document(
         "plan_hash": None if made is None else made.sha256,
         "drafts": drafts_document(drafts),
         "exits": exits_document(exits),
+        "bytes_per_token": None if traffic is None else traffic.per_token,
+        "predicted_bytes_per_token": None if made is None else _predicted_bytes(made),
     }
 
 
@@ -103,6 +109,22 @@ def drafts_document(found: "DraftStatistics | None") -> dict[str, Any] | None:
         return None
     derived = ("n_drafted", "n_accepted", "acceptance", "tokens_per_pass", "mean_exit_depth", "known_after")
     return asdict(found) | {name: getattr(found, name) for name in derived}
+
+
+def _predicted_bytes(made: "Plan") -> dict[str, float]:
+    return {term.name: term.n_bytes for term in made.prediction.moved_terms}
+
+
+def traffic_lines(made: "Plan", traffic: "TextTraffic") -> list[str]:
+    """What a token has moved, beside what the plan expected."""
+    from hetero_ee.planning.explanation import sized
+
+    found, expected = traffic.per_token, _predicted_bytes(made)
+    rows = [
+        f"{name} {sized(n_bytes)}" + (f" (expected {sized(expected[name])})" if name in expected else "")
+        for name, n_bytes in found.items()
+    ]
+    return [f"{title:14}{row}" for title, row in zip(["bytes a token", *[""] * len(rows)], rows, strict=False)]
 
 
 def exits_document(found: "ExitStatistics | None") -> dict[str, Any] | None:
@@ -209,6 +231,8 @@ def _statistics(engine: "Engine", result: "GenerationResult", start_s: float) ->
     ]
     seconds = result.prompt_s, result.generation_s
     lines += [f"{'':14}{line}" for line in lane_lines(lane_times(spans, start_s, *seconds), *seconds)]
+    if engine.plan is not None and engine.traffic is not None:
+        lines += traffic_lines(engine.plan, engine.traffic)
     if engine.exit_statistics is not None:
         return lines + exit_lines(engine.exit_statistics)
     return lines + (_declined(engine) if found is None else draft_lines(found))

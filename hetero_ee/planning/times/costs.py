@@ -12,6 +12,8 @@ STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
 ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
+N_CANDIDATES = 4  # tokens whose logits alone judge where candidates were taken
+PARTIAL_ROWS = 8 * N_CANDIDATES  # of the head, in time: see partial_works in runtime/work.py
 SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
@@ -97,14 +99,18 @@ class Costs:
         """Bringing the hidden states of m tokens from one device to the other; 0 without a GPU."""
         return self._way_s(m, self.spec.hidden_size)
 
-    def exit_end_s(self, head: Part, placement: str, map_rank: int) -> float:
+    def exit_end_s(self, head: Part, placement: str, map_rank: int, *, is_partial: bool = False) -> float:
         """Judging one token at an exit layer: the exit map, of rank 0 for none, and the head.
 
         On a GPU the choice, which reads the logits once, and the predictor too, with half a layer's small kernels.
+        is_partial: by the logits of a few candidates.
         """
         spec, times = self.spec, self._device(placement)
         products, seconds = exit_map_products(spec.hidden_size, map_rank), 0.0
-        if placement in ON_GPU:
+        if is_partial:
+            products.append(Product("int8", PARTIAL_ROWS, spec.hidden_size))
+            seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2
+        elif placement in ON_GPU:
             products += [*head.products, Product("int8", spec.vocab_size, FLOAT_BYTES)]
             products.append(Product("int8", PREDICTOR_UNITS, PREDICTOR_FEATURES))
             seconds = times.layer_overhead_s(spec.hidden_size, spec.ffn_size, 1) / 2

@@ -7,14 +7,16 @@ from functools import partial
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
+from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import Part, Split, model_parts
-from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, Prediction, TimeTerm
+from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
 from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs, reads_on_cpu
+from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
+from hetero_ee.planning.times.traffic import Way, token_bytes
 from hetero_ee_profiles.hardware import HardwareProfile
 
 
@@ -42,8 +44,31 @@ def predict(made: Candidate, cpu_s: float | None) -> Prediction:
             *_terms(costs, parts[:-1], made.prefill[:-1], chunk, m, context_tokens),
             *([TimeTerm("reading for drafts", reading.chunk_s(m, context_tokens))] if reading is not None else []),
         ),
+        mean_depth=_mean_depth(made),
+        moved_terms=_moved_terms(made),
         layer_terms=_layer_terms(costs, parts[1:-1], context_tokens, beside_cpu=reads_on_cpu(parts, made.decode)),
     )
+
+
+def _mean_depth(made: Candidate) -> float | None:
+    schedule, problem = made.schedule, made.problem
+    if schedule.depths is None:
+        return None
+    return Passes.of(schedule.depths, schedule.draft_length, problem.exit_kv).mean_depth(problem.spec.n_layers)
+
+
+def _moved_terms(made: Candidate) -> tuple[BytesTerm, ...]:
+    schedule, problem, exits = made.schedule, made.problem, made.problem.statistics.exits
+    if SPLIT in made.decode:
+        return ()
+    way = Way()
+    if schedule.depths is not None:
+        way = Way.of_exits(schedule.depths, schedule.draft_length, problem.exit_kv)
+    elif schedule.exit_layer is not None:
+        way = Way.of_step(schedule.exit_layer, schedule.step)
+    ranks = {} if exits is None else exits.map_ranks
+    found = token_bytes(problem.spec, problem.parts, made.decode, way, ranks)
+    return tuple(BytesTerm(name, n_bytes) for name, n_bytes in found.items())
 
 
 def predicted_run_s(
@@ -86,10 +111,14 @@ def step_times(
 def predicted_step(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, context_tokens: int
 ) -> Step | None:
-    """The average step of a plan in exact mode after so many tokens; None where nothing is known of its drafts."""
+    """The average step of a plan in exact or an early-exit mode after so many tokens; None where nothing is known of
+    its drafts or depths."""
     n, exits, exit_layer = made.draft_length, statistics.exits, made.exit_layer
     times = step_times(spec, profile, made, context_tokens, None if exits is None else exits.map_ranks)
     drafts = statistics.of_plan(made).drafts
+    if (depths := statistics.depths_of(made)) is not None:
+        draft_s = 0.0 if drafts is None else drafts.seconds(made.decode_placements)
+        return early_step(times, depths, n, made.exit_kv or EXIT_KV[0], draft_s)
     if exit_layer is None:
         return None
     verify_s = partial(times.verify_s, exit_layer)
@@ -104,7 +133,7 @@ def predicted_step(
 def predicted_text_s(
     spec: ModelSpec, profile: HardwareProfile, made: Plan, statistics: Statistics, n_new: int, n_depth: int
 ) -> float | None:
-    """Seconds of n_new tokens after n_depth others with this plan; None where nothing is known of its drafts."""
+    """Seconds of n_new tokens after n_depth others with this plan; None where its drafts or depths are not known."""
     if made.mode == "full":
         return predicted_run_s(spec, profile, made, 0, n_new, n_depth)
     step = predicted_step(spec, profile, made, statistics, n_depth + max(1, n_new // 2))

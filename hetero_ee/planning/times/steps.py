@@ -123,6 +123,10 @@ class StepTimes:
             return self._simulation(exit_layer)[0]
         return self.layers_s(exit_layer) + self.exit_head_s(exit_layer)
 
+    def before_s(self, exit_layer: int) -> float:
+        """The same without the exit head."""
+        return self.draft_s(exit_layer) - self.exit_head_s(exit_layer)
+
     def verify_s(self, exit_layer: int, m: int) -> float:
         """m tokens through the layers after the exit layer, 0 for all, the head and the way back included."""
         m = min(m, self._max_tokens)
@@ -136,15 +140,16 @@ class StepTimes:
         """One token through the layers before the exit layer."""
         return self._sums(1)[_n_parts(exit_layer)]
 
-    def exit_head_s(self, exit_layer: int) -> float:
+    def exit_head_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
         """Map, head and judging of one token; from the exit layer's device to the head's, and the draft's id and
-        confidence back to the CPU, which wait as one hidden state does."""
+        confidence back to the CPU, which wait as one hidden state does. is_partial: of a few rows of the head."""
         head_on_gpu = self._on_gpu[-1]
         n_transfers = (self._on_gpu[_n_parts(exit_layer)] != head_on_gpu) + head_on_gpu
-        return self._end_s(exit_layer) + n_transfers * self._costs.transfer_s(1)
+        return self._end_s(exit_layer, is_partial=is_partial) + n_transfers * self._costs.transfer_s(1)
 
-    def _end_s(self, exit_layer: int) -> float:
-        return self._costs.exit_end_s(self._parts[-1], self.placements[-1], self._map_ranks.get(exit_layer, 0))
+    def _end_s(self, exit_layer: int, *, is_partial: bool = False) -> float:
+        rank = self._map_ranks.get(exit_layer, 0)
+        return self._costs.exit_end_s(self._parts[-1], self.placements[-1], rank, is_partial=is_partial)
 
     def layers_ahead(self, exit_layer: int) -> int:
         """How many layers the GPU computes for one token while the CPU verifies those before it: what took longer would

@@ -12,6 +12,7 @@ from hetero_ee.models.blocks import Block
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.runtime.devices.device import CPU, GPU, Device, Event, Link
+from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.streaming.streaming import AtOnce, BlockSource
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -65,6 +66,7 @@ class Machine:
     make_source: MakeSource | None = None
     new_worker: Callable[[], futures.Executor] = AtOnce  # of what fetches streamed blocks
     open_beside: OpenBeside | None = None
+    traffic: Traffic = field(default_factory=Traffic)
     opened_beside: "list[BlockExecutor]" = field(default_factory=list)  # to be closed with what runs the model
 
     def device(self, *, on_gpu: bool) -> Device:
@@ -84,6 +86,7 @@ class Machine:
         if self.copier.is_on_gpu(x) == to_gpu:
             return (x if self.link is not None else x.cpu()), ready  # it may come from a GPU that was given up
         assert self.link is not None, "something is to be moved to a GPU that is not there"
+        self.traffic.moved(name, len(x) * x.shape[1] * FLOAT_BYTES, to_gpu=to_gpu)
         move, target = (self.copier.to_gpu, GPU) if to_gpu else (self.copier.to_cpu, CPU)
         after = ready or (self.device(on_gpu=True).run([], lambda: None)[1],)  # all work the GPU was given so far
         found, event = self.link.transfer(name, len(x), x.shape[1] * FLOAT_BYTES, target, partial(move, x), after)

@@ -18,6 +18,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import drafted
+from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache, LayeredCache
@@ -124,6 +125,11 @@ class Executor(HeadExecutor, Protocol):
     def most_tokens(self) -> int:
         """The longest context that grow() may bring."""
         return max(self.cache.max_tokens, 0 if self.growth is None else self.growth.most_tokens)
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What was moved so far; None where nothing counts it: on the CPU alone, without traces."""
+        return None
 
     @property
     def pool(self) -> "ThreadPool | None":

@@ -20,6 +20,7 @@ from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import Allocation, Device, Event
 from hetero_ee.runtime.devices.machine import Machine
+from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
@@ -115,7 +116,7 @@ class PlannedExecutor(Executor):
         (executor, device), disk_bytes = self._executor(segment.on_gpu), self._disk_bytes(segment)
         works = fill_works(self.spec, segment.blocks, len(batch), on_gpu=segment.on_gpu, disk_bytes=disk_bytes)
         if not segment.is_streamed:
-            device.run(works, lambda: executor.write_kv(flow.hidden, batch, segment.blocks), flow.ready)
+            self._ran(device, works, lambda: executor.write_kv(flow.hidden, batch, segment.blocks), flow.ready)
             return
 
         def borrowed(block: Block, weights: ModelWeights, hidden: Tensor, batch: Batch) -> Tensor:
@@ -215,14 +216,18 @@ class PlannedExecutor(Executor):
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         moved, (executor, device) = self._moved(_Flow(hidden), self.head_on_gpu), self._executor(self.head_on_gpu)
         works = draft_works(self.blocks[-1], len(noise), end)
-        found, event = device.run(
-            works, lambda: self._marked(executor.draft_rows(moved.hidden, noise, end)), moved.ready
+        found, event = self._ran(
+            device, works, lambda: self._marked(executor.draft_rows(moved.hidden, noise, end)), moved.ready
         )
         return self._moved(_Flow(found, (event,)), False, "drafts").hidden
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         works = logits_works(self.blocks[-1], hidden.shape[0], end)
         return self._logits(_Flow(hidden), lambda executor, x: executor.draft_logits(x, end), works)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.machine.traffic
 
     @property
     def head_on_gpu(self) -> bool:
@@ -268,7 +273,7 @@ class PlannedExecutor(Executor):
             found = executor.forward(flow.hidden, batch, segment.blocks)
             return self.machine.copier.to_gpu(found) if segment.on_gpu else found
 
-        found, event = device.run(self._works(batch, segment), compute, flow.ready)
+        found, event = self._ran(device, self._works(batch, segment), compute, flow.ready)
         return _Flow(found, (event,) if segment.on_gpu else ())
 
     def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
@@ -293,6 +298,14 @@ class PlannedExecutor(Executor):
         on_disk = segment.place == "disk"
         return lambda block: self._part_bytes[block.name] if on_disk else 0
 
+    def _ran(
+        self, device: Device, works: Sequence[Work], compute: Callable[[], Tensor], ready: Sequence[Event]
+    ) -> tuple[Tensor, Event]:
+        """Device.run, counted."""
+        if device is self.machine.cpu:
+            self.machine.traffic.read(works)
+        return device.run(works, compute, ready)
+
     def _moved(self, flow: _Flow, to_gpu: bool, name: str = "hidden states") -> _Flow:
         """The rows on that device. The host waits for what it brings to the CPU."""
         return _Flow(*self.machine.moved(name, flow.hidden, flow.ready, to_gpu=to_gpu))
@@ -306,7 +319,7 @@ class PlannedExecutor(Executor):
     def _logits(self, flow: _Flow, compute: Callable[[BlockExecutor, Tensor], Tensor], works: Sequence[Work]) -> Tensor:
         """compute(executor, hidden) with the head, where it lies; what comes out on the CPU."""
         moved, (executor, device) = self._moved(flow, self.head_on_gpu), self._executor(self.head_on_gpu)
-        found, event = device.run(works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
+        found, event = self._ran(device, works, lambda: self._marked(compute(executor, moved.hidden)), moved.ready)
         logits = self._moved(_Flow(found, (event,)), False, "logits").hidden
         return logits.clone() if self.head_on_gpu else logits  # as above
 

@@ -13,6 +13,7 @@ from hetero_ee.models.blocks import decoder_blocks
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import GPU
+from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
@@ -68,6 +69,10 @@ class ReplanningExecutor(Executor):
     def plan(self) -> Plan:
         """The one that is being run."""
         return self.inner.plan
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.inner.traffic
 
     @property
     def pool(self) -> "ThreadPool | None":

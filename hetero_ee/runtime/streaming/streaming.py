@@ -1,5 +1,6 @@
 """Streamed blocks: the copy of the next ones runs under the compute of this one, in alternating buffers."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -55,23 +56,43 @@ class WeightStream:
     """Blocks in a fixed order, again and again: prefetch() begins, then use() and done() for each block alternately.
 
     worker: the one thread where blocks are fetched, so that copying from mapped to pinned memory keeps nobody waiting.
+    count: told each block whose copy begins.
     """
 
-    def __init__(self, source: BlockSource, order: Sequence[int], worker: Executor) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        order: Sequence[int],
+        worker: Executor,
+        count: Callable[[int], None] = lambda block: None,
+    ) -> None:
         if not order:
             raise ValueError("a stream needs at least one block.")
-        self._source, self._order, self._worker = source, tuple(order), worker
+        self._source, self._order, self._worker, self._count = source, tuple(order), worker, count
         self._ahead: deque[_Copy] = deque()
         self._in_use: deque[_Copy] = deque()
         self._free: deque[tuple[int, tuple[Event, ...]]] = deque((buffer, ()) for buffer in range(source.n_buffers))
         self._next = 0
+        self._n_allowed = math.inf
+
+    @property
+    def next_block(self) -> int:
+        """The first that is on its way or, where none is, in line."""
+        return self._ahead[0].block if self._ahead else self._order[self._next]
+
+    def allow(self, n_blocks: int) -> None:
+        """Until this is called again, no copies begin but of so many blocks, those on their way among them."""
+        self._n_allowed = n_blocks - len(self._ahead)
 
     def prefetch(self) -> None:
-        """Begins to copy the next blocks in order to all buffers that are free, or will be after known events."""
-        while self._free:
+        """Begins to copy the next blocks in order to all buffers that are free, or will be after known events, as far
+        as they are allowed."""
+        while self._free and self._n_allowed > 0:
+            self._n_allowed -= 1
             buffer, after = self._free.popleft()
             block = self._order[self._next]
             self._next = (self._next + 1) % len(self._order)
+            self._count(block)
             fetched = self._worker.submit(self._source.fetch, block, buffer, after)
             self._ahead.append(_Copy(block, buffer, fetched))
 
@@ -104,7 +125,7 @@ class WeightStream:
         """
         for copy in self._ahead:
             copy.fetched.exception()  # waits until the worker has begun it, or has failed to
-        self._order = self._order if order is None else tuple(order)
+        self._order, self._n_allowed = self._order if order is None else tuple(order), math.inf
         self._free = deque((buffer, (after,)) for buffer in range(self._source.n_buffers))
         self._ahead.clear()
         self._in_use.clear()

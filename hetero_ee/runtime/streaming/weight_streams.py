@@ -1,7 +1,8 @@
 """Streamed blocks of a plan: the GPU computes each from weights that have just come over the link.
 
 Blocks follow each other in the order of a pass, and the first ones of the next pass are fetched while this one ends.
-Keys and values of a visiting attention come with its weights, and the new ones go back to the CPU's cache.
+Keys and values of a visiting attention come with its weights, and the new ones go back to the CPU's cache. Where tokens
+may exit, copies run ahead no further than the layers that a pass is sure to take.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +11,12 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.planning.times.traffic import KV
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import CPU, Event
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.route import DECODE, PREFILL, Route
-from hetero_ee.runtime.streaming.streaming import WeightStream
+from hetero_ee.runtime.streaming.streaming import N_BUFFERS, WeightStream
 from hetero_ee.runtime.work import Work
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -30,7 +32,8 @@ class Borrowed(Protocol):
 class WeightStreams:
     """blocks: every block that is streamed in some pass, by its number in `stream`. kv_bytes_per_token: of a layer.
 
-    compute: for streamed blocks; visit: for attentions whose keys and values lie on the CPU.
+    compute: for streamed blocks; visit: for attentions whose keys and values lie on the CPU. exiting: blocks streamed
+    when decoding, where passes take parts of them, one after the other as far as a token goes; else none.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class WeightStreams:
         compute: Borrowed,
         visit: Borrowed,
         kv_bytes_per_token: int,
+        exiting: Sequence[Block] = (),
     ) -> None:
         self._stream, self._machine = stream, machine
         self._numbers = {block.name: number for number, block in enumerate(blocks)}
         self._compute, self._visit, self._kv_bytes_per_token = compute, visit, kv_bytes_per_token
+        self._cycle = tuple(self._numbers[block.name] for block in exiting)
         self._order: tuple[int, ...] | None = None
         self._n_left = 0  # blocks of the pass under way
 
@@ -53,11 +58,17 @@ class WeightStreams:
         order = tuple(self._numbers[block.name] for block in blocks)
         if not order:
             return
+        first = self._cycle.index(order[0]) if order[0] in self._cycle else 0
+        is_part = bool(self._cycle) and order == self._cycle[first : first + len(order)]
+        whole = self._cycle if is_part else order
         known, self._order = self._order, None  # until this is over: what fails in between needs a fresh start
-        if order != known or self._n_left:  # what is left is of a pass that failed
-            self._restart(order)
+        goes_on = not is_part or self._stream.next_block == order[0]
+        if whole != known or self._n_left or not goes_on:  # what is left is of a pass that failed
+            self._restart((*whole[first:], *whole[:first]) if is_part else order)
+        if is_part:  # the first blocks of the cycle wait for the next token that comes so far
+            self._stream.allow(len(order) + (N_BUFFERS if order[-1] == whole[-1] else 0))
         self._stream.prefetch()
-        self._order, self._n_left = order, len(order)
+        self._order, self._n_left = whole, len(order)
 
     def run(
         self,
@@ -83,7 +94,9 @@ class WeightStreams:
         found, event = gpu.run([work], lambda: compute(block, weights, hidden, batch), (*ready, copied))
         self._stream.done(number, event)
         if visits:
-            link.copy(f"{block.name} back", len(batch) * self._kv_bytes_per_token, CPU, lambda: None, (event,))
+            n_bytes = len(batch) * self._kv_bytes_per_token
+            self._machine.traffic.moved(KV, n_bytes, to_gpu=False)
+            link.copy(f"{block.name} back", n_bytes, CPU, lambda: None, (event,))
         self._order, self._n_left = order, self._n_left - 1
         return found, event
 

@@ -1,16 +1,18 @@
 """Calibration: what was measured of a model's early exits, and what was fitted to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_ee.planning.statistics import ExitRates, ExitStatistics
+from hetero_ee.planning.statistics import DepthStatistics, ExitRates, ExitStatistics
 from hetero_ee.speculation.exits.exit_map import ExitMap
 from hetero_ee.speculation.exits.predictor import ExitPredictor
+from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS
 
 MAX_DRAFTS = 8  # drafts in one simulated draft-verify step
+N_ROUNDS = 4  # of working out where tokens exit by where they are judged, and the other way round
 NO_EXIT = 2.0  # a threshold that no probability reaches
 FREQUENCY = "active_share"  # ends the names of activations that say how often FFN neurons are active
 
@@ -140,7 +142,42 @@ class Calibration:
         for each in self.exit_layers:
             known, rank = each.metrics, 0 if each.exit_map is None else each.exit_map.rank
             rates[each.exit_layer] = ExitRates(known.exit_rate, known.precision, known.refused_precision, rank)
-        return ExitStatistics(f"calibration on {self.text.description}", self.n_layers, rates)
+        return ExitStatistics(self._source, self.n_layers, rates)
+
+    def depth_statistics(self, *, is_drafted: bool) -> tuple[DepthStatistics, ...]:
+        """Of mode specee: tokens are judged at the schedule's exit layers and near the text's last exits, and exit at
+        the first that judges them from where on their gate is open. Nothing where there is no schedule.
+
+        is_drafted: a draft head gives candidates, so that any exit layer may judge.
+        """
+        if not self.schedule:
+            return ()
+        opens = np.array(self.depths.histogram) / sum(self.depths.histogram)
+        layers = range(1 if is_drafted else self.schedule[0], self.n_layers)
+        judged, exits = np.array([float(layer in self.schedule) for layer in layers]), np.zeros(0)
+        for _ in range(N_ROUNDS):
+            exits = _exits(opens, layers, judged)
+            for number, layer in enumerate(layers):
+                near = sum(exits[n] for n, other in enumerate((*layers, self.n_layers)) if abs(other - layer) <= RADIUS)
+                judged[number] = 1.0 if layer in self.schedule else 1 - max(0.0, 1 - near) ** N_LAST
+        shares = tuple(exits[:-1].tolist())
+        made = DepthStatistics("specee", self._source, tuple(layers), shares, True, is_drafted, tuple(judged.tolist()))
+        return (replace(made, schedule=self.schedule),)
+
+    @property
+    def _source(self) -> str:
+        return f"calibration on {self.text.description}"
+
+
+def _exits(opens: NDArray[np.float64], layers: range, judged: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Shares of tokens that exit at each of these layers and, last, of those that never do. opens: by depth from 1 on;
+    judged: the chance of that at each layer."""
+    found, waiting = [], float(opens[: layers.start - 1].sum())
+    for layer, chance in zip(layers, judged, strict=True):
+        waiting += float(opens[layer - 1])
+        found.append(waiting * chance)
+        waiting -= found[-1]
+    return np.array([*found, waiting + float(opens[-1])])
 
 
 def _check_shares(*shares: float) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-N_CANDIDATES = 4
+from hetero_ee.planning.times.costs import N_CANDIDATES as N_CANDIDATES
 
 
 @dataclass(frozen=True, slots=True)

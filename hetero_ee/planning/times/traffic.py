@@ -1,0 +1,113 @@
+"""Bytes that a text token is expected to move: over the link, and of weights out of the CPU's memory.
+
+By the placements and by how often layers are passed alone, so that what a run has moved can be held against it.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_ee.models.blocks import BlockKind
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products
+from hetero_ee.planning.statistics import DepthStatistics
+from hetero_ee.planning.times.costs import N_CANDIDATES, ON_GPU, PARTIAL_ROWS, STREAMED
+from hetero_ee.planning.times.early_exits import Passes
+from hetero_ee.planning.times.steps import Step
+
+WEIGHTS, KV, HIDDEN, LOGITS, DRAFTS = "weights", "keys and values", "hidden states", "logits", "drafts"
+CPU_WEIGHTS = "weights read by the CPU"
+DRAFT_BYTES = 2 * FLOAT_BYTES  # id and confidence
+
+
+def over_link(kind: str, *, to_gpu: bool) -> str:
+    """What such bytes are counted as."""
+    return f"{kind} to the {'GPU' if to_gpu else 'CPU'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How often a text token has layers passed: of those before the first exit layer, ..., behind the last one."""
+
+    exit_layers: tuple[int, ...] = ()
+    passes: tuple[float, ...] = (1.0,)  # whose weights are read once each
+    rows: tuple[float, ...] = (1.0,)  # tokens in all these
+    logits: float = 1.0  # rows that the head makes at the end
+    known: DepthStatistics | None = None  # of an early-exit mode
+
+    def behind(self, layer: int) -> int:
+        """How many exit layers are before this layer, counted from 0."""
+        return bisect_right(self.exit_layers, layer)
+
+    @classmethod
+    def of_exits(cls, known: DepthStatistics, most: int, exit_kv: str) -> "Way":
+        """In an early-exit mode. most: tokens of a catch-up."""
+        found = Passes.of(known, most, exit_kv)
+        rows = tuple(sum(m * n for m, n in enumerate(batch, 1)) for batch in found.batches)
+        return cls(known.exit_layers, tuple(found.chances), rows, found.chances[-1], known)
+
+    @classmethod
+    def of_step(cls, exit_layer: int, step: Step) -> "Way":
+        """In exact mode: drafts one by one to the exit layer, 0 for none, and one verification."""
+        rows = step.batch / step.tokens
+        if not exit_layer:
+            return cls((), (1 / step.tokens,), (rows,), rows)
+        return cls((exit_layer,), (rows, 1 / step.tokens), (rows, rows), rows)
+
+
+class _Moved(Counter[str]):
+    """Bytes by what they are counted as."""
+
+    def over_link(self, kind: str, n_bytes: float, *, to_gpu: bool) -> None:
+        self.add(over_link(kind, to_gpu=to_gpu), n_bytes)
+
+    def add(self, name: str, n_bytes: float) -> None:
+        self[name] += n_bytes  # type: ignore[assignment]
+
+
+def token_bytes(
+    spec: ModelSpec, parts: Sequence[Part], placements: Sequence[str], way: Way, map_ranks: Mapping[int, int]
+) -> dict[str, float]:
+    """By kind and direction; parts that are split, and what drafts from elsewhere move, are not in it."""
+    found, on_gpu = _Moved(), [placement in ON_GPU for placement in placements]
+    row_bytes = FLOAT_BYTES * spec.hidden_size
+    for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):
+        behind = way.behind((place - 1) // 2 if part.layer is None else part.layer)
+        if placement in STREAMED:
+            found.over_link(WEIGHTS, way.passes[behind] * part.weight_bytes, to_gpu=True)
+        elif placement not in ON_GPU:
+            found.add(CPU_WEIGHTS, way.passes[behind] * part.product_bytes)
+        if place and on_gpu[place - 1] != on_gpu[place]:
+            rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]
+            found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])
+    if on_gpu[-1]:
+        found.over_link(LOGITS, way.logits * FLOAT_BYTES * spec.vocab_size, to_gpu=False)
+    for number, exit_layer in enumerate(way.exit_layers):
+        _add_judging(found, spec, parts[-1], way, number, map_ranks.get(exit_layer, 0), on_gpu)
+    return {name: n_bytes for name, n_bytes in found.items() if n_bytes}
+
+
+def _add_judging(
+    found: _Moved, spec: ModelSpec, head: Part, way: Way, number: int, map_rank: int, on_gpu: Sequence[bool]
+) -> None:
+    """At one exit layer. Candidates are taken from logits that come to the CPU; the others' logits do too, and those
+    that are believed are judged again, by the whole head."""
+    known, judged, head_on_gpu = way.known, way.passes[number], on_gpu[-1]
+    exits, takes, looks = judged - way.passes[number + 1], False, False
+    if known is not None:
+        judged, looks = judged * known.judging(number), known.looks(number)
+        takes = known.is_partial and not looks
+    whole = exits if looks else judged
+    if on_gpu[2 * way.exit_layers[number]] != head_on_gpu:
+        rows = judged + whole if looks else judged
+        found.over_link(HIDDEN, rows * FLOAT_BYTES * spec.hidden_size, to_gpu=head_on_gpu)
+    if head_on_gpu:
+        n_logits = spec.vocab_size if takes else N_CANDIDATES if looks else 0
+        found.over_link(LOGITS, judged * FLOAT_BYTES * n_logits, to_gpu=False)
+        found.over_link(DRAFTS, 0.0 if takes else whole * DRAFT_BYTES, to_gpu=False)
+        return
+    map_bytes = sum(product.n_bytes for product in exit_map_products(spec.hidden_size, map_rank))
+    found.add(CPU_WEIGHTS, whole * (head.product_bytes + map_bytes))
+    if looks:
+        found.add(CPU_WEIGHTS, judged * (Product("int8", PARTIAL_ROWS, spec.hidden_size).n_bytes + map_bytes))

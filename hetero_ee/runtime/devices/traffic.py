@@ -1,0 +1,43 @@
+"""Traffic: bytes that went over the link and weights that the CPU read, counted where steps are composed, on real and
+emulated machines alike; named as planning/times/traffic.py expects them."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hetero_ee.planning.parts import Product
+from hetero_ee.planning.times.traffic import CPU_WEIGHTS, over_link
+from hetero_ee.runtime.work import CHOICE, Work
+
+
+@dataclass(slots=True)
+class Traffic:
+    """n_bytes: since it was made, by kind and direction."""
+
+    n_bytes: Counter[str] = field(default_factory=Counter)
+    _known: dict[tuple[tuple[str, int, int], ...], int] = field(default_factory=dict, repr=False)  # by products
+
+    def moved(self, kind: str, n_bytes: int, *, to_gpu: bool) -> None:
+        """So many bytes of a kind went over the link."""
+        self.n_bytes[over_link(kind, to_gpu=to_gpu)] += n_bytes
+
+    def read(self, works: Iterable[Work]) -> None:
+        """The CPU did this: each matrix is read once for all tokens."""
+        for work in works:
+            if work.products not in self._known:
+                self._known[work.products] = sum(Product(*product).n_bytes for product in work.products)
+            if work.name != CHOICE:
+                self.n_bytes[CPU_WEIGHTS] += self._known[work.products]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTraffic:
+    """What a call's tokens moved together, its texts' first ones left out: their prompts' passes gave them."""
+
+    n_bytes: Mapping[str, int]
+    n_tokens: int
+
+    @property
+    def per_token(self) -> dict[str, float]:
+        """The same for one token; nothing where there was none."""
+        return {name: n / self.n_tokens for name, n in self.n_bytes.items()} if self.n_tokens else {}
