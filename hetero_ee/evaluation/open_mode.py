@@ -1,0 +1,93 @@
+"""One way to decode, open: it goes on with prompts and says how likely texts are. All that is compared is one of these."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.scoring import score
+from hetero_ee.engine import Engine
+from hetero_ee.planning.times.costs import SPLIT
+
+FULL = "full"
+ON_CPU = ("cpu", "disk", SPLIT)  # placements of layers that the CPU computes, whole or in part
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What to open. exit_kv, risk: None where the mode has none."""
+
+    mode: str
+    exit_kv: str | None = None
+    risk: float | None = None
+
+    @property
+    def policy(self) -> str:
+        """Variants of one policy differ in their keys and values alone."""
+        return self.mode if self.risk is None else f"{self.mode} {self.risk:.3g}"
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.exit_kv is None else f"{self.policy}, {self.exit_kv}"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a mode made of one prompt. Its first token, which the prompt's pass gives, is in none of the numbers."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    clock_s: float  # on this machine
+    emulated_s: float | None  # on the emulated one, None where there is none
+    depth_sum: float  # layers that tokens had passed when they were given out
+    n_cpu_passes: float  # of the CPU's layers
+
+
+class OpenMode(Protocol):
+    """Knows nothing of prompts before."""
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written: ...
+
+    def score(self, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        """Yields after each token the logits (vocab,) that the mode gives out there, and their depth in layers; keys and
+        values are those that the mode has."""
+        ...
+
+
+Open = Callable[[Variant], AbstractContextManager[OpenMode]]
+
+
+class EngineMode:
+    """An engine's. emulates: whether its clock is an emulated machine's."""
+
+    def __init__(self, engine: Engine, *, emulates: bool) -> None:
+        self._engine, self._emulates = engine, emulates
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written:
+        tokens, times_s = [], []
+        for token in self._engine.stream(list(prompt), params):
+            tokens.append(token)
+            times_s.append(time.perf_counter())
+        n_later, elapsed_s = len(tokens) - 1, tokens[-1].elapsed_s - tokens[0].elapsed_s
+        return Written(
+            token_ids=tuple(token.token_id for token in tokens),
+            text="".join(token.text for token in tokens),
+            clock_s=times_s[-1] - times_s[0] if self._emulates else elapsed_s,
+            emulated_s=elapsed_s if self._emulates else None,
+            depth_sum=float(n_later * self._engine.spec.n_layers),
+            n_cpu_passes=self._cpu_passes(n_later),
+        )
+
+    def score(self, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+        return score(self._engine.executor, token_ids)  # exact gives out what full does
+
+    def _cpu_passes(self, n_tokens: int) -> float:
+        plan, drafted = self._engine.plan, self._engine.draft_statistics
+        layers = () if plan is None else [part for part in plan.parts if part.layer is not None]
+        if layers and not any(part.decode_placement in ON_CPU for part in layers):
+            return 0.0
+        return float(n_tokens if drafted is None else drafted.n_passes)
