@@ -1,4 +1,4 @@
-"""What the full model says of a text that is there already: the logits after each of its tokens."""
+"""What the full model says of a text that is there already."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,13 +8,15 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 
 
-def score(executor: Executor, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-    """Yields after each token its logits (vocab,) and the layers it has passed: all. The text has its own sequence."""
+def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+    """What this text's tokens after its prompt would have been chosen from: logits (vocab,) and the layers passed, all
+    of them, for each. The text has a sequence of its own."""
     sequence, size = executor.cache.open_new(), executor.prompt_chunk_tokens
     try:
-        for first in range(0, len(token_ids), size):
-            chunk = token_ids[first : first + size]
-            for logits in executor.logits(Batch.of_sequence(sequence, first, chunk), range(len(chunk))):
+        for first in range(0, len(token_ids) - 1, size):
+            chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
+            wanted = range(max(0, n_prompt_tokens - 1 - first), len(chunk))
+            for logits in executor.logits(Batch.of_sequence(sequence, first, chunk), wanted):
                 yield logits, executor.spec.n_layers
     finally:
         executor.cache.close(sequence)

@@ -27,7 +27,8 @@ def ratio(
     """of(sum of parts / sum of wholes), one of each a text; None where the wholes are 0.
 
     The interval is a percentile bootstrap over the texts, never over tokens, which depend on each other (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws the same texts for every figure.
+    Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). The same seed draws the same texts for every
+    figure.
     """
     pairs = np.array([parts, wholes], dtype=np.float64)
     if not pairs[1].sum():

@@ -18,7 +18,7 @@ class Material:
     """prompts[i] is the beginning of held_out[i], where the texts are given."""
 
     prompts: tuple[Ids, ...]
-    held_out: tuple[Ids, ...] | None  # None: full mode writes them after the prompts
+    held_out: tuple[Ids, ...] | None  # None: full mode writes them
     description: str
 
 
@@ -46,7 +46,7 @@ def of_text(
 
 
 def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
-    """Openings of many kinds of text, and what full mode writes after them. Raises UsageError for more than there are."""
+    """Openings of many kinds of text, for full mode to go on from. Raises UsageError for more than there are."""
     prompts: Sequence[list[int]] = [ids for opening in OPENINGS if (ids := tokenizer.encode(opening))]
     if n_prompts > len(prompts):
         raise UsageError(f"n_prompts is {n_prompts} and there are {len(prompts)} openings; lower it, or give a text.")

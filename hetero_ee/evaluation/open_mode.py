@@ -1,4 +1,4 @@
-"""One way to decode, open: it goes on with prompts and says how likely texts are. All that is compared is one of these."""
+"""A way to decode, open: it goes on with prompts and says how likely texts are. What is compared is one of these."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,9 +52,9 @@ class OpenMode(Protocol):
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written: ...
 
-    def score(self, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-        """Yields after each token the logits (vocab,) that the mode gives out there, and their depth in layers; keys and
-        values are those that the mode has."""
+    def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        """Yields for each token after the prompt what the mode would have chosen it from, with the keys and values that
+        it leaves behind: logits (vocab,), and the layers passed."""
         ...
 
 
@@ -82,8 +82,8 @@ class EngineMode:
             n_cpu_passes=self._cpu_passes(n_later),
         )
 
-    def score(self, token_ids: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-        return score(self._engine.executor, token_ids)  # exact gives out what full does
+    def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        return score(self._engine.executor, token_ids, n_prompt_tokens)  # exact gives out what full does
 
     def _cpu_passes(self, n_tokens: int) -> float:
         plan, drafted = self._engine.plan, self._engine.draft_statistics

@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 4  # what is cold at first is none of the speed
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Of one held-out text's tokens but the first, under a mode: sums."""
+    """Of one held-out text's tokens after its prompt, under a mode: sums."""
 
     n_tokens: int
     nats: float  # -log p of each
@@ -95,7 +95,7 @@ def evaluate(
                 mode.generate(material.prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
                 written = [mode.generate(prompt, params) for prompt in material.prompts]
                 reference = reference or written
-                scored = _scored(mode, material.held_out or (), kept, is_reference=number == 0)
+                scored = _scored(mode, material, kept, is_reference=number == 0)
             yield _result(variant, written, reference, scored, seed)
 
 
@@ -108,15 +108,16 @@ def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -
     return replace(material, held_out=tuple(texts))
 
 
-def _scored(mode: OpenMode, texts: Sequence[Ids], kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
+def _scored(mode: OpenMode, material: Material, kept: IO[bytes], *, is_reference: bool) -> list[Scored]:
     """kept: the reference's logits, fp32, in a file: of a large vocabulary they take as much memory as layers do."""
     kept.seek(0)
-    return [_scored_text(mode, text, kept, is_reference=is_reference) for text in texts]
+    pairs = zip(material.prompts, material.held_out or (), strict=True)
+    return [_scored_text(mode, text, len(prompt), kept, is_reference=is_reference) for prompt, text in pairs]
 
 
-def _scored_text(mode: OpenMode, text: Ids, kept: IO[bytes], *, is_reference: bool) -> Scored:
+def _scored_text(mode: OpenMode, text: Ids, n_prompt: int, kept: IO[bytes], *, is_reference: bool) -> Scored:
     nats = kl_nats = depth_sum = 0.0
-    for (given, depth), token_id in zip(mode.score(text[:-1]), text[1:], strict=True):
+    for (given, depth), token_id in zip(mode.score(text, n_prompt), text[n_prompt:], strict=True):
         logits = reference = given.float().cpu()
         if is_reference:
             kept.write(logits.numpy().tobytes())
@@ -124,7 +125,7 @@ def _scored_text(mode: OpenMode, text: Ids, kept: IO[bytes], *, is_reference: bo
             reference = torch.from_numpy(np.frombuffer(kept.read(logits.nbytes), np.float32).copy())
         found = nats_and_divergence(logits, reference, token_id)
         nats, kl_nats, depth_sum = nats + found[0], kl_nats + found[1], depth_sum + depth
-    return Scored(len(text) - 1, nats, kl_nats, depth_sum)
+    return Scored(len(text) - n_prompt, nats, kl_nats, depth_sum)
 
 
 def _result(
