@@ -15,8 +15,9 @@ def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) ->
     try:
         for first in range(0, len(token_ids) - 1, size):
             chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
-            wanted = range(max(0, n_prompt_tokens - 1 - first), len(chunk))
-            for logits in executor.logits(Batch.of_sequence(sequence, first, chunk), wanted):
+            hidden = executor.hidden(Batch.of_sequence(sequence, first, chunk))
+            wanted = hidden[max(0, n_prompt_tokens - 1 - first) :]
+            for logits in executor.to_logits(wanted) if len(wanted) else ():
                 yield logits, executor.spec.n_layers
     finally:
         executor.cache.close(sequence)
