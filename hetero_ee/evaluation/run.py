@@ -81,7 +81,7 @@ def evaluate(
     with TemporaryFile() as kept:
         for number, variant in enumerate(ordered):
             if progress is not None:
-                progress(f"Evaluating {variant.name}", number, len(ordered))
+                progress(f"Evaluating {variant.name}, {number + 1} of {len(ordered)}", 0, 0)
             with ExitStack() as stack:
                 try:
                     mode = stack.enter_context(open_mode(variant))
