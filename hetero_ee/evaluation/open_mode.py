@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.scoring import score
 from hetero_ee.engine import Engine
 from hetero_ee.planning.times.costs import SPLIT
+from hetero_ee.speculation.early_exit import score_early
+from hetero_ee.speculation.exit_statistics import ExitCounts
 
 FULL = "full"
 ON_CPU = ("cpu", "disk", SPLIT)  # placements of layers that the CPU computes, whole or in part
@@ -78,16 +81,28 @@ class EngineMode:
             text="".join(token.text for token in tokens),
             clock_s=times_s[-1] - times_s[0] if self._emulates else elapsed_s,
             emulated_s=elapsed_s if self._emulates else None,
-            depth_sum=float(n_later * self._engine.spec.n_layers),
+            depth_sum=self._depth_sum(n_later),
             n_cpu_passes=self._cpu_passes(n_later),
         )
 
     def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        return score(self._engine.executor, token_ids, n_prompt_tokens)  # exact gives out what full does
+        executor, exits = self._engine.executor, self._engine.exits
+        if exits is None:
+            return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does
+        return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
+
+    def _depth_sum(self, n_tokens: int) -> float:
+        exits = self._engine.exit_statistics
+        return self._engine.spec.n_layers * n_tokens if exits is None else exits.mean_depth * exits.n_tokens
 
     def _cpu_passes(self, n_tokens: int) -> float:
-        plan, drafted = self._engine.plan, self._engine.draft_statistics
-        layers = () if plan is None else [part for part in plan.parts if part.layer is not None]
-        if layers and not any(part.decode_placement in ON_CPU for part in layers):
+        """Over the CPU's layers, how often each was passed on average."""
+        engine = self._engine
+        parts = () if engine.plan is None else engine.plan.parts  # all are the CPU's where nothing was planned
+        layers = {part.layer for part in parts if part.layer is not None and part.decode_placement in ON_CPU}
+        exits, drafts = engine.exit_statistics, engine.draft_statistics
+        if parts and not layers:
             return 0.0
-        return float(n_tokens if drafted is None else drafted.n_passes)
+        if exits is not None:
+            return exits.n_tokens * fmean(map(exits.passes_per_token, layers))
+        return n_tokens if drafts is None else drafts.n_passes

@@ -41,9 +41,8 @@ def _cell(estimate: "Estimate | None", style: str, plus_minus: str) -> str:
     if estimate is None:
         return "-"
     value = style.format(estimate.value)
-    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
-        return value
-    return f"{value} {plus_minus}{style.format((estimate.high - estimate.low) / 2)}"
+    half = 0.0 if estimate.low is None or estimate.high is None else (estimate.high - estimate.low) / 2
+    return value if style.format(half) == style.format(0.0) else f"{value} {plus_minus}{style.format(half)}"
 
 
 def eval_rows(results: "Sequence[ModeResult | Refused]") -> list[dict[str, Any]]:
