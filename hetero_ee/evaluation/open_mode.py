@@ -29,13 +29,13 @@ class Variant:
     risk: float | None = None
 
     @property
-    def policy(self) -> str:
-        """Variants of one policy differ in their keys and values alone."""
-        return self.mode if self.risk is None else f"{self.mode} {self.risk:.3g}"
+    def detail(self) -> str:
+        """What tells it from others of its mode; empty where nothing was said."""
+        return (self.exit_kv or "") if self.risk is None else f"risk {self.risk:.3g}"
 
     @property
     def name(self) -> str:
-        return self.policy if self.exit_kv is None else f"{self.policy}, {self.exit_kv}"
+        return f"{self.mode}, {self.detail}" if self.detail else self.mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Written:
     emulated_s: float | None  # on the emulated one, None where there is none
     depth_sum: float  # layers that tokens had passed when they were given out
     n_cpu_passes: float  # of the CPU's layers
+
+    @property
+    def seconds(self) -> float:
+        """On the machine that was asked for."""
+        return self.clock_s if self.emulated_s is None else self.emulated_s
 
 
 class OpenMode(Protocol):

@@ -11,7 +11,7 @@ import torch
 
 from hetero_ee.config import Progress
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import HeteroError
 from hetero_ee.evaluation.estimate import Estimate, ratio
 from hetero_ee.evaluation.material import Ids, Material
 from hetero_ee.evaluation.metrics import doubled_words, first_divergence, n_equal, nats_and_divergence
@@ -37,6 +37,7 @@ class ModeResult:
     variant: Variant
     tokens_per_s: Estimate | None  # by this machine's clock
     emulated_tokens_per_s: Estimate | None  # by the emulated machine's
+    speedup: Estimate | None  # full mode's seconds for the same prompts over this one's, emulated where they are
     identity: Estimate | None  # share of tokens that are full mode's in the same place
     tokens_before_divergence: Estimate | None  # of each text, all of them where it is full mode's
     first_divergences: tuple[int | None, ...]  # of each text, None where it is full mode's
@@ -46,11 +47,6 @@ class ModeResult:
     mean_depth: Estimate | None  # layers, of generated tokens
     scored_mean_depth: Estimate | None  # of held-out ones
     cpu_passes_per_token: Estimate | None  # the CPU's layers
-
-    @property
-    def speed(self) -> Estimate | None:
-        """On the emulated machine, where there is one."""
-        return self.emulated_tokens_per_s or self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ def evaluate(
             with ExitStack() as stack:
                 try:
                     mode = stack.enter_context(open_mode(variant))
-                except UsageError as error:
+                except HeteroError as error:
                     if number == 0:
                         raise
                     yield Refused(variant, str(error))
@@ -147,6 +143,7 @@ def _result(
         variant=variant,
         tokens_per_s=over([each.clock_s for each in written], n_later),
         emulated_tokens_per_s=over(emulated, n_later) if emulated else None,
+        speedup=over([each.seconds for each in written], (each.seconds for each in reference)),
         identity=over(lengths, (n_equal(*pair) for pair in pairs)),
         tokens_before_divergence=over([1] * len(pairs), before),
         first_divergences=tuple(divergences),

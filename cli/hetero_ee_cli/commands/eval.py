@@ -26,13 +26,12 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.evaluation.material import Material
     from hetero_ee.evaluation.open_mode import EngineMode, Variant
-    from hetero_ee.evaluation.run import ModeResult
+    from hetero_ee.evaluation.run import ModeResult, Refused
     from hetero_ee.models.spec import ModelSpec
     from hetero_ee.planning.limits import Limits
     from hetero_ee_profiles.hardware import HardwareProfile
 
 STANDARD_INPUT = "-"
-LOSSLESS, CERTIFIED = ("full", "exact"), "certified"
 
 
 @with_options(
@@ -101,45 +100,39 @@ def eval(
 
     Texts are greedy and as long as --max-tokens says, whatever ends them. Same until: tokens before the first that is
     not full mode's. Perplexity and KL divergence from full mode are of held-out text, with the keys and values that
-    the mode leaves behind. CPU passes: how often a token's price of reading the CPU's layers is paid, for each token.
+    the mode leaves behind. CPU passes: how often the CPU's layers are passed, for each token.
     """
     with ending_at_once():
         from hetero_ee.calibration.plot import picture_format, require_matplotlib
-        from hetero_ee.evaluation.run import Refused, evaluate
         from hetero_ee.planning.hardware import hardware_from
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    wanted = _variants(mode, exit_kv, risk, limits.limits(engine))
+    if hardware is not None and engine.profile is not None:
+        raise UsageError("profile is for this machine and --hardware names another; drop one of them.")
+    variants = _variants(mode, exit_kv, risk, limits.limits(engine))
     profile = None if hardware is None else hardware_from(hardware)
-    asked = bool(limits.given())
     given = None if text is None else read_text("text", None if str(text) == STANDARD_INPUT else text)
-    name = "standard input" if str(text) == STANDARD_INPUT else "" if text is None else printable(text.name)
-    results: list[ModeResult | Refused] = []
+    name = "" if text is None else "standard input" if str(text) == STANDARD_INPUT else printable(text.name)
     with stage_progress() as progress:
         spec, model_name, folder = engine.model_spec(model, None, progress)
         assert folder is not None, "only random weights have none"
         material = _material(spec, folder, given, name, (n_prompts, n_prompt_tokens, max_new_tokens))
         longest = max(map(len, material.prompts)) + max_new_tokens
-        opening = _Opening(engine, model, dict(wanted), profile, asked, longest, progress)
-        for result in evaluate(
-            material, [each for each, _ in wanted], opening.mode, max_new_tokens, seed=seed, progress=progress
-        ):
-            results.append(result)
-            if isinstance(result, Refused):
-                progress(f"{result.variant.name} is left out: {result.reason}", 0, 0)
-    found = [each for each in results if not isinstance(each, Refused)]
-    title = f"{printable(model_name)}, {len(material.prompts)} texts of {max_new_tokens} tokens, {material.description}"
-    where = "" if profile is None else f", emulated on {profile.name}"
+        opening = _Opening(engine, model, variants, profile, bool(limits.given()), longest, progress)
+        found, refused = _results(opening, material, max_new_tokens, seed)
+    title = f"{printable(model_name)}, {n_prompts} texts of {max_new_tokens} tokens, {material.description}"
+    if profile is not None:
+        title += f", emulated on {profile.name}"
     if plot is not None:
-        save_eval_plot(found, title + where, plot)
+        save_eval_plot(found, title, plot)
     if as_json:
-        counts = {"n_prompts": len(material.prompts), "n_new_tokens": max_new_tokens, "seed": seed}
-        machine = {"emulated": None if profile is None else profile.name}
-        document = {"model": model_name, "text": material.description} | counts | machine
-        print_document(document | {"modes": eval_rows(results)}, with_version=True)
+        emulated = None if profile is None else profile.name
+        counts = {"n_prompts": n_prompts, "n_new_tokens": max_new_tokens, "seed": seed}
+        document = {"model": model_name, "text": material.description, "emulated": emulated} | counts
+        print_document(document | {"modes": eval_rows([*found, *refused])}, with_version=True)
     else:
-        print(f"{title}{where}\n{eval_table(found, encodable(INTERVALS[0], '+-'))}")
+        print(f"{title}\n{eval_table(found, encodable(INTERVALS[0], '+-'))}")
         say(f"[ {INTERVALS} ]")
 
 
@@ -179,6 +172,25 @@ class _Opening:
         return options | {"context_tokens": asked or needed} | emulated
 
 
+def _results(
+    opening: _Opening, material: "Material", n_new_tokens: int, seed: int
+) -> "tuple[list[ModeResult], list[Refused]]":
+    """Of the modes that could be opened, and the others."""
+    from hetero_ee.evaluation.run import Refused, evaluate
+
+    found: list[ModeResult] = []
+    refused: list[Refused] = []
+    for result in evaluate(
+        material, list(opening.limits), opening.mode, n_new_tokens, seed=seed, progress=opening.progress
+    ):
+        if isinstance(result, Refused):
+            opening.progress(f"{result.variant.name} is left out: {result.reason}", 0, 0)
+            refused.append(result)
+        else:
+            found.append(result)
+    return found, refused
+
+
 def _material(spec: "ModelSpec", folder: Path, text: str | None, name: str, sizes: tuple[int, int, int]) -> "Material":
     """sizes: prompts, tokens of each, tokens behind each."""
     from hetero_ee.evaluation.material import of_text, of_the_model
@@ -188,24 +200,25 @@ def _material(spec: "ModelSpec", folder: Path, text: str | None, name: str, size
     return of_the_model(tokenizer, sizes[0]) if text is None else of_text(tokenizer, text, *sizes, name)
 
 
-def _variants(modes: str, exit_kv: str | None, risk: str | None, usual: "Limits") -> "list[tuple[Variant, Limits]]":
+def _variants(modes: str, exit_kv: str | None, risk: str | None, usual: "Limits") -> "dict[Variant, Limits]":
     """With the limits that each is planned by; full mode first. Raises UsageError for what is no mode."""
     from hetero_ee.evaluation.open_mode import FULL, Variant
+    from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES
 
     names = [FULL, *_names("mode", modes, MODES)]
     ways: Sequence[str | None] = [None] if exit_kv is None else _names("exit_kv", exit_kv, EXIT_KV)
     risks: Sequence[float | None] = [None] if risk is None else _risks(risk)
-    if exit_kv is not None and not set(names) - {*LOSSLESS, CERTIFIED}:
-        raise UsageError("exit_kv is of early-exit modes that leave it open; drop it, or add one, like specee.")
+    with_ways = {*EARLY_EXIT_MODES} - {CERTIFIED}  # a certificate holds for one of them
+    if exit_kv is not None and not with_ways & {*names}:
+        raise UsageError(f"exit_kv is of early-exit modes; drop it, or add one of {', '.join(sorted(with_ways))}.")
     if risk is not None and CERTIFIED not in names:
         raise UsageError(f"risk is of mode {CERTIFIED}; drop it, or add that mode.")
     found: dict[Variant, Limits] = {}
     for name in names:
-        for way in ways if name not in (*LOSSLESS, CERTIFIED) else [None]:
+        for way in ways if name in with_ways else [None]:
             for share in risks if name == CERTIFIED else [None]:
-                variant = Variant(name, way, share)
-                found[variant] = replace(usual, mode=name, exit_kv=way, risk=share)
-    return list(found.items())
+                found[Variant(name, way, share)] = replace(usual, mode=name, exit_kv=way, risk=share)
+    return found
 
 
 def _names(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Modes side by side: a table, a document, and speed against quality as a picture."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ RATE, SHARE, PLAIN, SMALL = "{:.1f}", "{:.1%}", "{:.2f}", "{:.4f}"
 COLUMNS = (  # of the table: title, field of ModeResult, how it is written
     ("tokens/s", "tokens_per_s", RATE),
     ("emulated", "emulated_tokens_per_s", RATE),
+    ("x full", "speedup", PLAIN),
     ("same tokens", "identity", SHARE),
     ("same until", "tokens_before_divergence", RATE),
     ("perplexity", "perplexity", PLAIN),
@@ -61,41 +62,37 @@ def _finite(value: Any) -> Any:
 
 
 def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> None:
-    """A line for each policy through its ways to have keys and values. Raises UsageError where matplotlib is missing or
-    the file can't be written."""
+    """Speed over the perplexity of held-out text, a line for each mode through its variants. Raises UsageError where
+    matplotlib is missing or the file can't be written."""
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for policy in dict.fromkeys(result.variant.policy for result in results):
-        points = [each for each in results if each.variant.policy == policy and _is_drawable(each)]
-        points.sort(key=lambda each: each.perplexity.value if each.perplexity else 0.0)
-        places, speeds = [each.perplexity for each in points], [each.speed for each in points]
-        style = {"xerr": _bars(places), "yerr": _bars(speeds), "marker": "o", "capsize": 2}
-        axes.errorbar(
-            [each.value for each in places if each], [each.value for each in speeds if each], **style, label=policy
-        )
-        for each in points:
-            if each.variant.exit_kv is not None and each.perplexity and each.speed:
-                spot = each.perplexity.value, each.speed.value
-                axes.annotate(each.variant.exit_kv, spot, (4, 4), textcoords="offset points", fontsize="small")
-    emulated = any(each.emulated_tokens_per_s is not None for each in results)
-    axes.set(
-        xlabel="perplexity of held-out text", ylabel=f"{'emulated ' * emulated}tokens/s", xscale="log", ylim=(0, None)
-    )
+    for mode in dict.fromkeys(each.variant.mode for each in results):
+        points = [point for each in results if each.variant.mode == mode for point in _points(each)]
+        points.sort(key=lambda point: point[0].value)
+        places, speeds = [place for place, _, _ in points], [speed for _, speed, _ in points]
+        bars = {"xerr": _bars(places), "yerr": _bars(speeds), "capsize": 2}
+        axes.errorbar([each.value for each in places], [each.value for each in speeds], **bars, marker="o", label=mode)
+        for place, speed, words in points:
+            axes.annotate(words, (place.value, speed.value), (4, 4), textcoords="offset points", fontsize="small")
+    emulated = "emulated " if any(each.emulated_tokens_per_s for each in results) else ""
+    axes.set(xlabel="perplexity of held-out text", ylabel=f"{emulated}tokens/s", xscale="log", ylim=(0, None))
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
     save_picture(figure, file)
 
 
-def _is_drawable(result: "ModeResult") -> bool:
-    return result.perplexity is not None and math.isfinite(result.perplexity.value) and result.speed is not None
+def _points(result: "ModeResult") -> "Iterator[tuple[Estimate, Estimate, str]]":
+    """Where it is drawn, and what is written there; nowhere if its perplexity is infinite."""
+    place, speed = result.perplexity, result.emulated_tokens_per_s or result.tokens_per_s
+    if place is not None and speed is not None and math.isfinite(place.value):
+        yield place, speed, result.variant.detail
 
 
-def _bars(estimates: "Sequence[Estimate | None]") -> list[list[float]]:
-    """Lengths below and above the values."""
-    ends = [(each.value, each.low, each.high) for each in estimates if each is not None]
+def _bars(estimates: "Sequence[Estimate]") -> list[list[float]]:
+    """Lengths below and above the values; none to infinity."""
+    ends = [(each.value, each.low, each.high) for each in estimates]
     below = [0.0 if low is None else value - low for value, low, _ in ends]
-    above = [0.0 if high is None or not math.isfinite(high) else high - value for value, _, high in ends]
-    return [below, above]
+    return [below, [0.0 if high is None or not math.isfinite(high) else high - value for value, _, high in ends]]
