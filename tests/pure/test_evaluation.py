@@ -199,9 +199,7 @@ def value(estimate: Estimate | None) -> float:
 
 def test_every_figure_by_hand() -> None:
     full = Scripted(SAID, 0.5, seconds=6.0)
-    other = Scripted(
-        {PROMPTS[0]: [1, 2, 0, 0], PROMPTS[1]: [2, 2, 2, 2]}, 0.25, seconds=1.5, depth=2, n_cpu_passes=1.5
-    )
+    other = Scripted({PROMPTS[0]: [1, 2, 0, 0], PROMPTS[1]: [2, 2, 2, 2]}, 0.25, seconds=1.5, depth=2, n_cpu_passes=1.5)
     first, second = results({"full": full, "specee, holes": other}, Variant("specee", "holes"))
     assert (first.variant.name, second.variant.name) == ("full", "specee, holes")
     assert value(first.tokens_per_s) == pytest.approx(6 / 12) and value(second.tokens_per_s) == pytest.approx(6 / 3)
@@ -258,4 +256,7 @@ def test_a_mode_that_can_not_be_opened_is_left_out_and_said() -> None:
 
 
 def test_variants_have_names() -> None:
-    assert [Variant("certified", None, 0.05).name, Variant("calm", "copy").name] == ["certified, risk 0.05", "calm, copy"]
+    assert [Variant("certified", None, 0.05).name, Variant("calm", "copy").name] == [
+        "certified, risk 0.05",
+        "calm, copy",
+    ]
