@@ -76,8 +76,6 @@ def evaluate(
     reference: list[Written] = []
     with TemporaryFile() as kept:
         for number, variant in enumerate(ordered):
-            if progress is not None:
-                progress(f"Evaluating {variant.name}, {number + 1} of {len(ordered)}", 0, 0)
             with ExitStack() as stack:
                 try:
                     mode = stack.enter_context(open_mode(variant))
@@ -86,6 +84,8 @@ def evaluate(
                         raise
                     yield Refused(variant, str(error))
                     continue
+                if progress is not None:
+                    progress(f"Evaluating {variant.name}, {number + 1} of {len(ordered)}", 0, 0)
                 if material.held_out is None:
                     material = _with_held_out(material, mode, replace(params, temperature=1.0, seed=seed))
                 mode.generate(material.prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))

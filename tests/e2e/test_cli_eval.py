@@ -94,7 +94,7 @@ def test_exact_and_early_exit_modes_side_by_side(
     cli: Cli, converted_demo: None, text: Path, tmp_path: Path, matplotlib: None
 ) -> None:
     picture, common = tmp_path / "modes.svg", ["--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT]
-    ended = cli("eval", *common, "--modes", "exact,specee", "--kv", "lazy,holes", "--plot", picture, "--json")
+    ended = cli("eval", *common, "--modes", "exact,specee", "--kv", "lazy,holes,copy", "--plot", picture, "--json")
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     assert document["emulated"] == LAPTOP
@@ -145,12 +145,12 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a risk that is no number": (["--modes", "certified", "--risk", "nan"], "--risk is nan; expected a share"),
     "a risk out of range": (["--modes", "certified", "--risk", "0.01,1.5"], "--risk is 1.5; expected a share"),
     "no such text": (["--text", "nothing.txt"], "nothing.txt can't be read"),
-    "an empty text": (["--text", "empty.txt"], "makes 0 chunks of 20 to 24 tokens and --prompts is 16"),
+    "an empty text": (["--text", "empty.txt"], "makes 0 chunks of 24 to 24 tokens and --prompts is 16"),
     "a text too short": (["--text", "stories.txt"], "give a longer text, or lower --prompts or --prompt-tokens."),
     "a text that is none": (["--text", "binary.txt"], "is not UTF-8 text at byte 0"),
     "too many openings": (["--prompts", "99"], "--prompts is 99 and there are 16 openings; lower it, or give a text."),
     "too small a context": (["--prompts", "2", "-c", "9"], "-c / --ctx-size is 9 and the texts have"),
-    "too large a context": (["--prompts", "2", "-n", "9999", "--modes", "full"], "600"),
+    "too large a context": (["--prompts", "2", "-n", "9999", "--modes", "full"], "this model's own is 600"),
     "a picture of another kind": (["--plot", "modes.jpg"], "expected a name that ends in .png or .svg"),
     "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "two machines": (["--hardware", LAPTOP, "--profile", "off"], "drop one of them"),

@@ -119,7 +119,7 @@ def eval(
         assert folder is not None, "only random weights have none"
         material = _material(spec, folder, given, name, (n_prompts, n_prompt_tokens, max_new_tokens))
         longest = max(map(len, material.prompts)) + max_new_tokens
-        opening = _Opening(engine, model, variants, profile, bool(limits.given()), longest, progress)
+        opening = _Opening(engine, model, variants, profile, next(iter(limits.given()), ""), longest, progress)
         found, refused = _results(opening, material, max_new_tokens, seed)
     title = f"{printable(model_name)}, {n_prompts} texts of {max_new_tokens} tokens, {material.description}"
     if profile is not None:
@@ -144,7 +144,7 @@ class _Opening:
     model: str | None
     limits: "dict[Variant, Limits]"
     hardware: "HardwareProfile | None"
-    asked: bool  # for something that takes a plan
+    asking: str  # the first option that takes a plan, empty where there is none
     least_context_tokens: int
     progress: Progress
 
@@ -153,8 +153,8 @@ class _Opening:
         from hetero_ee.evaluation.open_mode import FULL, EngineMode
 
         options = self._options()
-        plans = self.asked or (options.get("profile") or read_settings().value("profile")) != OFF
-        asking = "--modes" if plans or variant.mode != FULL else ""  # full mode alone runs without a plan
+        is_off = (options.get("profile") or read_settings().value("profile")) == OFF
+        asking = self.asking or ("" if is_off and variant.mode == FULL else "--modes")  # full mode needs no plan
         made = replace(self.limits[variant], context_tokens=options["context_tokens"])
         placed = Placed(asking, made, None, PlacementOptions())
         with open_engine(options, placed, self.progress) as opened:
