@@ -16,6 +16,7 @@ GROUPS_OF = {
     "chat": [*RUNS, *WRITES, *TALKS],
     "simulate": RUNS,
     "bench": [*PLANS, "Plan and report"],
+    "eval": PLANS,
     "plan": PLANS,
     "profile": OPENS,
     "calibrate": OPENS,

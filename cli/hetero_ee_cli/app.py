@@ -23,6 +23,7 @@ from hetero_ee_cli.commands.calibrate import calibrate
 from hetero_ee_cli.commands.chat import chat
 from hetero_ee_cli.commands.convert import convert, pull
 from hetero_ee_cli.commands.doctor import doctor
+from hetero_ee_cli.commands.eval import eval
 from hetero_ee_cli.commands.generate import generate
 from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.profile import profile
@@ -66,7 +67,7 @@ app = typer.Typer(
 )
 for command in (
     *(run, generate, chat, search, pull),
-    *(plan, profile, simulate, calibrate, bench, convert, doctor),
+    *(plan, profile, simulate, calibrate, bench, eval, convert, doctor),
 ):
     app.command(cls=HeteroCommand)(_answered(command))
 models_app = typer.Typer(name="models", rich_markup_mode=None)

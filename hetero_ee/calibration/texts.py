@@ -47,7 +47,7 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
     Each begins with the begin token where the model has one. A short text gives shorter chunks, so that there are
     enough for a split. Raises UsageError for texts that are too short, with the number of tokens needed.
     """
-    begin = _begin_tokens(tokenizer)
+    begin = begin_tokens(tokenizer)
     share = -(-n_tokens // max(1, len(texts)))
     encoded = [
         tokenizer.encode(text[: share * CHARACTERS_PER_TOKEN], with_special_tokens=False)[:share]
@@ -109,7 +109,7 @@ def own_writer(
     return write if prompts else lambda _: []
 
 
-def _begin_tokens(tokenizer: Tokenizer) -> list[int]:
+def begin_tokens(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer puts before every prompt."""
     with_begin, without = tokenizer.encode("a"), tokenizer.encode("a", with_special_tokens=False)
     n_begin = len(with_begin) - len(without)

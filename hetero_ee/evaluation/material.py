@@ -1,0 +1,53 @@
+"""What modes are compared on: beginnings that each goes on from, and texts that each is asked how likely they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_ee.calibration.texts import CHARACTERS_PER_TOKEN, OPENINGS, begin_tokens
+from hetero_ee.errors import UsageError
+from hetero_ee.text.tokenizer import Tokenizer
+
+SEPARATOR = "<|endoftext|>"  # between documents of one file, as the TinyStories files have it
+LEAST_SCORED_TOKENS = 16  # of a chunk behind its beginning
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """prompts[i] is the beginning of held_out[i], where the texts are given."""
+
+    prompts: tuple[Ids, ...]
+    held_out: tuple[Ids, ...] | None  # None: full mode writes them
+    description: str
+
+
+def of_text(
+    tokenizer: Tokenizer, text: str, n_prompts: int, n_prompt_tokens: int, n_new_tokens: int, description: str
+) -> Material:
+    """Chunks of n_prompt_tokens + n_new_tokens: the beginnings of the text's documents first, then what follows them.
+
+    Raises UsageError for a text with fewer chunks than n_prompts.
+    """
+    begin = begin_tokens(tokenizer)
+    size, least = n_prompt_tokens + n_new_tokens, n_prompt_tokens + min(LEAST_SCORED_TOKENS, n_new_tokens)
+    documents = text[: CHARACTERS_PER_TOKEN * size * n_prompts].split(SEPARATOR)
+    encoded = [tokenizer.encode(each.strip(), with_special_tokens=False) for each in documents if each.strip()]
+    step = size - len(begin)
+    cut = [(first, [*begin, *ids[first : first + step]]) for ids in encoded for first in range(0, len(ids), step)]
+    chunks = [tuple(ids) for _, ids in sorted(cut, key=lambda each: each[0]) if len(ids) >= least]
+    if len(chunks) < n_prompts:
+        raise UsageError(
+            f"the text makes {len(chunks)} chunks of {least} to {size} tokens and n_prompts is {n_prompts}; give a "
+            "longer text, or lower n_prompts or n_prompt_tokens."
+        )
+    chosen = tuple(chunks[:n_prompts])
+    return Material(tuple(chunk[:n_prompt_tokens] for chunk in chosen), chosen, description)
+
+
+def of_the_model(tokenizer: Tokenizer, n_prompts: int) -> Material:
+    """Openings of many kinds of text, for full mode to go on from. Raises UsageError for more than there are."""
+    prompts: Sequence[list[int]] = [ids for opening in OPENINGS if (ids := tokenizer.encode(opening))]
+    if n_prompts > len(prompts):
+        raise UsageError(f"n_prompts is {n_prompts} and there are {len(prompts)} openings; lower it, or give a text.")
+    return Material(tuple(map(tuple, prompts[:n_prompts])), None, "texts of the model's own")

@@ -1,0 +1,113 @@
+"""A way to decode, open: it goes on with prompts and says how likely texts are. What is compared is one of these."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.scoring import score
+from hetero_ee.engine import Engine
+from hetero_ee.planning.times.costs import SPLIT
+from hetero_ee.speculation.early_exit import score_early
+from hetero_ee.speculation.exit_statistics import ExitCounts
+
+FULL = "full"
+ON_CPU = ("cpu", "disk", SPLIT)  # placements of layers that the CPU computes, whole or in part
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What to open. exit_kv, risk: None where the mode has none."""
+
+    mode: str
+    exit_kv: str | None = None
+    risk: float | None = None
+
+    @property
+    def detail(self) -> str:
+        """What tells it from others of its mode; empty where nothing was said."""
+        return (self.exit_kv or "") if self.risk is None else f"risk {self.risk:.3g}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, {self.detail}" if self.detail else self.mode
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a mode made of one prompt. Its first token, which the prompt's pass gives, is in none of the numbers."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    clock_s: float  # on this machine
+    emulated_s: float | None  # on the emulated one, None where there is none
+    depth_sum: float  # layers that tokens had passed when they were given out
+    n_cpu_passes: float  # of the CPU's layers
+
+    @property
+    def seconds(self) -> float:
+        """On the machine that was asked for."""
+        return self.clock_s if self.emulated_s is None else self.emulated_s
+
+
+class OpenMode(Protocol):
+    """Knows nothing of prompts before."""
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written: ...
+
+    def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        """Yields for each token after the prompt what the mode would have chosen it from, with the keys and values that
+        it leaves behind: logits (vocab,), and the layers passed."""
+        ...
+
+
+Open = Callable[[Variant], AbstractContextManager[OpenMode]]
+
+
+class EngineMode:
+    """An engine's. emulates: whether its clock is an emulated machine's."""
+
+    def __init__(self, engine: Engine, *, emulates: bool) -> None:
+        self._engine, self._emulates = engine, emulates
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written:
+        tokens, times_s = [], []
+        for token in self._engine.stream(list(prompt), params):
+            tokens.append(token)
+            times_s.append(time.perf_counter())
+        n_later, elapsed_s = len(tokens) - 1, tokens[-1].elapsed_s - tokens[0].elapsed_s
+        return Written(
+            token_ids=tuple(token.token_id for token in tokens),
+            text="".join(token.text for token in tokens),
+            clock_s=times_s[-1] - times_s[0] if self._emulates else elapsed_s,
+            emulated_s=elapsed_s if self._emulates else None,
+            depth_sum=self._depth_sum(n_later),
+            n_cpu_passes=self._cpu_passes(n_later),
+        )
+
+    def score(self, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        executor, exits = self._engine.executor, self._engine.exits
+        if exits is None:
+            return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does
+        return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
+
+    def _depth_sum(self, n_tokens: int) -> float:
+        exits = self._engine.exit_statistics
+        return self._engine.spec.n_layers * n_tokens if exits is None else exits.mean_depth * exits.n_tokens
+
+    def _cpu_passes(self, n_tokens: int) -> float:
+        """Over the CPU's layers, how often each was passed on average."""
+        engine = self._engine
+        parts = () if engine.plan is None else engine.plan.parts  # all are the CPU's where nothing was planned
+        layers = {part.layer for part in parts if part.layer is not None and part.decode_placement in ON_CPU}
+        exits, drafts = engine.exit_statistics, engine.draft_statistics
+        if parts and not layers:
+            return 0.0
+        if exits is not None:
+            return exits.n_tokens * fmean(map(exits.passes_per_token, layers))
+        return n_tokens if drafts is None else drafts.n_passes
