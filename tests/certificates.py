@@ -2,22 +2,22 @@
 
 import numpy as np
 
-from hetero_ee.speculation.exits.certificate import Certificate, levels_of
+from hetero_ee.speculation.exits.certificate import Certificate, level_confidence, levels_of
 
 KEY = "cd" * 32
 
 
-def some_certificate(n_prompts: int = 300, n_exit_layers: int = 3, seed: int = 0, digest: str = "") -> Certificate:
+def some_certificate(n_prompts: int = 300, n_exit_layers: int = 3, seed: int = 0, most_tokens: int = 64) -> Certificate:
     """Prompts of different difficulty; deeper exits are surer, and right as often as they are sure."""
     random = np.random.default_rng(seed)
-    n_tokens = random.integers(20, 65, n_prompts)
+    n_tokens = random.integers(most_tokens // 2, most_tokens + 1, n_prompts)
     ease = np.repeat(random.normal(2.0, 1.0, n_prompts), n_tokens)[:, None] + np.linspace(0.0, 2.0, n_exit_layers)
     chance = 1 / (1 + np.exp(-ease - random.normal(0.0, 1.5, ease.shape)))
     right = random.random(chance.shape) < chance
     judgements = 2 * levels_of(chance) + right.astype(np.uint8)
     lengths = random.integers(4, 33, n_prompts).astype(np.uint16)
     layers = tuple(range(1, n_exit_layers + 1))
-    return Certificate(KEY, digest, "fp16", "random prompts", layers, lengths, n_tokens.astype(np.uint16), judgements)
+    return Certificate(KEY, "", "fp16", "random prompts", layers, lengths, n_tokens.astype(np.uint16), judgements)
 
 
 def part_of(whole: Certificate, prompts: np.ndarray) -> Certificate:
@@ -31,8 +31,6 @@ def part_of(whole: Certificate, prompts: np.ndarray) -> Certificate:
 
 def mean_loss(whole: Certificate, exit_layers: tuple[int, ...], threshold: float) -> float:
     """The slow reference: token by token, what exits at the first of these layers and is wrong; the prompts' mean."""
-    from hetero_ee.speculation.exits.certificate import level_confidence
-
     losses, row = [], 0
     for n_tokens in whole.n_tokens.tolist():
         n_wrong = 0

@@ -18,12 +18,12 @@ from hetero_ee.config import Progress
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step, texts_of
-from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, levels_of
-from hetero_ee.speculation.opening import exit_end
+from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
@@ -67,7 +67,7 @@ class CertificateRun:
         self._executor, self._ending, self._calibration = executor, ending, calibration
         self._sampler = DraftSampler(PARAMS, ending)
         compiled = executor.weights.quantizer != UNQUANTIZED
-        self._ends: list[DraftEnd] = [exit_end(each, compiled=compiled) for each in calibration.exit_layers]
+        self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
         self._partial, self._clock, self._progress = partial, clock, progress
         self._save_every_s, self._saved_s = save_every_s, clock()
         self._n_prompts, self._started_s, self._is_told = 0, 0.0, False
@@ -76,7 +76,7 @@ class CertificateRun:
         """The same prompts in every run of the same identity. Raises UsageError, StoreError and DiskFullError."""
         kept = self._partial.load() if self._partial else {}
         group = int(kept.pop("group")[0]) if kept else 0
-        kept = kept or _arrays_of([], [], len(self._ends))
+        kept = kept or _arrays_of([], [], len(self._heads))
         self._n_prompts = n_prompts
         while (n_left := n_prompts - len(kept[N_TOKENS])) > 0:
             self._started_s = self._clock()
@@ -90,9 +90,10 @@ class CertificateRun:
                 self._partial.save(kept | {"group": np.array([group])})
                 self._saved_s = self._clock()
         prompt_lengths, n_tokens = (kept[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
-        exit_layers = tuple(each.exit_layer for each in self._calibration.exit_layers)
         kv_type, digest = kv_type_of(self._executor), self._calibration.exits_digest
-        return Certificate(key, digest, kv_type, description, exit_layers, prompt_lengths, n_tokens, kept[JUDGEMENTS])
+        return Certificate(
+            key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, kept[JUDGEMENTS]
+        )
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
         """A group's tokens; those of a text that ends early are fewer."""
@@ -100,7 +101,7 @@ class CertificateRun:
         rows: list[list[NDArray[np.uint8]]] = [[] for _ in texts]
         for _ in in_own_sequences(self._executor, texts, self._tokens(texts, rows, n_before)):
             pass
-        return _arrays_of(prompts, rows, len(self._ends))
+        return _arrays_of(prompts, rows, len(self._heads))
 
     def _tokens(
         self, texts: list[Text], rows: list[list[NDArray[np.uint8]]], n_before: int
@@ -111,7 +112,7 @@ class CertificateRun:
             yield step(text, logits, PARAMS, self._ending, 0.0)
         while active := [text for text in texts if not text.finished]:
             tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in active]
-            drafts = np.array([self._drafted(tokens, active, each) for each in range(len(self._ends))])
+            drafts = np.array([self._drafted(tokens, active, exit_layer) for exit_layer in self._heads])
             final = advance(executor, tokens, executor.spec.n_layers)
             assert final is not None, "a model has a layer"
             levels = levels_of(drafts[:, :, 1])
@@ -122,12 +123,12 @@ class CertificateRun:
             n_steps += 1
             self._tell(n_before, len(texts), n_steps)
 
-    def _drafted(self, tokens: list[WaitingToken], texts: list[Text], index: int) -> list[Drafted]:
+    def _drafted(self, tokens: list[WaitingToken], texts: list[Text], exit_layer: int) -> list[Drafted]:
         """What these texts' last tokens would give out at an exit layer."""
-        hidden = advance(self._executor, tokens, self._calibration.exit_layers[index].exit_layer)
+        hidden = advance(self._executor, tokens, exit_layer)
         assert hidden is not None, "an exit layer is after the embedding"
         rows = [(text, text.token_ids) for text in texts]
-        return self._sampler.drafted(self._executor, hidden, self._ends[index], rows)
+        return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
 
     def _tell(self, n_before: int, n_together: int, n_steps: int) -> None:
         """How far it is; and, once the first steps were timed, how long all takes."""

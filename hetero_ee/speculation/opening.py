@@ -148,11 +148,11 @@ def _exits(
         times = step_times(opened.executor.spec, profile, plan, map_ranks=ranks)
         rule = MarginalRule(times.draft_s(plan.exit_layer), partial(times.verify_s, plan.exit_layer))
         async_layers = times.layers_ahead(plan.exit_layer)
-    end = exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
+    end = _exit_end(fitted, compiled=opened.executor.weights.quantizer != UNQUANTIZED)
     return Drafting(plan.exit_layer, plan.draft_length, rule, end, (), warn, switch, async_layers)
 
 
-def exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
+def _exit_end(fitted: FittedExitLayer, *, compiled: bool) -> DraftEnd:
     """compiled: the model runs on kernels, which multiply with tiles."""
     exit_map = fitted.exit_map
     state_map = None if exit_map is None else exit_map.packed(compiled=compiled)

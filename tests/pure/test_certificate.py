@@ -22,7 +22,7 @@ from tests.certificates import mean_loss, part_of, some_certificate
 
 N_SPLITS = 200
 RISKS = (0.01, 0.02, 0.05)
-SETS = ((1,), (2,), (3,), (1, 3), (1, 2, 3))
+SETS = ((1,), (3,), (1, 2, 3))
 
 
 @pytest.mark.parametrize("exit_layers", SETS)
@@ -44,23 +44,23 @@ def test_share_loss_and_threshold_are_those_of_single_tokens(exit_layers: tuple[
 @pytest.mark.parametrize("risk", RISKS)
 def test_the_promise_holds_over_draws_of_prompts(risk: float) -> None:
     """Prompts of 20,000, drawn 200 times: that any set of exit layers breaks its promise is rarer than delta."""
-    population = some_certificate(20_000, seed=5)
+    population = some_certificate(20_000, seed=5, most_tokens=12)
     random = np.random.default_rng(6)
-    true_risk = {(s, level): mean_by_level(population, s)[level] for s in SETS for level in range(N_LEVELS)}
+    true_risk = {each: mean_by_level(population, each) for each in SETS}
     broken, shares = 0, []
     for _ in range(N_SPLITS):
         drawn = part_of(population, random.choice(20_000, 1500, replace=True))
         found = [drawn.certified_exit(each, risk) for each in SETS]
         levels = [int(levels_of(np.array([min(1.0, each.threshold)]))[0]) for each in found]
-        broken += any(true_risk[each] > risk for each in zip(SETS, levels, strict=True))
-        shares.append(sum(found[2].shares))
+        broken += any(true_risk[s][level] > risk for s, level in zip(SETS, levels, strict=True))
+        shares.append(sum(found[1].shares))
     assert broken <= DELTA * N_SPLITS
     assert np.mean(shares) > 0.05 or risk < 0.02  # and not by letting nothing exit
 
 
 def mean_by_level(population: Certificate, exit_layers: tuple[int, ...]) -> np.ndarray:
     wrong, _ = population._by_level([population.exit_layers.index(each) for each in exit_layers])
-    return np.asarray((wrong / population.n_tokens[:, None]).mean(0))
+    return np.asarray((wrong / population.n_tokens).mean(1))
 
 
 @pytest.mark.parametrize("mean", [0.002, 0.05])
@@ -89,7 +89,7 @@ def test_it_is_tighter_than_hoeffding_and_bentkus_for_shares_of_a_text() -> None
     risk, n = 0.05, 1500
     divergence = sum(a * math.log(a / b) for a, b in ((losses.mean(), risk), (1 - losses.mean(), 1 - risk)))
     bentkus = math.e * binom.cdf(math.ceil(n * losses.mean()), n, risk)
-    assert -log_purse(losses[:, None], risk)[0] < math.log(min(math.exp(-n * divergence), bentkus)) - 5
+    assert -log_purse(losses, risk) < math.log(min(math.exp(-n * divergence), bentkus)) - 5
 
 
 def test_the_purse_does_not_depend_on_the_prompts_order() -> None:
@@ -130,7 +130,7 @@ def known(whole: Certificate) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("risk", [0, 1, -0.1, 1.5, math.nan, math.inf, True, "0.05", None])
 def test_a_risk_out_of_range_is_refused(risk: Any) -> None:
-    with pytest.raises(UsageError, match="risk is .*; expected a number between 0 and 1"):
+    with pytest.raises(UsageError, match=r"risk is .*; expected a number between 0 and 1"):
         some_certificate().certified_exit((1,), risk)
 
 
@@ -164,5 +164,5 @@ def test_other_keys_and_values_are_refused() -> None:
 @pytest.mark.parametrize("layers", [(), (0, 1, 2), (1, 3, 2), (1, 2)])
 def test_a_record_that_does_not_fit_together_is_refused(layers: tuple[int, ...]) -> None:
     whole = some_certificate()
-    with pytest.raises(ValueError, match="judgements|ascend"):
+    with pytest.raises(ValueError, match=r"judgements|ascend"):
         Certificate(*known(whole)[:4], layers, *known(whole)[5:], whole.judgements)

@@ -96,16 +96,16 @@ class Certificate:
         level_delta = delta / 2 ** len(chosen) / math.comb(len(self.exit_layers), len(chosen))
         self._check_risk(risk, level_delta)
         wrong, exits = self._by_level(chosen)
-        losses = wrong[:, :0:-1] / np.maximum(self.n_tokens, 1)[:, None]  # strict to loose, without level 0
-        passes = log_purse(losses, risk) >= -math.log(level_delta)
-        n_passed = int(passes.argmin()) if not passes.all() else len(passes)
-        if not n_passed:
+        n_tokens, level = np.maximum(self.n_tokens, 1), N_LEVELS
+        while level > 1 and log_purse(wrong[level - 1] / n_tokens, risk) >= -math.log(level_delta):
+            level -= 1
+        if level == N_LEVELS:
             nothing = (0.0,) * len(chosen)
             return CertifiedExit(tuple(exit_layers), risk, delta, NO_EXIT, nothing, 0.0, 0.0)
-        own, level = losses[:, n_passed - 1], N_LEVELS - n_passed
         shares = tuple((exits[:, level] / len(self.judgements)).tolist())
-        bound = risk_bound(own, level_delta)
-        return CertifiedExit(tuple(exit_layers), risk, delta, level_confidence(level), shares, float(own.mean()), bound)
+        losses = wrong[level] / n_tokens
+        realised, bound = float(losses.mean()), risk_bound(losses, level_delta)
+        return CertifiedExit(tuple(exit_layers), risk, delta, level_confidence(level), shares, realised, bound)
 
     def _checked(self, exit_layers: Sequence[int]) -> list[int]:
         """Their columns."""
@@ -127,24 +127,24 @@ class Certificate:
             )
 
     def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Were the threshold at each level: wrong exits of each prompt (n_prompts, N_LEVELS), and all exits at each
+        """Were the threshold at each level: wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at each
         exit layer (n_columns, N_LEVELS).
 
         A token exits at an exit layer for the levels above all that it has reached before, up to the one it has there.
         """
         prompts = np.repeat(np.arange(self.n_prompts), self.n_tokens)
-        wrong = np.zeros((self.n_prompts, N_LEVELS + 1), np.int64)
-        exits = np.zeros((len(columns), N_LEVELS + 1), np.int64)
+        wrong = np.zeros((N_LEVELS, self.n_prompts), np.int64)
+        exits = np.zeros((len(columns), N_LEVELS), np.int64)
         before = np.zeros(len(prompts), np.int64)
         for row, column in enumerate(columns):
-            level, is_wrong = (self.judgements[:, column] >> 1).astype(np.int64), self.judgements[:, column] % 2 == 0
-            level = np.maximum(level, before)
+            judged = self.judgements[:, column]
+            level, is_wrong = np.maximum(judged >> 1, before), judged % 2 == 0
             for ends, sign in ((level, 1), (before, -1)):
-                exits[row] += sign * np.bincount(ends, minlength=N_LEVELS + 1)
-                places = (prompts * (N_LEVELS + 1) + ends)[is_wrong]
+                exits[row] += sign * np.bincount(ends, minlength=N_LEVELS)
+                places = (ends * self.n_prompts + prompts)[is_wrong]
                 wrong += sign * np.bincount(places, minlength=wrong.size).reshape(wrong.shape)
             before = level
-        return tuple(each[:, ::-1].cumsum(1)[:, ::-1][:, :N_LEVELS] for each in (wrong, exits))  # type: ignore[return-value]
+        return wrong[::-1].cumsum(0)[::-1], exits[:, ::-1].cumsum(1)[:, ::-1]
 
 
 def check_risk(risk: object) -> None:

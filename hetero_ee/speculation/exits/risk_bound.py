@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 STAKES = (1.0, 0.5, 0.25, 0.125)  # of the most that can't be lost all at once
-BISECTIONS = 40
+BISECTIONS = 24  # to 6e-8
 
 
-def log_purse(losses: NDArray[np.float64], risk: float) -> NDArray[np.float64]:
-    """(n, k) losses, 0 to 1 -> (k,): the log of what a purse of 1 becomes where `risk`, 0 < risk < 1, bounds the mean.
-    Grows with the risk."""
-    gains = (risk - losses) / (1 - risk)
+def log_purse(losses: NDArray[np.float64], risk: float) -> float:
+    """(n,) losses, 0 to 1: the log of what a purse of 1 becomes that stakes on a mean below `risk`, 0 < risk < 1. Grows
+    with the risk."""
+    values, counts = np.unique(losses, return_counts=True)  # shares of some tens of tokens: there are few
+    gains = np.outer(STAKES, (risk - values) / (1 - risk))
     with np.errstate(divide="ignore"):  # a stake that is lost whole leaves nothing
-        purses = np.stack([np.log1p(stake * gains).sum(0) for stake in STAKES])
-    return np.asarray(np.logaddexp.reduce(purses) - math.log(len(STAKES)))
+        return float(np.logaddexp.reduce(np.log1p(gains) @ counts) - math.log(len(STAKES)))
 
 
 def risk_bound(losses: NDArray[np.float64], delta: float) -> float:
@@ -31,7 +31,7 @@ def risk_bound(losses: NDArray[np.float64], delta: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         risk = (low + high) / 2
-        if log_purse(losses[:, None], risk)[0] >= -math.log(delta):
+        if log_purse(losses, risk) >= -math.log(delta):
             high = risk
         else:
             low = risk
