@@ -314,18 +314,20 @@ class Engine:
         texts: Sequence[str] | None = None,
         tokens: int | None = None,
         force: bool | None = None,
+        certify: bool | None = None,
     ) -> CalibrationOutcome:
         """Measures and fits this model's early exits and writes the calibration beside its store.
 
         One that is there already is returned as it is. Else takes minutes; interrupted, it is gone on with at the next
         call. This engine goes on as it was opened; the next one drafts with it where that is faster.
         texts: to calibrate on, None for the model's own. tokens: of them. force: True calibrates whatever is there.
+        certify: True certifies the exits too, for mode "certified", unless that was done already.
         These are fields of a request, and change one that is given.
 
         Raises UsageError for what can't be asked for, for too little text and for fp32 weights, ModelError for a model
         that writes no text of its own, StoreError and DiskFullError.
         """
-        request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force)
+        request = CalibrationRequest.of(request, texts=texts, n_tokens=tokens, force=force, certify=certify)
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {shown(progress)}; expected a function of (stage, done, in all).")
         if self.calibrations is None:

@@ -1,4 +1,4 @@
-"""A calibration from text to its folder beside the store."""
+"""A calibration from text to its folder beside the store, and the certificate of its exits."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,18 +8,32 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from hetero_ee.calibration.certificate_file import MAX_PROMPTS, write_certificate
+from hetero_ee.calibration.certify import (
+    GROUP_PROMPTS,
+    N_PROMPTS,
+    CertificateRun,
+    PromptSource,
+    certificate_identity,
+    kv_type_of,
+)
 from hetero_ee.calibration.file import write_calibration
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings, run_identity
+from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.tensor_files import PartialCalibration
 from hetero_ee.calibration.texts import (
     DEFAULT_TOKENS,
     MIN_CHUNKS,
     MIN_TOKENS,
+    chunk_tokens,
     chunks_identity,
+    own_prompts,
     own_text_identity,
     own_writer,
+    prompt_tokens,
     text_chunks,
+    text_prompts,
 )
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
@@ -27,8 +41,9 @@ from hetero_ee.errors import ModelError, StoreError, UsageError, shown
 from hetero_ee.planning.limits import is_whole
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.store.calibration_files import JSON_FILE, PARTIAL_SUFFIX
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_PARTIAL_SUFFIX, JSON_FILE, PARTIAL_SUFFIX
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
 
 MAX_TOKENS = 10**7
@@ -45,6 +60,8 @@ class CalibrationRequest:
     description: str = "text"  # of the texts, for people
     settings: CalibrationSettings = field(default_factory=CalibrationSettings)
     force: bool = False  # even where there is a calibration already
+    certify: bool = False  # a certificate of its exits too
+    n_prompts: int = N_PROMPTS  # to certify on
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
@@ -57,8 +74,11 @@ class CalibrationRequest:
             raise UsageError(f"description is {shown(self.description)}; expected a string.")
         if not isinstance(self.settings, CalibrationSettings):
             raise UsageError(f"settings is {shown(self.settings)}; expected CalibrationSettings(...).")
-        if not isinstance(self.force, bool):
-            raise UsageError(f"force is {shown(self.force)}; expected True or False.")
+        if not is_whole(self.n_prompts, 1, MAX_PROMPTS):
+            raise UsageError(f"n_prompts is {shown(self.n_prompts)}; expected 1 to {MAX_PROMPTS}.")
+        for name in ("force", "certify"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {shown(getattr(self, name))}; expected True or False.")
 
     @classmethod
     def of(cls, request: object, **changes: Any) -> "CalibrationRequest":
@@ -76,6 +96,7 @@ class CalibrationOutcome:
     folder: Path
     seconds: float  # without what an interrupted run had done before; 0 where it was found
     is_new: bool = True  # else it was there already
+    certificate: Certificate | None = None  # where one was asked for
 
     @property
     def date(self) -> str:
@@ -109,28 +130,92 @@ def calibrate(
     """
     if executor.spec.n_layers < 2:
         raise ModelError("a model with one layer has none to exit from; there is nothing to calibrate.")
-    start_s, files, folder = clock(), files or FileSystem(), place.folder
-    n_tokens, context_tokens = request.n_tokens, ending.context_tokens
-    with store_lock(folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        if not request.force and (found := _usable(place, request, progress)) is not None:
-            return found
-        key = place.key
+    job = _Job(executor, tokenizer, ending, place, request, progress, clock, files or FileSystem())
+    with store_lock(place.folder, job.files, lambda: progress(WAITING, 0, 0) if progress else None):
+        outcome = None if request.force else _usable(place, request, progress)
+        outcome = outcome or job.calibrated()
+        return replace(outcome, certificate=job.certified(outcome.calibration)) if request.certify else outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one call works with, alone at this store."""
+
+    executor: Executor
+    tokenizer: Tokenizer
+    ending: Ending
+    place: CalibrationPlace
+    request: CalibrationRequest
+    progress: Progress | None
+    clock: Callable[[], float]
+    files: FileSystem
+
+    def calibrated(self) -> CalibrationOutcome:
+        """Made and written."""
+        start_s, request, folder, key = self.clock(), self.request, self.place.folder, self.place.key
+        n_tokens, context_tokens = request.n_tokens, self.ending.context_tokens
         if request.texts is None:
-            chunks, identity = None, own_text_identity(tokenizer, n_tokens, context_tokens)
+            chunks, identity = None, own_text_identity(self.tokenizer, n_tokens, context_tokens)
         else:
-            chunks = text_chunks(tokenizer, request.texts, n_tokens, context_tokens)
+            chunks = text_chunks(self.tokenizer, request.texts, n_tokens, context_tokens)
             identity = chunks_identity(chunks)
-        partial_file = folder.with_name(folder.name + PARTIAL_SUFFIX)
-        partial = PartialCalibration(partial_file, run_identity(key, identity, request.settings), files)
+        partial = self._partial(PARTIAL_SUFFIX, run_identity(key, identity, request.settings))
         with _resumable(partial, folder):
-            run = CalibrationRun(executor, request.settings, partial, clock, progress)
+            run = CalibrationRun(self.executor, request.settings, partial, self.clock, self.progress)
             if chunks is None:
-                chunks = run.written(own_writer(executor, tokenizer, ending, n_tokens, clock), n_tokens)
+                write = self._writer(chunk_tokens(context_tokens, n_tokens))
+                chunks = run.written(write, n_tokens)
                 _require_enough(len(chunks))
-            calibration = run.calibrate(chunks, OWN_TEXT if request.texts is None else request.description)
-        write_calibration(calibration, key, folder, files)
+            calibration = run.calibrate(chunks, self._description)
+        write_calibration(calibration, key, folder, self.files)
         partial.remove()
-    return CalibrationOutcome(calibration, folder, clock() - start_s)
+        return CalibrationOutcome(calibration, folder, self.clock() - start_s)
+
+    def certified(self, calibration: Calibration) -> Certificate:
+        """The certificate that is there, or one made and written now."""
+        if not self.request.force and (found := self._usable_certificate(calibration)) is not None:
+            return found
+        key, n_prompts, folder = self.place.key, self.request.n_prompts, self.place.folder
+        prompts_of, prompts_identity = self._prompts()
+        of = key, calibration.exits_digest, kv_type_of(self.executor), prompts_identity, n_prompts
+        partial = self._partial(CERTIFICATE_PARTIAL_SUFFIX, certificate_identity(*of))
+        with _resumable(partial, folder):
+            pause_s = self.request.settings.save_every_s
+            run = CertificateRun(self.executor, self.ending, calibration, partial, self.clock, self.progress, pause_s)
+            certificate = run.certify(prompts_of, n_prompts, key, self._description)
+        write_certificate(certificate, folder, self.files)
+        partial.remove()
+        return certificate
+
+    def _usable_certificate(self, calibration: Calibration) -> Certificate | None:
+        """What is there, can be read and is of the keys and values that this engine computes with."""
+        try:
+            found = self.place.certificate(calibration)
+            return found if found is None or found.kv_type == kv_type_of(self.executor) else None
+        except StoreError as error:
+            if self.progress:
+                self.progress(f"Certifying again: {error}", 0, 0)
+            return None
+
+    def _prompts(self) -> tuple[PromptSource, str]:
+        """Prompts by group, and what tells them from others."""
+        request, context_tokens = self.request, self.ending.context_tokens
+        if request.texts is None:
+            size = prompt_tokens(context_tokens)
+            return own_prompts(self._writer(size), self.ending), own_text_identity(self.tokenizer, size, context_tokens)
+        prompts = text_prompts(self.tokenizer, request.texts, request.n_prompts, context_tokens, request.n_tokens)
+        return lambda group: prompts[group * GROUP_PROMPTS :][:GROUP_PROMPTS], chunks_identity(prompts)
+
+    def _writer(self, size: int) -> Callable[[int], list[Chunk]]:
+        return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
+
+    def _partial(self, suffix: str, identity: str) -> PartialCalibration:
+        folder = self.place.folder
+        return PartialCalibration(folder.with_name(folder.name + suffix), identity, self.files)
+
+    @property
+    def _description(self) -> str:
+        return OWN_TEXT if self.request.texts is None else self.request.description
 
 
 def _usable(

@@ -10,15 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from hetero_ee.calibration.certificate_file import read_certificate
 from hetero_ee.calibration.file import read_calibration
 from hetero_ee.errors import CheckpointError, StoreError
 from hetero_ee.hub.config_file import read_config_file
 from hetero_ee.hub.regular_file import find_file, reason_of
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.weights.checkpoint import weight_files
 from hetero_ee.weights.quantization import Quantization
-from hetero_ee.weights.store.calibration_files import JSON_FILE, calibration_folder
+from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE, JSON_FILE, calibration_folder
 from hetero_ee.weights.store.conversion import cached_store
 from hetero_ee.weights.store.manifest import FORMAT_VERSION, Manifest, read_manifest
 from hetero_ee.weights.store.reader import is_store
@@ -60,11 +62,21 @@ class CalibrationPlace:
         Raises StoreError for one that is damaged, or of other weights.
         """
         where = self.where()
-        if where is None:
-            return None
-        if where == self.folder or self.checkpoint is None or self.quantization is None:
-            return read_calibration(where, self.spec, self.key)
-        return read_calibration(where, self.spec, checkpoint_key(self.checkpoint, self.quantization))
+        return None if where is None else read_calibration(where, self.spec, self._key_in(where))
+
+    def certificate(self, calibration: Calibration) -> Certificate | None:
+        """Of the calibration that `find` reads, None where there is none: made for this store, else shipped with both.
+
+        Raises StoreError for one that is damaged, or of other weights or exits.
+        """
+        folders = dict.fromkeys(each for each in (self.folder, self.where()) if each is not None)
+        where = next((each for each in folders if find_file(each, CERTIFICATE_FILE, StoreError)), None)
+        return None if where is None else read_certificate(where, calibration, self._key_in(where))
+
+    def _key_in(self, folder: Path) -> str:
+        if folder == self.folder or self.checkpoint is None or self.quantization is None:
+            return self.key
+        return checkpoint_key(self.checkpoint, self.quantization)
 
     def where(self) -> Path | None:
         """The folder of the calibration that `find` reads. Raises StoreError."""

@@ -59,12 +59,25 @@ def parsed_safetensors(data: bytes, types: Mapping[str, Any]) -> Arrays:
     return arrays
 
 
+def checksummed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """32 bytes of SHA-256, and the safetensors file that they are the checksum of."""
+    content = safetensors_bytes(arrays)
+    return hashlib.sha256(content).digest() + content
+
+
+def parsed_checksummed(data: bytes) -> Arrays:
+    """What `checksummed` was given. Raises ValueError."""
+    checksum, content = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() != checksum:
+        raise ValueError("it does not match its checksum")
+    return parsed_safetensors(content, PARTIAL_TYPES)
+
+
 class PartialCalibration:
     """What an unfinished run has measured, in one file, so that a killed one can be resumed.
 
-    The file is 32 bytes of SHA-256 and the safetensors file that they are the checksum of. It is replaced as a whole.
-    One of another run, by its hexadecimal `identity`, or damaged in any way counts as none. Raises StoreError,
-    DiskFullError.
+    The file is replaced as a whole. One of another run, by its hexadecimal `identity`, or damaged in any way counts as
+    none. Raises StoreError, DiskFullError.
     """
 
     def __init__(self, file: Path, identity: str, files: FileSystem) -> None:
@@ -81,11 +94,8 @@ class PartialCalibration:
         if file is None:
             return {}
         data = read_whole(file, MAX_PARTIAL_BYTES, "an unfinished calibration")
-        checksum, content = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-        if hashlib.sha256(content).digest() != checksum:
-            return {}
         try:
-            arrays = parsed_safetensors(content, PARTIAL_TYPES)
+            arrays = parsed_checksummed(data)
         except ValueError:
             return {}
         is_ours = np.array_equal(arrays.pop(IDENTITY, np.zeros(0)), self._identity)
@@ -93,9 +103,8 @@ class PartialCalibration:
 
     def save(self, arrays: Arrays) -> None:
         """Replaces what was saved before."""
-        content = safetensors_bytes(arrays | {IDENTITY: self._identity})
         with store_errors(self._file):
-            replace_file(self._file, hashlib.sha256(content).digest() + content, self._files)
+            replace_file(self._file, checksummed(arrays | {IDENTITY: self._identity}), self._files)
 
     def remove(self) -> None:
         """For when the calibration is complete."""

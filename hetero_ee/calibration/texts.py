@@ -3,6 +3,9 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+import numpy as np
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.decoding.full import generate
@@ -18,6 +21,8 @@ MIN_CHUNKS = 16  # four for each quarter of the split
 MIN_TOKENS = 512
 DEFAULT_TOKENS = 8192
 CHARACTERS_PER_TOKEN = 16  # more than any text has on average; what lies beyond is not read
+LEAST_PROMPT_TOKENS, MOST_PROMPT_TOKENS = 4, 32  # to certify on
+FIRST_PROMPTS_CALL = 10**6  # of own_writer, to certify on: no calibration comes to it
 N_TOGETHER = 16  # own texts written in one batch
 
 # What own texts begin with: many subjects and forms, a few words each, as the model is to continue by itself.
@@ -70,6 +75,54 @@ def text_chunks(tokenizer: Tokenizer, texts: Sequence[str], n_tokens: int, conte
     return chunks
 
 
+def text_prompts(
+    tokenizer: Tokenizer, texts: Sequence[str], n_prompts: int, context_tokens: int, n_fitted: int = 0
+) -> list[Chunk]:
+    """Prompts of 4 to 32 tokens to certify on: the beginnings of all texts, then what follows, piece by piece.
+
+    n_fitted: tokens that text_chunks takes; prompts begin behind them where that leaves enough. Raises UsageError.
+    """
+    begin, size = begin_tokens(tokenizer), prompt_tokens(context_tokens)
+    share = -(-n_fitted // max(1, len(texts)))
+    most = CHARACTERS_PER_TOKEN * (share + -(-n_prompts // max(1, len(texts))) * size)
+    encoded = [tokenizer.encode(text[:most], with_special_tokens=False) for text in texts if text]
+    pieces: list[list[int]] = []
+    for start in (share, 0):
+        of_texts = [[ids[first : first + size] for first in range(start, len(ids), size)] for ids in encoded]
+        rounds = zip_longest(*of_texts, fillvalue=[])
+        pieces = [piece for each in rounds for piece in each if len(piece) >= MIN_CHUNK_TOKENS]
+        if len(pieces) >= n_prompts:
+            return [shortened((*begin, *piece), number) for number, piece in enumerate(pieces[:n_prompts])]
+    raise UsageError(
+        f"the texts make {len(pieces)} prompts to certify on, {n_prompts} are needed; give {n_prompts * size} tokens."
+    )
+
+
+def own_prompts(write: Callable[[int], list[Chunk]], ending: Ending) -> Callable[[int], list[Chunk]]:
+    """A function that gives prompts of the model's own by group, sampled apart from the texts calibrated on.
+
+    write: own_writer's, of prompt_tokens tokens.
+    """
+
+    def prompts(group: int) -> list[Chunk]:
+        texts = write(FIRST_PROMPTS_CALL + group)
+        whole = (text[:-1] if text[-1] in ending.eos_token_ids else text for text in texts)
+        return [shortened(text, group * N_TOGETHER + number) for number, text in enumerate(whole)]
+
+    return prompts
+
+
+def prompt_tokens(context_tokens: int) -> int:
+    """Of the longest prompt to certify on."""
+    return min(MOST_PROMPT_TOKENS, context_tokens // 2)
+
+
+def shortened(tokens: Chunk, number: int) -> Chunk:
+    """A prompt of the tokens' beginning: prompts have many lengths, the same in every run."""
+    least = min(LEAST_PROMPT_TOKENS, len(tokens))
+    return tokens[: int(np.random.default_rng(number).integers(least, len(tokens) + 1))]
+
+
 def chunk_tokens(context_tokens: int, n_tokens: int) -> int:
     """Size of a chunk where there are n_tokens."""
     return max(MIN_CHUNK_TOKENS + 1, min(CHUNK_TOKENS, context_tokens, n_tokens // MIN_CHUNKS))
@@ -87,13 +140,12 @@ def own_text_identity(tokenizer: Tokenizer, n_tokens: int, context_tokens: int) 
 
 
 def own_writer(
-    executor: Executor, tokenizer: Tokenizer, ending: Ending, n_tokens: int, clock: Callable[[], float]
+    executor: Executor, tokenizer: Tokenizer, ending: Ending, size: int, clock: Callable[[], float]
 ) -> Callable[[int], list[Chunk]]:
-    """A function that writes N_TOGETHER own texts, greedy in call 0 and sampled in all others.
+    """A function that writes N_TOGETHER own texts of `size` tokens, greedy in call 0 and sampled in all others.
 
     Every call has noise of its own. One in which the model ends every text at once gives none.
     """
-    size = chunk_tokens(ending.context_tokens, n_tokens)
     prompts = [ids for opening in OPENINGS if 0 < len(ids := tokenizer.encode(opening)) < size - 1]
 
     def write(number: int) -> list[Chunk]:

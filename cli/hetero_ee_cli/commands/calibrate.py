@@ -1,7 +1,8 @@
 """`hetero-ee calibrate`: after how many layers a model's tokens are known, measured and kept."""
 
 import shlex
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +20,12 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
+    from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
 
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
+SHOWN_RISKS = (0.01, 0.02, 0.05)
 
 
 @with_options(without={"profile": "nothing is planned for it"})
@@ -37,6 +40,9 @@ def calibrate(
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens to calibrate on. [default: 8192]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Calibrate again even where a calibration is there.")] = False,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Certify the exits too, for mode certified: takes longer than the rest.")
+    ] = False,
     show: Annotated[bool, typer.Option("--show", help="Only show the calibration that is there.")] = False,
     plot: Annotated[
         Path | None,
@@ -47,11 +53,13 @@ def calibrate(
     """Measure and fit a model's early exits, keep the result next to its converted weights, and say what it gains.
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
-    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
+    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again. --certify then adds what mode certified promises by: at
+    least 1,500 prompts of text that nothing was fitted to go on at full depth, and every exit layer judges each token.
     """
     options = engine.arguments(model)
-    if show and (force or text or tokens is not None):
-        raise UsageError("--show only shows what is there; drop --force, --text and --tokens, or drop --show.")
+    if show and (force or certify or text or tokens is not None):
+        others = "--force, --certify, --text and --tokens"
+        raise UsageError(f"--show only shows what is there; drop {others}, or drop --show.")
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
@@ -62,12 +70,13 @@ def calibrate(
     if show:
         outcome = _existing(options)
     else:
-        request = _request(text, tokens, force=force)
+        request = _request(text, tokens, force=force, certify=certify)
         alone = options | {"profile": OFF}  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
     if not as_json:
         _print_table(outcome.calibration)
+        _print_certificate(outcome.certificate)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
     gain = None if show else _gain(options)
@@ -93,12 +102,13 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
     with stage_progress() as progress:
         cache = cache_folder()
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
-    found = found_calibration(CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer))
+    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer)
+    found = found_calibration(place)
     if found is None:
         model = options["model"]
         command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
-    return found
+    return replace(found, certificate=place.certificate(found.calibration))
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -124,10 +134,12 @@ def _closing_line(outcome: "CalibrationOutcome", *, show: bool) -> str:
     return f"[ {what} | {when} | {printable(str(outcome.folder))} ]"
 
 
-def _request(files: list[Path] | None, n_tokens: int | None, *, force: bool) -> "CalibrationRequest":
+def _request(files: list[Path] | None, n_tokens: int | None, *, force: bool, certify: bool) -> "CalibrationRequest":
     from hetero_ee.calibration.job import CalibrationRequest
 
-    changes: dict[str, Any] = {"force": force} | ({} if n_tokens is None else {"n_tokens": n_tokens})
+    changes: dict[str, Any] = {"force": force, "certify": certify} | (
+        {} if n_tokens is None else {"n_tokens": n_tokens}
+    )
     if not files:
         return CalibrationRequest(**changes)
     texts = tuple(read_text("text", None if str(file) == STANDARD_INPUT else file) for file in files)
@@ -155,8 +167,28 @@ def _row(each: "ExitLayerCalibration") -> str:
     return f"{each.exit_layer:8}  {metrics.agreement:9.3f}  {mapped}  {gate}"
 
 
+def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
+    """By risk, of each exit layer alone; none of a risk that so few prompts can't certify."""
+    found = {}
+    for risk in SHOWN_RISKS:
+        with suppress(UsageError):
+            found[risk] = [certificate.certified_exit([each], risk) for each in certificate.exit_layers]
+    return found
+
+
+def _print_certificate(certificate: "Certificate | None") -> None:
+    if certificate is None:
+        return
+    of = f"{certificate.n_prompts:,} prompts of {printable(certificate.text)}"
+    print(f"\ncertified on {of}: share of tokens that may exit at a risk of")
+    found = _certified(certificate)
+    print("exit layer" + "".join(f"  {risk:>6.0%}" for risk in found))
+    for row in zip(*found.values(), strict=True):
+        print(f"{row[0].exit_layers[0]:10}" + "".join(f"  {each.shares[0]:6.3f}" for each in row))
+
+
 def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | None") -> dict[str, Any]:
-    calibration = outcome.calibration
+    calibration, certificate = outcome.calibration, outcome.certificate
     exit_layers = [
         {
             "exit_layer": each.exit_layer,
@@ -177,5 +209,17 @@ def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | No
         "exit_layers": exit_layers,
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
+        "certificate": None if certificate is None else _certificate_document(certificate),
         "gain": None if gain is None else asdict(gain),
+    }
+
+
+def _certificate_document(certificate: "Certificate") -> dict[str, Any]:
+    risks = _certified(certificate)
+    return {
+        "text": certificate.text,
+        "kv_type": certificate.kv_type,
+        "n_prompts": certificate.n_prompts,
+        "n_tokens": len(certificate.judgements),
+        "exits": [asdict(each) for found in risks.values() for each in found],
     }

@@ -1,5 +1,6 @@
 """Calibration: what was measured of a model's early exits, and what was fitted to it."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -135,6 +136,18 @@ class Calibration:
         """(n_layers, ffn_size): share of tokens at which each FFN neuron is active."""
         names = (f"layers.{layer}.ffn.{FREQUENCY}" for layer in range(self.n_layers))
         return np.stack([self.activations[name] for name in names])
+
+    @property
+    def exits_digest(self) -> str:
+        """Of the maps and predictors: tells exits apart that choose or judge otherwise."""
+        found = hashlib.sha256()
+        for each in self.exit_layers:
+            exit_map, predictor = each.exit_map, each.predictor
+            parts = () if exit_map is None else (exit_map.down, exit_map.up, exit_map.bias)
+            arrays = [part.numpy() for part in parts if part is not None]
+            for array in (*arrays, predictor.first, predictor.first_bias, predictor.second, predictor.second_bias):
+                found.update(f"{each.exit_layer} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     def statistics(self) -> ExitStatistics:
         """What the planner needs. Every token passes every layer in the end, so that no layer is saved."""

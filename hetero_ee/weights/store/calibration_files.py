@@ -8,7 +8,8 @@ from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, ho
 
 FOLDER_SUFFIX, REPLACED_SUFFIX = ".calibration", ".old"
 PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
-JSON_FILE, TENSORS_FILE = "calibration.json", "calibration.safetensors"
+CERTIFICATE_PARTIAL_SUFFIX = ".certificate" + PARTIAL_SUFFIX
+JSON_FILE, TENSORS_FILE, CERTIFICATE_FILE = "calibration.json", "calibration.safetensors", "certificate.bin"
 
 
 def calibration_folder(store: Path) -> Path:
@@ -30,15 +31,16 @@ def is_calibrations(path: Path) -> bool:
 
 
 def remove_calibration(store: Path, files: FileSystem) -> None:
-    """Removes the store's calibration, and what was left of broken off ones, where anything is there.
+    """Removes the store's calibration with its certificate, and what was left of broken off ones, if anything is there.
 
     Its lock file stays, as a store's does: another process may wait at it.
     Raises StoreError, and removes nothing, where a folder holds more than that or one is being written.
     """
     folder = calibration_folder(store)
     folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
-    singles = [partial, partial.with_name(partial.name + UNFINISHED_SUFFIX)]
+    partials = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX)]
+    singles = [folder.with_name(name + end) for name in partials for end in ("", UNFINISHED_SUFFIX)]
+    certificates = CERTIFICATE_FILE, CERTIFICATE_FILE + UNFINISHED_SUFFIX
     if not any(map(os.path.lexists, [*folders, *singles])):
         return
 
@@ -48,7 +50,7 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
     with store_lock(folder, files, refuse), store_errors(folder):
         folders, singles = (list(filter(os.path.lexists, found)) for found in (folders, singles))
         for found in folders:
-            if not holds_only(found, (JSON_FILE, TENSORS_FILE)):
+            if not holds_only(found, (JSON_FILE, TENSORS_FILE, *certificates)):
                 raise StoreError(f"{found} holds more than a calibration; remove it by hand.")
         for found in singles:
             files.remove_file(found)

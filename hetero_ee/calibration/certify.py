@@ -1,0 +1,154 @@
+"""Certifying exits: prompts go on greedily at full depth, and every exit layer judges each of their tokens on the way.
+
+What judges is what will at decode time: the exit's map, head and predictor on the executor's own states, at full-depth
+keys and values, as lazy ones are. The result depends on model, exits, prompts and type of keys and values alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
+from hetero_ee.config import Progress
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step, texts_of
+from hetero_ee.runtime.drafted import Drafted
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
+from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.exits.certificate import Certificate, levels_of
+from hetero_ee.speculation.policies.exit_head import exit_heads
+from hetero_ee.speculation.waiting import WaitingToken, advance
+from hetero_ee.weights.model_weights import UNQUANTIZED
+
+ALGORITHM_VERSION = 1  # of all that decides the bytes; runs of other versions are not resumed
+N_PROMPTS = 1500
+TOKENS_A_PROMPT = 64  # judged; the token before them is the prompt's pass's
+GROUP_PROMPTS = 32  # prompts that share passes
+CERTIFYING = "Certifying"
+N_TIMED = 3  # steps, before it is said how long all take
+PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
+JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens"
+
+PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group; none where they are at an end
+
+
+def kv_type_of(executor: Executor) -> str:
+    """Of the keys and values that it computes with."""
+    plan = getattr(executor, "plan", None)
+    return cast(HostExecutor, executor).cache.kind if plan is None else str(plan.kv_type)
+
+
+def certificate_identity(key: str, exits_digest: str, kv_type: str, prompts_identity: str, n_prompts: int) -> str:
+    """Tells runs apart that give other bytes."""
+    values = [ALGORITHM_VERSION, key, exits_digest, kv_type, prompts_identity, n_prompts]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+class CertificateRun:
+    """partial: where what was done is kept, None to keep nothing. save_every_s: at least, between two saves."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ending: Ending,
+        calibration: Calibration,
+        partial: PartialCalibration | None,
+        clock: Callable[[], float],
+        progress: Progress | None = None,
+        save_every_s: float = 5.0,
+    ) -> None:
+        self._executor, self._ending, self._calibration = executor, ending, calibration
+        self._sampler = DraftSampler(PARAMS, ending)
+        compiled = executor.weights.quantizer != UNQUANTIZED
+        self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
+        self._partial, self._clock, self._progress = partial, clock, progress
+        self._save_every_s, self._saved_s = save_every_s, clock()
+        self._n_prompts, self._started_s, self._is_told = 0, 0.0, False
+
+    def certify(self, prompts_of: PromptSource, n_prompts: int, key: str, description: str) -> Certificate:
+        """The same prompts in every run of the same identity. Raises UsageError, StoreError and DiskFullError."""
+        kept = self._partial.load() if self._partial else {}
+        group = int(kept.pop("group")[0]) if kept else 0
+        kept = kept or _arrays_of([], [], len(self._heads))
+        self._n_prompts = n_prompts
+        while (n_left := n_prompts - len(kept[N_TOKENS])) > 0:
+            self._started_s = self._clock()
+            prompts = list(prompts_of(group))[:n_left]
+            if not prompts:
+                break
+            found = self._judged(prompts, n_prompts - n_left)
+            kept = {name: np.concatenate([array, found[name]]) for name, array in kept.items()}
+            group += 1
+            if self._partial is not None and self._clock() - self._saved_s >= self._save_every_s:
+                self._partial.save(kept | {"group": np.array([group])})
+                self._saved_s = self._clock()
+        prompt_lengths, n_tokens = (kept[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
+        kv_type, digest = kv_type_of(self._executor), self._calibration.exits_digest
+        return Certificate(
+            key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, kept[JUDGEMENTS]
+        )
+
+    def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
+        """A group's tokens; those of a text that ends early are fewer."""
+        texts = texts_of([list(prompt) for prompt in prompts], PARAMS, lambda ids: "", self._ending)
+        rows: list[list[NDArray[np.uint8]]] = [[] for _ in texts]
+        for _ in in_own_sequences(self._executor, texts, self._tokens(texts, rows, n_before)):
+            pass
+        return _arrays_of(prompts, rows, len(self._heads))
+
+    def _tokens(
+        self, texts: list[Text], rows: list[list[NDArray[np.uint8]]], n_before: int
+    ) -> Iterator[GeneratedToken]:
+        """The full model's greedy tokens; rows: take how the exit layers judged each, by text."""
+        executor, n_steps = self._executor, 0
+        for text, logits in [(text, prefill(executor, text)) for text in texts]:
+            yield step(text, logits, PARAMS, self._ending, 0.0)
+        while active := [text for text in texts if not text.finished]:
+            tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in active]
+            drafts = np.array([self._drafted(tokens, active, exit_layer) for exit_layer in self._heads])
+            final = advance(executor, tokens, executor.spec.n_layers)
+            assert final is not None, "a model has a layer"
+            levels = levels_of(drafts[:, :, 1])
+            for row, (text, logits) in enumerate(zip(active, executor.to_logits(final), strict=True)):
+                token = step(text, logits, PARAMS, self._ending, 0.0)
+                rows[text.sequence].append(2 * levels[:, row] + (drafts[:, row, 0] == token.token_id))
+                yield token
+            n_steps += 1
+            self._tell(n_before, len(texts), n_steps)
+
+    def _drafted(self, tokens: list[WaitingToken], texts: list[Text], exit_layer: int) -> list[Drafted]:
+        """What these texts' last tokens would give out at an exit layer."""
+        hidden = advance(self._executor, tokens, exit_layer)
+        assert hidden is not None, "an exit layer is after the embedding"
+        rows = [(text, text.token_ids) for text in texts]
+        return self._sampler.drafted(self._executor, hidden, self._heads[exit_layer].end, rows, is_verified=False)
+
+    def _tell(self, n_before: int, n_together: int, n_steps: int) -> None:
+        """How far it is; and, once the first steps were timed, how long all takes."""
+        if self._progress is None:
+            return
+        if n_steps == N_TIMED and not self._is_told:
+            self._is_told = True
+            seconds = (self._clock() - self._started_s) * TOKENS_A_PROMPT / N_TIMED
+            minutes = max(1, round(seconds * (self._n_prompts - n_before) / n_together / 60))
+            of = f"{self._n_prompts - n_before:,} prompts with {TOKENS_A_PROMPT} tokens each"
+            self._progress(f"Certifying {of} takes about {minutes} min; interrupted, it goes on at the next call", 0, 0)
+        n_done = n_before * TOKENS_A_PROMPT + n_steps * n_together
+        self._progress(CERTIFYING, n_done, self._n_prompts * TOKENS_A_PROMPT)
+
+
+def _arrays_of(prompts: Sequence[Chunk], rows: Sequence[Sequence[NDArray[np.uint8]]], n_exit_layers: int) -> Arrays:
+    """As they are kept: rows of all prompts, one after the other."""
+    judged = [row for of_prompt in rows for row in of_prompt]
+    return {
+        JUDGEMENTS: np.array(judged, np.uint8).reshape(-1, n_exit_layers),
+        PROMPT_LENGTHS: np.array([len(prompt) for prompt in prompts], np.int64),
+        N_TOKENS: np.array([len(of_prompt) for of_prompt in rows], np.int64),
+    }

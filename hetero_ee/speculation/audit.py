@@ -1,0 +1,51 @@
+"""ExitAudit: whether exits in use differ from the full model's choice more often than was certified.
+
+A running test by betting (Ville's inequality; Ramdas et al., arXiv 2210.01948): purses stake on an audited exit to
+differ, at odds by which none gains on average while exits differ with chance `most`, whatever came before. That their
+mean ever becomes 1 / FALSE_ALARM then has a chance of FALSE_ALARM at most, however long it runs and whenever it is
+looked at. Exits of one text are not independent; audited ones are few and so far apart that a text has one or two.
+"""
+
+import hashlib
+import math
+import struct
+
+from hetero_ee.errors import UsageError, shown
+
+FALSE_ALARM = 0.01
+AUDITED_SHARE = 0.02
+STAKES = (0.5, 0.25, 0.125, 0.0625)  # of the most that an exit that does not differ may cost a purse
+
+
+class ExitAudit:
+    """most: the share of exits that may differ, as the risk over the share of tokens that exit; above 1 all may."""
+
+    def __init__(self, most: float) -> None:
+        if not most > 0:  # false for NaN too
+            raise UsageError(f"the share of exits that may differ is {shown(most)}; expected a number above 0.")
+        self._most = min(1.0, most)
+        self._log_purses = [0.0 for _ in STAKES]
+        self._log_best = 0.0
+        self.n_audited = self.n_different = 0
+
+    def observe(self, differs: bool) -> None:
+        """An audited exit: whether the full model chose otherwise."""
+        self.n_audited += 1
+        self.n_different += differs
+        for place, stake in enumerate(STAKES):
+            gain = stake * (1 - self._most) / self._most if differs else -stake
+            self._log_purses[place] += math.log1p(gain)
+        top = max(self._log_purses)
+        mean = math.log(sum(math.exp(each - top) for each in self._log_purses) / len(STAKES)) + top
+        self._log_best = max(self._log_best, mean)
+
+    @property
+    def is_breached(self) -> bool:
+        """Whether exits were found to differ too often; stays so."""
+        return self._log_best >= -math.log(FALSE_ALARM)
+
+
+def is_audited(seed: int, sequence: int, position: int, share: float = AUDITED_SHARE) -> bool:
+    """Whether the exit at this position is one of those looked at: drawn by hash, the same in every run."""
+    data = struct.pack("<3Q", *(each % 2**64 for each in (seed, sequence, position)))
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") < share * 2**64

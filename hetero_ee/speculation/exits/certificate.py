@@ -1,0 +1,162 @@
+"""Certificate: what exits of prompts never fitted to would have given out, and which thresholds that allows.
+
+Unit: the prompt, as tokens of one text depend on each other. A prompt's loss is the share of its judged tokens that
+exit and are not the full model's choice, along the full model's own text. `certified_exit` finds the least confidence
+at which tokens may exit so that, with confidence 1 - delta over the draw of these prompts, the mean loss of prompts
+drawn alike is at most `risk`.
+
+Why that holds (learn then test, Angelopoulos et al., arXiv 2110.01052): for one set of exit layers the thresholds are
+tested in an order fixed beforehand, strict to loose, each by a valid test of level delta_S (risk_bound.py), up to the
+first that is not rejected. The first threshold on this way whose mean loss is above the risk is passed with chance
+delta_S at most, and none behind it is reached otherwise. Any set may be asked for, and the choice among them may depend
+on all that the certificate says: the levels delta_S = delta / 2^|S| / C(n_exit_layers, |S|) add up to less than delta
+over all sets, so that the chance that any of them fails is below delta (Bonferroni). A single exit layer thus pays
+log(2 n_exit_layers) nats, whatever else could have been asked for. One risk is promised at a time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.speculation.exits.calibration import NO_EXIT
+from hetero_ee.speculation.exits.risk_bound import log_purse, risk_bound
+
+DELTA = 0.05
+N_LEVELS = 128
+LEVELS_A_HALVING = 8  # of the doubt 1 - confidence: the last level begins at 1 - 1.7e-5
+WAY_OUT = "run hetero-ee calibrate --certify"
+
+
+def level_confidence(level: int) -> float:
+    """The least confidence of a level; of 0, where nothing exits, 0."""
+    return float(1 - 2.0 ** (-level / LEVELS_A_HALVING))
+
+
+def levels_of(confidences: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Of each confidence the last level that it reaches; 0 for NaN."""
+    least = [level_confidence(level) for level in range(N_LEVELS)]
+    found = np.searchsorted(least, confidences, side="right") - 1
+    return np.where(np.isnan(confidences), 0, np.maximum(found, 0)).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedExit:
+    """Tokens exit at the first of the exit layers where their confidence reaches the threshold."""
+
+    exit_layers: tuple[int, ...]
+    risk: float
+    delta: float
+    threshold: float  # NO_EXIT where not even the strictest keeps the promise
+    shares: tuple[float, ...]  # of the certificate's tokens that exit, by exit layer
+    realised: float  # mean loss of the certificate's prompts
+    bound: float  # on the mean loss, with the confidence that this set of exit layers is tested with; at most the risk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Certificate:
+    """Of each token judged, at each exit layer: how sure the exit was, and whether it was right. Tokens lie prompt by
+    prompt."""
+
+    key: str  # of the weights
+    exits_digest: str  # of maps and predictors, see Calibration.exits_digest
+    kv_type: str
+    text: str  # where the prompts come from, for people
+    exit_layers: tuple[int, ...]  # ascending
+    prompt_lengths: NDArray[np.uint16]  # (n_prompts,) tokens
+    n_tokens: NDArray[np.uint16]  # (n_prompts,): judged of each, 0 where its text ended at once
+    judgements: NDArray[np.uint8]  # (sum of n_tokens, n_exit_layers): level x 2, + 1 where it was right
+
+    def __post_init__(self) -> None:
+        shape = (int(self.n_tokens.sum()), len(self.exit_layers))
+        if self.judgements.shape != shape or self.n_tokens.shape != self.prompt_lengths.shape or not shape[0]:
+            raise ValueError(f"{self.judgements.shape} judgements, expected {shape}")
+        if not self.exit_layers or list(self.exit_layers) != sorted(set(self.exit_layers)) or self.exit_layers[0] < 1:
+            raise ValueError("exit layers have to ascend from 1")
+
+    @property
+    def n_prompts(self) -> int:
+        return len(self.n_tokens)
+
+    def require_kv_type(self, kv_type: str) -> None:
+        """Raises UsageError where keys and values of another type are asked for."""
+        if kv_type != self.kv_type:
+            raise UsageError(
+                f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave --kv-type out, or "
+                f"certify with that type."
+            )
+
+    def certified_exit(self, exit_layers: Sequence[int], risk: float, delta: float = DELTA) -> CertifiedExit:
+        """The loosest threshold for exits at the first of these exit layers that is sure enough. Raises UsageError."""
+        chosen = self._checked(exit_layers)
+        level_delta = delta / 2 ** len(chosen) / math.comb(len(self.exit_layers), len(chosen))
+        self._check_risk(risk, level_delta)
+        wrong, exits = self._by_level(chosen)
+        n_tokens, level = np.maximum(self.n_tokens, 1), N_LEVELS
+        while level > 1 and log_purse(wrong[level - 1] / n_tokens, risk) >= -math.log(level_delta):
+            level -= 1
+        if level == N_LEVELS:
+            nothing = (0.0,) * len(chosen)
+            return CertifiedExit(tuple(exit_layers), risk, delta, NO_EXIT, nothing, 0.0, 0.0)
+        shares = tuple((exits[:, level] / len(self.judgements)).tolist())
+        losses = wrong[level] / n_tokens
+        realised, bound = float(losses.mean()), risk_bound(losses, level_delta)
+        return CertifiedExit(tuple(exit_layers), risk, delta, level_confidence(level), shares, realised, bound)
+
+    def _checked(self, exit_layers: Sequence[int]) -> list[int]:
+        """Their columns."""
+        asked = list(exit_layers)
+        if not asked or asked != sorted(set(asked)) or not set(asked) <= set(self.exit_layers):
+            raise UsageError(
+                f"exit layers are {shown(asked)}; expected some of {self.exit_layers[0]} to {self.exit_layers[-1]}, "
+                "ascending."
+            )
+        return [self.exit_layers.index(each) for each in asked]
+
+    def _check_risk(self, risk: float, level_delta: float) -> None:
+        check_risk(risk)
+        least = risk_bound(np.zeros(self.n_prompts), level_delta)
+        if risk < least:
+            raise UsageError(
+                f"risk is {risk:g}, and {self.n_prompts} prompts can't certify less than {least:.4f} there; ask for "
+                "that, or certify with more prompts."
+            )
+
+    def _by_level(self, columns: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Were the threshold at each level: wrong exits of each prompt (N_LEVELS, n_prompts), and all exits at each
+        exit layer (n_columns, N_LEVELS).
+
+        A token exits at an exit layer for the levels above all that it has reached before, up to the one it has there.
+        """
+        prompts = np.repeat(np.arange(self.n_prompts), self.n_tokens)
+        wrong = np.zeros((N_LEVELS, self.n_prompts), np.int64)
+        exits = np.zeros((len(columns), N_LEVELS), np.int64)
+        before = np.zeros(len(prompts), np.int64)
+        for row, column in enumerate(columns):
+            judged = self.judgements[:, column]
+            level, is_wrong = np.maximum(judged >> 1, before), judged % 2 == 0
+            for ends, sign in ((level, 1), (before, -1)):
+                exits[row] += sign * np.bincount(ends, minlength=N_LEVELS)
+                places = (ends * self.n_prompts + prompts)[is_wrong]
+                wrong += sign * np.bincount(places, minlength=wrong.size).reshape(wrong.shape)
+            before = level
+        return wrong[::-1].cumsum(0)[::-1], exits[:, ::-1].cumsum(1)[:, ::-1]
+
+
+def check_risk(risk: object) -> None:
+    """Raises UsageError."""
+    if isinstance(risk, bool) or not isinstance(risk, int | float) or not 0 < risk < 1:  # false for NaN too
+        raise UsageError(f"risk is {shown(risk)}; expected a number between 0 and 1, as 0.05.")
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raises UsageError for texts that are not the full model's likeliest tokens: such were certified alone."""
+    if params.temperature != 0 or params.repeat_penalty != 1:
+        raise UsageError(
+            f"the certificate is of greedy texts, and temperature is {params.temperature:g}, repeat penalty "
+            f"{params.repeat_penalty:g}; leave those at 0 and 1, or choose another mode."
+        )
