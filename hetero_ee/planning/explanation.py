@@ -29,7 +29,7 @@ def explained(plan: Plan) -> str:
 def sized(n_bytes: float) -> str:
     """Bytes as people read them."""
     if n_bytes < MIB / 10:
-        return f"{n_bytes / 1024:.1f} KiB"
+        return f"{n_bytes / 1024:.1f} KiB" if n_bytes >= 1024 else f"{n_bytes:.0f} B"
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / MIB:.1f} MiB"
 
 
@@ -95,7 +95,7 @@ def _expected(plan: Plan) -> list[str]:
         how = "how deep tokens go is not known, times are full mode's"
     return [
         f"{'hash':10} {plan.sha256[:HASH_DIGITS]}",
-        *textwrap.wrap(f"{'mode':10} {plan.mode}: {how}", LINE_COLUMNS + 20, subsequent_indent=" " * 11),
+        *textwrap.wrap(f"{'mode':10} {plan.mode}: {how}", LINE_COLUMNS, subsequent_indent=" " * 11),
         f"{'expected':10} text {found.generated_tokens_per_s:.2f} tokens/s at context length {found.context_tokens} "
         f"(reading the weights alone allows {found.ceiling_tokens_per_s:.2f})",
         f"{'':10} prompt {found.prompt_tokens_per_s:.1f} tokens/s in chunks of {plan.prefill_chunk_tokens}; of "
@@ -120,7 +120,8 @@ def _compared(plan: Plan) -> list[str]:
         gain = "" if not rows or alone is None else f"{change(full, alone)} against the CPU alone"
         rows.append(("this plan, full mode" if plan.mode == "full" else "this split, full mode", full, gain))
         if plan.mode == "exact" or found.mean_depth is not None:
-            rows.append((f"this plan, {plan.mode} mode", rate, f"{change(rate, full)} against full mode"))
+            name = "exact mode" if plan.mode == "exact" else plan.mode
+            rows.append((f"this plan, {name}", rate, f"{change(rate, full)} against full mode"))
         elif other is not None and plan.mode == "full":
             rows.append(("exact mode, declined", other, f"{change(other, full)} against full mode"))
     lines = [f"{name:22}{'' if per_s is None else f'{per_s:8.2f} tokens/s'}  {gain}" for name, per_s, gain in rows]
