@@ -45,6 +45,17 @@ def test_the_text_is_generates(cli: Cli, mode: str) -> None:
     assert document["text"] == generated and document["mode"] == mode
 
 
+@pytest.mark.parametrize("mode", ["full", "exact", "specee"])
+def test_bytes_a_token_stand_beside_the_plans(cli: Cli, mode: str) -> None:
+    words = ["simulate", "-p", PROMPT, "-n", 12, "-t", 1, "--mode", mode, "-ngl", 6]
+    document = json.loads(cli(*words, "--json").out)
+    moved, expected = document["bytes_per_token"], document["predicted_bytes_per_token"]
+    assert expected.keys() <= moved.keys() and "weights read by the CPU" in moved
+    if mode == "full":
+        assert moved == pytest.approx(expected)
+    assert moved["weights read by the CPU"] < 2.5e6 and "(expected " in cli(*words).out.partition("bytes a token ")[2]
+
+
 def test_json_says_what_it_is(cli: Cli, plan_file: Path) -> None:
     document = json.loads(cli("simulate", *SHORT, "--plan", plan_file, "--json").out)
     assert document["simulated"] is True and document["schema"] == 2
