@@ -73,7 +73,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
     policy = make(PolicyRequest(calibration, plan, compiled, candidates))
-    return EarlyExits(policy, plan.exit_kv, plan.draft_length, candidates)
+    return EarlyExits(policy, plan.exit_kv, plan.draft_length - 1, candidates)
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:

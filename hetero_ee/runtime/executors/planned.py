@@ -18,7 +18,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.devices.device import Allocation, Device, Event
+from hetero_ee.runtime.devices.device import Allocation, Device, Event, T
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
@@ -299,8 +299,8 @@ class PlannedExecutor(Executor):
         return lambda block: self._part_bytes[block.name] if on_disk else 0
 
     def _ran(
-        self, device: Device, works: Sequence[Work], compute: Callable[[], Tensor], ready: Sequence[Event]
-    ) -> tuple[Tensor, Event]:
+        self, device: Device, works: Sequence[Work], compute: Callable[[], T], ready: Sequence[Event]
+    ) -> tuple[T, Event]:
         """Device.run, counted."""
         if device is self.machine.cpu:
             self.machine.traffic.read(works)
