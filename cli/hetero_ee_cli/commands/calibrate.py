@@ -53,8 +53,9 @@ def calibrate(
     """Measure and fit a model's early exits, keep the result next to its converted weights, and say what it gains.
 
     Half of the text trains exit maps and predictors, a quarter sets thresholds, and the rest gives the metrics. If
-    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again. --certify then adds what mode certified promises by: at
-    least 1,500 prompts of text that nothing was fitted to go on at full depth, and every exit layer judges each token.
+    interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
+    With --certify, 1,500 prompts are then gone on with at full depth, and every exit layer judges each of their tokens:
+    mode certified keeps its promise by that.
     """
     options = engine.arguments(model)
     if show and (force or certify or text or tokens is not None):
