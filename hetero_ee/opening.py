@@ -13,7 +13,7 @@ from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
+from hetero_ee.planning.limits import CERTIFIED, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
@@ -128,7 +128,9 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         return None
     calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
-    statistics = knowledge.statistics(spec, profile, threads)
+    if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
+        knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
+    statistics = knowledge.statistics(spec, profile, threads, request.risk)
     placement = request.placement(profile, files.weights.quantizer, statistics)
     opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
     opened = replace(opened, placement=placement)

@@ -58,6 +58,18 @@ class PlacementRequest:
         return self.context_tokens or by_plan or (0 if self.limits is None else self.limits.context_tokens)
 
     @property
+    def mode(self) -> str | None:
+        """That was asked for, by limits or by a plan."""
+        by_plan = None if self.plan is None else self.plan.mode
+        return by_plan if self.limits is None else self.limits.mode
+
+    @property
+    def risk(self) -> float | None:
+        """Likewise."""
+        by_plan = None if self.plan is None else self.plan.risk
+        return by_plan if self.limits is None else self.limits.risk
+
+    @property
     def is_asked(self) -> bool:
         """Whether anything was asked for that takes a plan, so that it is an error where there can't be one."""
         wishes = self.plan, self.limits, self.draft_head

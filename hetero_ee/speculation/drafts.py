@@ -56,12 +56,12 @@ class DraftSampler:
     """Chooses drafts as the texts' sampling would: with the noise that verification will use at the same position."""
 
     def __init__(self, params: SamplingParams, ending: Ending) -> None:
-        self._params, self._ending = params, ending
+        self.params, self._ending = params, ending
         self.noise = RememberedNoise()
 
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
-        return choose_token(logits, history, self._params, text.sequence, len(history), self.noise.of_draft)
+        return choose_token(logits, history, self.params, text.sequence, len(history), self.noise.of_draft)
 
     def drafted(
         self,
@@ -77,8 +77,8 @@ class DraftSampler:
         Chosen and judged on the GPU where the head lies there, but where earlier tokens are penalized: then, and where
         the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody verifies.
         """
-        by_gpu = executor.head_on_gpu and self._params.repeat_penalty == 1
-        if by_gpu and (is_verified or not self._params.is_filtered):
+        by_gpu = executor.head_on_gpu and self.params.repeat_penalty == 1
+        if by_gpu and (is_verified or not self.params.is_filtered):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)
         if end.vocabulary is not None:
@@ -87,7 +87,7 @@ class DraftSampler:
         return [self._chosen(*row, end, each) for row, each in zip(rows, logits, strict=True)]
 
     def _noise_of(self, text: Text, history: Sequence[int]) -> DraftNoise:
-        return DraftNoise(self._params.temperature, self._params.seed, text.sequence, len(history))
+        return DraftNoise(self.params.temperature, self.params.seed, text.sequence, len(history))
 
     def _chosen(self, text: Text, history: Sequence[int], end: DraftEnd, logits: Tensor) -> Drafted:
         if not all_finite(logits):
@@ -97,8 +97,8 @@ class DraftSampler:
 
     def is_end(self, token_id: int) -> bool:
         """Whether the text would end with this token, so that nothing follows it."""
-        return is_end_token(token_id, self._params, self._ending)
+        return is_end_token(token_id, self.params, self._ending)
 
     def n_left(self, text: Text) -> int:
         """The most tokens that may still follow."""
-        return text.tokens_left(self._params, self._ending)
+        return text.tokens_left(self.params, self._ending)

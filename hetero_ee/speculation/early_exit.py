@@ -17,6 +17,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, taken, texts_of
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.audit import ExitAudit, is_audited
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.missing_kv import missing_kv
@@ -34,6 +35,8 @@ class EarlyExits:
     exit_kv: str  # of EXIT_KV: how keys and values of skipped layers come to be
     max_waiting: int  # tokens of one text that may wait; the next one passes every layer
     candidates: DraftCandidates | None = None  # the policy's, which read the prompts too
+    audit: ExitAudit | None = None  # compares some exits with the full model; once it is breached nothing exits
+    warn: Callable[[str], None] | None = None  # told of a breach
 
 
 class Passed(NamedTuple):
@@ -123,7 +126,9 @@ class ExitSteps:
         self._executor, self._exits, self._counts = executor, exits, counts
         self.judge = exits.policy.judging(executor, sampler)
         self._missing = missing_kv(exits.exit_kv, executor)
+        self._sampler = sampler
         self._waiting: dict[int, list[WaitingToken]] = {}  # by Text.sequence: its last token and those before that wait
+        self._audited: dict[int, list[tuple[WaitingToken, int]]] = {}  # of these, with what was given out after them
 
     def read_prompt(self, text: Text) -> Tensor:
         """By all layers: logits (vocab,) of its last token."""
@@ -154,12 +159,14 @@ class ExitSteps:
         """No token of these texts follows: nothing waits any more, and what the cache holds of them is whole."""
         for text in texts:
             self._waiting.pop(text.sequence, None)
+            self._audited.pop(text.sequence, None)
             if text.cached_as in self._executor.cache.sequences:
                 self._missing.end(text.cached_as)
 
     def _exit_layers(self, text: Text) -> Sequence[int]:
         """None for a token that many others wait for."""
-        if len(self._waiting.get(text.sequence, ())) >= self._exits.max_waiting:
+        is_breached = self._exits.audit is not None and self._exits.audit.is_breached
+        if is_breached or len(self._waiting.get(text.sequence, ())) >= self._exits.max_waiting:
             return ()
         return self.judge.exit_layers(text)
 
@@ -167,7 +174,7 @@ class ExitSteps:
         self._missing.advance([token for text in texts for token in self._waiting[text.sequence]], to_layer)
 
     def _judged(self, exit_layer: int, texts: Sequence[Text]) -> list[Passed]:
-        hidden = self._last_states(texts)
+        hidden = _states([self._waiting[text.sequence][-1] for text in texts])
         self._counts.n_judged[exit_layer] += len(texts)
         chosen = self.judge.judge(exit_layer, hidden, texts)
         rows = zip(texts, hidden.unbind(), chosen, strict=True)
@@ -179,20 +186,42 @@ class ExitSteps:
             return []
         n_layers = self._executor.spec.n_layers
         self._advance(texts, n_layers)
-        hidden = self._last_states(texts)
+        audited = [(text, *each) for text in texts for each in self._audited.pop(text.sequence, ())]
+        last = [self._waiting[text.sequence][-1] for text in texts]
+        hidden = _states([*last, *(token for _, token, _ in audited)])
         logits = self._executor.to_logits(hidden)
-        rows = zip(texts, hidden.unbind(), logits.unbind(), strict=True)
+        self._audit(audited, logits[len(texts) :])
+        rows = zip(texts, hidden.unbind(), logits.unbind(), strict=False)
         return [Passed(text, n_layers, state, None, row) for text, state, row in rows]
 
-    def _last_states(self, texts: Sequence[Text]) -> Tensor:
-        hidden = stacked([self._waiting[text.sequence][-1] for text in texts])
-        assert hidden is not None, "a token that is judged has passed a layer"
-        return hidden
+    def _audit(self, audited: Sequence[tuple[Text, WaitingToken, int]], logits: Tensor) -> None:
+        """What was given out after these tokens, and what the full model would have chosen there: logits (m, vocab)."""
+        for (text, token, token_id), row in zip(audited, logits, strict=True):
+            audit, warn = self._exits.audit, self._exits.warn
+            assert audit is not None, "there is something to audit"
+            was_breached = audit.is_breached
+            audit.observe(self._sampler.choose(text, text.token_ids[: token.position + 1], row) != token_id)
+            if audit.is_breached and not was_breached and warn is not None:
+                warn(
+                    f"{audit.n_different} of {audit.n_audited} audited exits differ from the full model, more than was "
+                    "certified: no token exits any more. These texts are unlike those of the certificate."
+                )
 
     def _ended(self, passed: Passed) -> Passed:
         """The token's keys and values in the layers that it skips, as the mode has them."""
         text, waiting = passed.text, self._waiting[passed.text.sequence]
+        if passed.token_id is not None and self._exits.audit is not None:
+            token = waiting[-1]
+            if is_audited(self._sampler.params.seed, text.sequence, token.position):
+                self._audited.setdefault(text.sequence, []).append((token, passed.token_id))
         self._waiting[text.sequence] = [] if passed.logits is not None else self._missing.exited(waiting)
         self._counts.add_token(passed.depth)
         self.judge.given_out(text, passed.depth, passed.hidden)
         return passed
+
+
+def _states(tokens: Sequence[WaitingToken]) -> Tensor:
+    """(m, hidden) of tokens that have passed a layer."""
+    hidden = stacked(tokens)
+    assert hidden is not None, "they have passed a layer"
+    return hidden

@@ -8,10 +8,13 @@ from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.opening import Opened
+from hetero_ee.speculation.audit import ExitAudit
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
 from hetero_ee.speculation.opening import DraftKnowledge
 from hetero_ee.speculation.policies.calm import calm
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.joint_gate import joint_gate
@@ -34,6 +37,7 @@ class PolicyRequest:
     plan: Plan
     compiled: bool  # the model runs on kernels
     candidates: DraftCandidates | None = None
+    certificate: Certificate | None = None
 
     @property
     def schedule(self) -> tuple[int, ...]:
@@ -64,16 +68,29 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         return None
     if calibration is None:
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
-    make = POLICIES.get(plan.mode)
-    if make is None or plan.exit_kv is None:
-        raise UsageError(f"mode {plan.mode} is not built yet; there are {', '.join(POLICIES)}.")
+    assert plan.exit_kv is not None, "a plan of such a mode says what becomes of skipped layers"
     candidates = None
     if plan.mode == SpecEE.name and knowledge.draft_head is not None:
         head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
-    policy = make(PolicyRequest(calibration, plan, compiled, candidates))
-    return EarlyExits(policy, plan.exit_kv, plan.draft_length - 1, candidates)
+    policy = POLICIES[plan.mode](PolicyRequest(calibration, plan, compiled, candidates, knowledge.certificate))
+    audit = ExitAudit(policy.most_different) if isinstance(policy, Certified) else None
+    return EarlyExits(policy, plan.exit_kv, plan.draft_length - 1, candidates, audit, warn)
+
+
+def _certified(request: PolicyRequest) -> ExitPolicy:
+    """Raises UsageError where the certificate does not allow what the plan asks for."""
+    plan, certificate = request.plan, request.certificate
+    if certificate is None:
+        raise UsageError(f"mode certified needs a certificate of this model's exits; {WAY_OUT}.")
+    certificate.require_kv_type(plan.kv_type)
+    assert plan.risk is not None, "a plan of this mode has a risk"
+    if not plan.exit_layers:
+        raise UsageError(
+            f"at risk {plan.risk:g} the certificate lets no token exit; raise the risk, or choose another mode."
+        )
+    return Certified(request.ends(plan.exit_layers), certificate.certified_exit(plan.exit_layers, plan.risk))
 
 
 def _specee(request: PolicyRequest) -> ExitPolicy:
@@ -96,6 +113,7 @@ def _skipdecode(request: PolicyRequest) -> ExitPolicy:
 # Every policy there is; a new one takes a line here, and its name in planning/limits.py.
 POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {
     "specee": _specee,
+    "certified": _certified,
     "calm": _judged_on_schedule(calm),
     "skipdecode": _skipdecode,
     "q-exit": _judged_on_schedule(q_exit),

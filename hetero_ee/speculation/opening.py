@@ -11,6 +11,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import RISK
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
@@ -21,6 +22,7 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.opening import Opened
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.exits.calibration import Calibration, FittedExitLayer
+from hetero_ee.speculation.exits.certificate import Certificate
 from hetero_ee.speculation.exits.predictor import ExitConfidence
 from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
 from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
@@ -44,6 +46,7 @@ class DraftKnowledge:
     calibration: Calibration | None = None
     draft_head: Path | None = None
     is_asked: bool = False  # the head was named by the caller, so that one which can't be read is an error
+    certificate: Certificate | None = None  # of the calibration, where mode certified was asked for
 
     @classmethod
     def found(
@@ -64,11 +67,16 @@ class DraftKnowledge:
             return cls(calibration)
         return cls(calibration, own)
 
-    def statistics(self, spec: ModelSpec, profile: HardwareProfile | None, threads: int) -> Statistics:
-        """As the planner takes it. Raises ModelError."""
+    def statistics(
+        self, spec: ModelSpec, profile: HardwareProfile | None, threads: int, risk: float | None = None
+    ) -> Statistics:
+        """As the planner takes it. risk: of mode certified. Raises ModelError, UsageError for a risk that can't be
+        promised."""
         exits = None if self.calibration is None else self.calibration.statistics()
         is_drafted = self.draft_head is not None
         depths = () if self.calibration is None else self.calibration.depth_statistics(is_drafted=is_drafted)
+        if self.certificate is not None:
+            depths += self.certificate.depth_statistics(risk or RISK)
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
             return Statistics(exits, depths=depths)

@@ -145,6 +145,7 @@ def _own_statistics(
     read."""
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
+    from hetero_ee.planning.limits import CERTIFIED
     from hetero_ee.planning.statistics import Statistics
     from hetero_ee.speculation.opening import DraftKnowledge
     from hetero_ee.weights.store.reader import is_store
@@ -155,9 +156,12 @@ def _own_statistics(
     if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
         return Statistics()
     try:
-        calibration = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer).find_or_warn(warn)
+        place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer)
+        calibration = place.find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
-        return knowledge.statistics(spec, profile, limits.threads)
+        if limits.mode == CERTIFIED and calibration is not None:
+            knowledge = replace(knowledge, certificate=place.certificate(calibration))
+        return knowledge.statistics(spec, profile, limits.threads, limits.risk)
     except HeteroError as error:
         warn(f"Planned without drafts: {error}")
         return Statistics()

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.planning.limits import CERTIFIED
+from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.speculation.exits.calibration import NO_EXIT
 from hetero_ee.speculation.exits.risk_bound import log_purse, risk_bound
 
@@ -89,6 +91,16 @@ class Certificate:
                 f"the certificate is of keys and values in {self.kv_type}, not {kv_type}; leave --kv-type out, or "
                 f"certify with that type."
             )
+
+    def depth_statistics(self, risk: float) -> tuple[DepthStatistics, ...]:
+        """Of each exit layer alone at which tokens may exit. Raises UsageError."""
+        source = f"the certificate on {self.n_prompts:,} prompts of {self.text}"
+        found = [self.certified_exit([exit_layer], risk) for exit_layer in self.exit_layers]
+        return tuple(
+            DepthStatistics(CERTIFIED, source, each.exit_layers, each.shares, threshold=each.threshold)
+            for each in found
+            if sum(each.shares) > 0
+        )
 
     def certified_exit(self, exit_layers: Sequence[int], risk: float, delta: float = DELTA) -> CertifiedExit:
         """The loosest threshold for exits at the first of these exit layers that is sure enough. Raises UsageError."""

@@ -5,41 +5,42 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
-from hetero_ee.runtime.drafted import NO_TOKEN
+from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.policies.exit_head import ExitHeads
+from hetero_ee.speculation.exits.certificate import CertifiedExit, check_sampling
+from hetero_ee.speculation.policies.head_judge import HeadJudge
 
 
 class Certified:
-    """heads: of the exit layers where tokens are judged; thresholds: the certificate's, of each."""
+    """ends: of the exit layers where tokens are judged; allowed: by which threshold they may exit there."""
 
     name = "certified"
 
-    def __init__(self, heads: ExitHeads, thresholds: Mapping[int, float]) -> None:
-        self._heads, self._thresholds = heads, thresholds
+    def __init__(self, ends: Mapping[int, DraftEnd], allowed: CertifiedExit) -> None:
+        self._ends, self._allowed = ends, allowed
+
+    @property
+    def most_different(self) -> float:
+        """The share of exits that may differ from the full model's choice."""
+        return self._allowed.risk / (sum(self._allowed.shares) or 1.0)
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_Judge":
-        return _Judge(executor, sampler, self._heads, self._thresholds)
+        """See ExitPolicy. Raises UsageError for texts that are not greedy."""
+        check_sampling(sampler.params)
+        return _Judge(executor, sampler, self._ends, self._allowed.threshold)
 
 
-class _Judge:
+class _Judge(HeadJudge):
     def __init__(
-        self, executor: Executor, sampler: DraftSampler, heads: ExitHeads, thresholds: Mapping[int, float]
+        self, executor: Executor, sampler: DraftSampler, ends: Mapping[int, DraftEnd], threshold: float
     ) -> None:
-        self._executor, self._sampler, self._heads, self._thresholds = executor, sampler, heads, thresholds
-
-    def exit_layers(self, text: Text) -> Sequence[int]:
-        return tuple(self._heads)
+        super().__init__(executor, sampler, ends)
+        self._threshold = threshold
 
     def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        end, threshold = self._heads[exit_layer].end, self._thresholds[exit_layer]
-        rows = [(text, text.token_ids) for text in texts]
-        found = self._sampler.drafted(self._executor, hidden, end, rows, is_verified=False)
-        return [each.token_id if each.confidence >= threshold and each.token_id != NO_TOKEN else None for each in found]
-
-    def logits(self, exit_layer: int, hidden: Tensor) -> Tensor:
-        return self._executor.draft_logits(hidden, self._heads[exit_layer].end)
-
-    def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
-        """Nothing is remembered."""
+        found = self.drafted(exit_layer, hidden, texts)
+        return [  # a confidence of NaN reaches no threshold
+            token_id if confidence >= self._threshold and token_id != NO_TOKEN else None
+            for token_id, confidence in found
+        ]

@@ -79,6 +79,7 @@ class _Judge:
     def given_out(self, text: Text, depth: int, hidden: Tensor) -> None:
         self._recent.setdefault(text.sequence, RecentExits(self._schedule, self._n_layers)).append(depth)
         self._candidates.pop(text.sequence, None)
+        self._sampler.noise.close(text.sequence)
         if self._draft is not None:
             last, normed = len(text.token_ids) - 1, self._executor.final_norm(hidden[None])
             self._draft.observe(text.cached_as, last, text.token_ids[last], normed)
