@@ -51,6 +51,20 @@ def test_it_comes_back_to_the_last_bit(folder: Path) -> None:
     assert sorted(file.name for file in folder.parent.iterdir()) == ["store.calibration"]
 
 
+def test_one_of_before_there_were_gates_opens_without_them(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".gate." in name])
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None
+    assert [each.gate for each in found.exit_layers] == [None] * (SPEC.n_layers - 1)
+
+
+@pytest.mark.parametrize("name", ["first", "second", "first_bias", "second_bias"])
+def test_half_a_gate_is_refused(folder: Path, name: str) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(f"exit_layers.2.gate.{name}"))
+    with pytest.raises(StoreError, match="is damaged"):
+        read_calibration(folder, SPEC, KEY)
+
+
 def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     found = read_calibration(folder, SPEC, KEY)
     assert found is not None
