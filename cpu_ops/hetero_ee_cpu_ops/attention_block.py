@@ -55,7 +55,7 @@ SCORES = PIECES + 4 * PIECE * MAX_HEAD_DIM
 STATES = SCORES + 4 * BLOCK * MAX_QUERIES
 RANGES = STATES + 8 * MAX_QUERIES
 FRAME_BYTES = RANGES + 16 * MAX_QUERIES
-ONE, FOUR, SIXTEEN = (0,), (0,) * 4, (0,) * 16
+ONE, FOUR = (0,), (0,) * 4
 
 
 @compiled
@@ -142,7 +142,7 @@ def _piece_scores(
     while number < n_queries:
         queries, scores = frame + QUERIES + 4 * number * padded, frame + SCORES + 4 * (BLOCK * number + piece)
         if n_queries - number == 1:
-            _products(SIXTEEN, ONE, queries, padded, keys, stride, scores, ahead, stored, element)
+            _products(tile, ONE, queries, padded, keys, stride, scores, ahead, stored, element)
             number += 1
         else:
             if _sees(frame, number, len(rows), start + piece, start + piece + PIECE):

@@ -2,7 +2,8 @@
 
 Symbols: N weight rows in blocks of 16, K columns in G groups of 32, m rows of activations.
 Every output is summed group after group with one fused multiply-add each, whatever m, the other rows, the threads or
-the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; a width changes how often a
+the chunks are: row t's bits depend on row t alone. Rows are taken 8, 4, 2 and 1 at a time; where
+registers hold 8 weight rows, not 16, fours of them by tiles unpacked for all, then 2 and 1. A width changes how often a
 tile is unpacked, never the order of a sum.
 Source: derived.  Valid: K <= 2^20 (integer sums stay exact within a group for any K).
 Measured: docs/benchmarks.md; tests/bench/bench_cpu_ops.py prints it.
@@ -30,74 +31,111 @@ from hetero_ee_cpu_ops.quantize import (
     quantize_row_block,
     whole_groups,
 )
-from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros, zeros8
-from hetero_ee_cpu_ops.simd.floats import read_float
-from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
-from hetero_ee_cpu_ops.tile_group import LINEAR, NARROW, NARROW_LIMIT, add_group, has_wide_registers, tile_kind
+from hetero_ee_cpu_ops.simd.bytes import prefetch, store_rows, word, zeros
+from hetero_ee_cpu_ops.simd.floats import read_float, scratch
+from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
+from hetero_ee_cpu_ops.thread_pool import MAX_CHUNKS, ThreadPool, lead
+from hetero_ee_cpu_ops.tile_group import (
+    LINEAR,
+    NARROW,
+    NARROW_LIMIT,
+    UNPACKED_BYTES,
+    add_group,
+    add_unpacked,
+    has_wide_registers,
+    tile_kind,
+    unpack_group,
+)
 
 PREFETCH_BYTES = 8192  # tiles are asked for this far ahead: for m = 4 one thread reads 33 GB/s so, 28 at half (Zen 5)
 CHUNK_BYTES = 2**19  # weights in a chunk, at most: 15 us of work; two threads read 42 GB/s so, 36 with a quarter
 CHUNKS_A_THREAD = 8  # at least, where the matrix is large enough: a late worker then costs an eighth of its share
 MIN_CHUNK_BYTES = 2**15
-GROUPS_A_TURN = 8  # where registers hold 8 rows: groups of the upper half before the lower half's, all still in L1
+# Rows of x are multiplied in passes over the weights, so that the codes of a pass stay in a core's second-level cache:
+# without them 128, 256 and 512 rows took 1.5, 1.7 and 2.0 ms a row (Sapphire Rapids, 2 layers of Llama-2-7B's shapes).
+PASS_CODES = 2**19  # 0.7 MB with their scales and offsets
+MIN_PASS_ROWS, MAX_PASS_ROWS = 64, 256  # so many hide that a pass reads the weights anew
+GROUPS_A_TURN = 8  # where registers hold 8 rows: tiles that are unpacked for all rows of a pass; 4 KB
+SUMS = GROUPS_A_TURN * UNPACKED_BYTES  # in a frame, after them: 16 fp32 for each row of a pass
+FRAME_BYTES = SUMS + 64 * MAX_PASS_ROWS
+FOUR = (0,) * 4
 MIN_SHARED_BYTES = 2**18  # weights times rows, 7 us of one thread; below, handing over costs more than it saves
 MIN_SHARED_INPUTS = 2**15  # activations to quantize, likewise
 # Indices in the argument array of a chunk function; quantize.py has those after them.
 TILES, SCALES, TABLE, OFFSETS, OUTPUT, N_GROUPS, N_BLOCKS, N_ROWS = range(8)
 BLOCKS_A_CHUNK, FACTOR, BLOCK_BYTES, CHOSEN = range(8, 12)
-N_ARGUMENTS = 19
+ROWS_A_PASS, N_PARTS = 19, 20
+N_ARGUMENTS = 21
 
 
 @compiled(nogil=True)
-def _row_block(kind: Any, halves: Any, rows: Any, block: int, row: int, arguments: int) -> None:
-    """16 outputs for each of len(rows) rows of x from `row` on, in len(halves) parts of the row block."""
-    n_groups, tile_bytes = word(arguments, N_GROUPS), 512 if len(kind) == 3 else 256
-    offset_bytes = 8 if len(kind) == 4 else 4
-    chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
-    source = block if chosen == 0 else word(chosen, block)
-    tile = word(arguments, TILES) + source * n_groups * tile_bytes
-    scales = word(arguments, SCALES) + source * n_groups * 32
+def _operands(kind: Any, row: int, arguments: int) -> Any:
+    """Of one row's codes, scale and offset the addresses for group 0, and how many rows lie side by side there."""
+    n_groups = word(arguments, N_GROUPS)
     top = row & -8
-    r = min(8, word(arguments, N_ROWS) - top)  # rows side by side in this row's block of activations
+    r = min(8, word(arguments, N_ROWS) - top)
     entry = top * n_groups + row - top
-    codes = word(arguments, CODES) + entry * 32
-    scale, offset = word(arguments, CODE_SCALES) + entry * 4, word(arguments, OFFSETS) + entry * offset_bytes
-    table = word(arguments, TABLE)
+    codes, scale = word(arguments, CODES) + entry * 32, word(arguments, CODE_SCALES) + entry * 4
+    return codes, scale, word(arguments, OFFSETS) + entry * (8 if len(kind) == 4 else 4), r
+
+
+@compiled(nogil=True)
+def _source(kind: Any, block: int, arguments: int) -> Any:
+    """Addresses of a row block's tiles and scales."""
+    chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
+    group = (block if chosen == 0 else word(chosen, block)) * word(arguments, N_GROUPS)
+    return word(arguments, TILES) + group * (512 if len(kind) == 3 else 256), word(arguments, SCALES) + group * 32
+
+
+@compiled(nogil=True)
+def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
+    """16 outputs for each of len(rows) rows of x from `row` on."""
+    tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
+    tile, scales = _source(kind, block, arguments)
+    codes, scale, offset, r = _operands(kind, row, arguments)
+    table, totals = word(arguments, TABLE), zeros(rows)
+    for _ in range(word(arguments, N_GROUPS)):
+        for line in range(tile_bytes // 64):
+            prefetch(tile + PREFETCH_BYTES + 64 * line)
+        totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
+        tile += tile_bytes
+        scales += 32
+        codes += r * 32
+        scale += r * 4
+        offset += r * offset_bytes
     n = word(arguments, N_BLOCKS) * 64
-    out, factor = word(arguments, OUTPUT) + row * n + block * 64, read_float(arguments + 8 * FACTOR)
-    if len(halves) == 1:
-        totals = zeros(rows)
-        for _ in range(n_groups):
+    store_rows(totals, read_float(arguments + 8 * FACTOR), word(arguments, OUTPUT) + row * n + block * 64, n)
+
+
+@compiled(nogil=True)
+def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int, frame: int) -> None:
+    """The same for rows first .. end - 1, fours of them, by tiles that are unpacked once for all of them."""
+    tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
+    tile, scales = _source(kind, block, arguments)
+    n_groups, sums = word(arguments, N_GROUPS), frame + SUMS
+    for start in range(0, n_groups, GROUPS_A_TURN):
+        n_turn = min(GROUPS_A_TURN, n_groups - start)
+        for group in range(n_turn):
             for line in range(tile_bytes // 64):
                 prefetch(tile + PREFETCH_BYTES + 64 * line)
-            totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
+            unpack_group(kind, tile, word(arguments, TABLE), frame + group * UNPACKED_BYTES)
             tile += tile_bytes
-            scales += 32
-            codes += r * 32
-            scale += r * 4
-            offset += r * offset_bytes
-        store_rows(totals, factor, out, n)
-        return
-    upper, lower = zeros8(rows), zeros8(rows)
-    for first in range(0, n_groups, GROUPS_A_TURN):
-        n_turn = min(GROUPS_A_TURN, n_groups - first)
-        for group in range(n_turn):
-            at = tile + group * tile_bytes
-            for line in range(tile_bytes // 64):
-                prefetch(at + PREFETCH_BYTES + 64 * line)
-            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * offset_bytes
-            upper = add_group(kind, upper, at, scales + group * 32, table, c, s, o)
-        for group in range(n_turn):
-            at = tile + group * tile_bytes + 32
-            c, s, o = codes + group * r * 32, scale + group * r * 4, offset + group * r * offset_bytes
-            lower = add_group(kind, lower, at, scales + group * 32 + 16, table, c, s, o)
-        tile += n_turn * tile_bytes
+        for row in range(first, end, 4):
+            codes, scale, offset, r = _operands(kind, row, arguments)
+            codes, scale, offset = codes + start * r * 32, scale + start * r * 4, offset + start * r * offset_bytes
+            at = sums + 64 * (row - first)
+            if start == 0:
+                store_tile(zeros(FOUR), FOUR, at, 64)
+            for group in range(n_turn):
+                add_unpacked(kind, at, frame + group * UNPACKED_BYTES, scales + group * 32, codes, scale, offset)
+                codes += r * 32
+                scale += r * 4
+                offset += r * offset_bytes
         scales += n_turn * 32
-        codes += n_turn * r * 32
-        scale += n_turn * r * 4
-        offset += n_turn * r * offset_bytes
-    store_rows(upper, factor, out, n)
-    store_rows(lower, factor, out + 32, n)
+    n, factor = word(arguments, N_BLOCKS) * 64, read_float(arguments + 8 * FACTOR)
+    out = word(arguments, OUTPUT) + block * 64
+    for row in range(first, end, 4):
+        store_rows(load_tile(FOUR, FOUR, sums + 64 * (row - first), 64), factor, out + row * n, n)
 
 
 def _quantize_chunk(arguments: int, index: int) -> None:
@@ -110,26 +148,34 @@ QUANTIZE = Chunk(_quantize_chunk)
 @cache  # loaded code is never given back, and each copy takes two of the 65,530 mappings that a process may have
 def _chunk_function(kind: Any) -> Any:
     """The compiled function of one kind of tile; compiling takes a second or two, from the disk cache 0.1 s."""
-    halves = (0,) if has_wide_registers(cpu_target.target_context) else (0, 0)  # a tuple's length is part of its type
+    wide = has_wide_registers(cpu_target.target_context)
 
     @compiled_chunk
     def chunk(arguments: int, index: int) -> None:
-        first = index * word(arguments, BLOCKS_A_CHUNK)
+        n_parts = word(arguments, N_PARTS)
+        first = index % n_parts * word(arguments, BLOCKS_A_CHUNK)
         end = min(first + word(arguments, BLOCKS_A_CHUNK), word(arguments, N_BLOCKS))
-        n_rows = word(arguments, N_ROWS)
+        first_row = index // n_parts * word(arguments, ROWS_A_PASS)
+        end_row = min(first_row + word(arguments, ROWS_A_PASS), word(arguments, N_ROWS))
+        if not wide:
+            frame = scratch(FRAME_BYTES)
         for block in range(first, end):
-            row = 0
-            while n_rows - row >= 8:
-                _row_block(kind, halves, (0, 0, 0, 0, 0, 0, 0, 0), block, row, arguments)
-                row += 8
-            if n_rows - row >= 4:
-                _row_block(kind, halves, (0, 0, 0, 0), block, row, arguments)
-                row += 4
-            if n_rows - row >= 2:
-                _row_block(kind, halves, (0, 0), block, row, arguments)
+            row = first_row
+            if wide:
+                while end_row - row >= 8:
+                    _row_block(kind, (0, 0, 0, 0, 0, 0, 0, 0), block, row, arguments)
+                    row += 8
+                if end_row - row >= 4:
+                    _row_block(kind, (0, 0, 0, 0), block, row, arguments)
+                    row += 4
+            elif end_row - row >= 4:
+                row = end_row & -4
+                _row_block_fours(kind, block, first_row, row, arguments, frame)
+            if end_row - row >= 2:
+                _row_block(kind, (0, 0), block, row, arguments)
                 row += 2
-            if n_rows - row >= 1:
-                _row_block(kind, halves, (0,), block, row, arguments)
+            if end_row - row >= 1:
+                _row_block(kind, (0,), block, row, arguments)
 
     return chunk
 
@@ -190,11 +236,16 @@ def _multiply(
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
     n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
     chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_A_THREAD * n_threads)))
-    blocks = max(1, chunk_bytes // (block_bytes * max(1, n_rows // ROW_BLOCK)))
+    most = max(MIN_PASS_ROWS, min(MAX_PASS_ROWS, PASS_CODES // (n_groups * GROUP)))
+    n_passes = max(1, -(-n_rows // most))
+    rows = -(-n_rows // (n_passes * ROW_BLOCK)) * ROW_BLOCK
+    blocks = chunk_bytes // (block_bytes * max(1, rows // ROW_BLOCK))
+    blocks = max(blocks, n_blocks * n_passes // MAX_CHUNKS + 1)
     if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:
         blocks = n_blocks
-    arguments[BLOCKS_A_CHUNK] = blocks
-    lead(shared, function, arguments.ctypes.data, (n_blocks + blocks - 1) // blocks)
+    arguments[BLOCKS_A_CHUNK], arguments[ROWS_A_PASS] = blocks, rows
+    arguments[N_PARTS] = n_parts = (n_blocks + blocks - 1) // blocks
+    lead(shared, function, arguments.ctypes.data, n_passes * n_parts)
 
 
 class Matmul:

@@ -12,10 +12,14 @@ Arm's dot product takes two signed bytes. AVX2's multiply of unsigned by signed 
 widening such sums costs as much as making them. Codes below 16 are widened once a group: 8 x 2 x 15 x 127 = 30,480
 fits. Narrow entries, moved up by 32, are widened after four: such a sum begins at -32 times the sum of its 8 codes, may
 wrap around on its way, and ends within 4 x 2 x 32 x 127 = 32,512. Full bytes go through |entry| times q with the sign
-of entry and are widened each. Against linear codes, m = 8, the weights in L2: narrow entries take 1.11 times as long,
-full bytes 1.67 times (Sapphire Rapids running AVX2 code, 2026-11-23).
+of entry and are widened each.
+
+Where a register holds 8 rows of W, each broadcast of activations meets both halves of a tile, and each of its operands
+four rows: 6 loads for 8 products, where a half alone and all rows take 8 and more.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from llvmlite import ir
@@ -25,13 +29,13 @@ from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd.bytes import (
     F32,
+    F32X16,
     I8,
     I16,
     I32,
     broadcast4,
     call,
     constant,
-    f32x16,
     half_to_float,
     joined,
     load,
@@ -44,6 +48,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
 
 LINEAR, CODEBOOK, BYTES, NARROW = (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)
 LINEAR_CODEBOOK = tuple(range(-8, 8))
+UNPACKED_BYTES = 512  # of a tile
 NARROW_LIMIT = 32  # the largest magnitude of an entry that lets four products be added up in 16 bits
 
 
@@ -69,10 +74,12 @@ def has_wide_registers(context: Any) -> bool:
 
 
 class _Emitter:
-    """Emits the step for one target, one kind of tile, and 16 rows of it or 8."""
+    """Emits the step for one target and one kind of tile. A register holds 16 rows of it, or two hold 8 each."""
 
-    def __init__(self, context: Any, builder: Any, kind: int, n_weight_rows: int) -> None:
-        self.context, self.builder, self.kind, self.lanes = context, builder, kind, 4 * n_weight_rows
+    def __init__(self, context: Any, builder: Any, kind: int) -> None:
+        self.context, self.builder, self.kind = context, builder, kind
+        self.n_parts = 1 if has_wide_registers(context) else 2
+        self.lanes = 64 // self.n_parts
         self.has_vnni = target_has(context, "avx512vnni")
         self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
         self.has_avx2 = adds_in_16_bits(context)
@@ -80,37 +87,87 @@ class _Emitter:
         # Where both operands are signed, entries stay as they are and need no offset (a code below 16 is both).
         self.signed = (self.has_avx2 or self.has_neon_dot) and kind in (len(CODEBOOK), len(BYTES))
 
-    def operands(self, tile: Any, table: Any) -> list[tuple[Any, int]]:
-        """The weights as bytes, four columns each, with the first column's index."""
+    def operands(self, tile: Any, table: Any) -> Iterator[tuple[list[Any], int]]:
+        """The weights as bytes, four columns each, with the first column's index; emitted when they are asked for."""
         bytes_type = ir.VectorType(I8, self.lanes)
         if self.kind == len(BYTES):
             flip = constant(bytes_type, 0 if self.signed else -128)
-            lines = [load(self.builder, tile, bytes_type, 64 * line) for line in range(8)]
-            return [(self.builder.xor(line, flip), 4 * index) for index, line in enumerate(lines)]
+            for column in range(0, 32, 4):
+                yield [self.builder.xor(line, flip) for line in self._line(tile, column // 4)], column
+            return
         entries = None
         if self.kind != len(LINEAR):
             entries = load(self.builder, table, bytes_type, 64 if self.signed else 0)
-        found = []
         for line in range(4):
-            codes = nibbles(self.builder, load(self.builder, tile, bytes_type, 64 * line))
-            for half, code in enumerate(codes):
-                weight = code if entries is None else lookup16(self.context, self.builder, entries, code)
-                found.append((weight, 4 * line + 16 * half))
+            halves = [nibbles(self.builder, part) for part in self._line(tile, line)]
+            for half in range(2):
+                codes = [parts[half] for parts in halves]
+                if entries is not None:
+                    codes = [lookup16(self.context, self.builder, entries, code) for code in codes]
+                yield codes, 4 * line + 16 * half
+
+    def unpacked(self, buffer: Any) -> Iterator[tuple[list[Any], int]]:
+        """The same from where unpack_group left them."""
+        order = range(8) if self.kind == len(BYTES) else (0, 4, 1, 5, 2, 6, 3, 7)
+        for number, column in enumerate(order):
+            yield self._line(buffer, number), 4 * column
+
+    def _line(self, address: Any, line: int) -> list[Any]:
+        bytes_type = ir.VectorType(I8, self.lanes)
+        return [load(self.builder, address, bytes_type, 64 * line + self.lanes * part) for part in range(self.n_parts)]
+
+    def group_sums(self, operands: Iterator[tuple[list[Any], int]], x: Any, offset: Any, rows: Sequence[int]) -> Any:
+        """The exact sums over the group for these rows of activations: for each row its parts, int32 by weight row."""
+        n_sums = 2 if self.kind == len(NARROW) else 1
+        found: list[list[Any]] = []
+        for number in range(n_sums):
+            totals = [[self._start(offset, row, number)] * self.n_parts for row in rows]
+            for weights, column in islice(operands, 8 // n_sums):
+                for at, row in enumerate(rows):
+                    codes = broadcast4(self.builder, x, 32 * row + column, self.lanes)
+                    totals[at] = self._here(
+                        [self._dot4(*pair, codes) for pair in zip(totals[at], weights, strict=True)]
+                    )
+            for at, row in enumerate(rows):
+                ends = [self._end(total, offset, row) for total in totals[at]]
+                totals[at] = self._here(
+                    [self.builder.add(*pair) for pair in zip(ends, found[at], strict=True)] if found else ends
+                )
+            found = totals
         return found
 
-    def group_sum(self, operands: list[tuple[Any, int]], x: Any, offset: Any, row: int) -> Any:
-        """The exact sum over the group for one row of activations, int32 by weight row."""
-        builder, sums_type = self.builder, ir.VectorType(I32, self.lanes // 4)
+    def _here(self, values: list[Any]) -> list[Any]:
+        """The same values, computed at this point; registers that hold 8 rows are too few for another order.
+
+        Left to itself LLVM takes row after row, and spills: 81 cycles a group of 4 rows, 58 in this order (Zen 3).
+        """
+        if self.n_parts == 1:
+            return values
+        types_ = [value.type for value in values]
+        constraints = ",".join(["=x"] * len(values) + [str(number) for number in range(len(values))])
+        function = ir.FunctionType(ir.LiteralStructType(types_), types_)
+        held = self.builder.asm(function, "", constraints, values, side_effect=True)
+        return [self.builder.extract_value(held, number) for number in range(len(values))]
+
+    def _start(self, offset: Any, row: int, number: int) -> Any:
+        """What a sum begins with. The offsets of a narrow row are four int16: two pairs of columns for each sum."""
+        sums_type = ir.VectorType(I32, self.lanes // 4)
         if self.kind == len(NARROW):
-            return self._narrow_sum(operands, x, offset, row)
-        start = (
-            constant(sums_type, 0) if self.signed else splat(builder, sums_type, load(builder, offset, I32, 4 * row))
-        )
-        if self.has_avx2 and not self.signed:
-            return builder.add(start, self._sum16(operands, x, 32 * row, constant(ir.VectorType(I16, 16), 0)))
-        for weight, column in operands:
-            start = self._dot4(start, weight, broadcast4(builder, x, 32 * row + column, self.lanes))
-        return start
+            start = broadcast4(self.builder, offset, 8 * row + 4 * number, self.lanes)
+            return self.builder.bitcast(start, ir.VectorType(I16, 16))
+        if self.signed:
+            return constant(sums_type, 0)
+        if self.has_avx2:
+            return constant(ir.VectorType(I16, 16), 0)
+        return splat(self.builder, sums_type, load(self.builder, offset, I32, 4 * row))
+
+    def _end(self, total: Any, offset: Any, row: int) -> Any:
+        if not self.has_avx2 or self.signed:
+            return total
+        total = self._widened(total)
+        if self.kind == len(NARROW):
+            return total
+        return self.builder.add(total, splat(self.builder, total.type, load(self.builder, offset, I32, 4 * row)))
 
     def _dot4(self, total: Any, weight: Any, x: Any) -> Any:
         builder = self.builder
@@ -118,6 +175,9 @@ class _Emitter:
             return call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, weight, x])
         if self.has_vnni_256:
             return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, weight, x])
+        if self.has_avx2 and not self.signed:
+            pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, [weight, x])
+            return builder.add(total, pairs)
         if self.has_avx2:
             size = call(builder, "llvm.abs.v32i8", weight.type, [weight, ir.Constant(ir.IntType(1), 0)])
             signed_x = call(builder, "llvm.x86.avx2.psign.b", x.type, [x, weight])
@@ -138,52 +198,82 @@ class _Emitter:
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
         return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in parts])
 
-    def _narrow_sum(self, operands: list[tuple[Any, int]], x: Any, offset: Any, row: int) -> Any:
-        """The offsets of a row are four int16: for each half of the operands, two pairs of columns."""
-        parts = []
-        for part in range(2):
-            start = self.builder.bitcast(
-                broadcast4(self.builder, offset, 8 * row + 4 * part, self.lanes), ir.VectorType(I16, 16)
-            )
-            parts.append(self._sum16(operands[4 * part : 4 * part + 4], x, 32 * row, start))
-        return self.builder.add(*parts)
-
-    def _sum16(self, operands: list[tuple[Any, int]], x: Any, first: int, start: Any) -> Any:
-        """start, int16, plus the products that may be added to it in 16 bits; int32 by weight row."""
-        for weight, column in operands:
-            arguments = [weight, broadcast4(self.builder, x, first + column, self.lanes)]
-            start = self.builder.add(start, call(self.builder, "llvm.x86.avx2.pmadd.ub.sw", start.type, arguments))
-        return self._widened(start)
-
     def _widened(self, pairs: Any) -> Any:
         ones = constant(pairs.type, 1)
         return call(self.builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [pairs, ones])
 
 
 @intrinsic
+def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> Any:
+    """The tile's operands at `buffer`, 512 bytes, for add_unpacked; tile, table: see add_group."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, tile_, table_, buffer_ = arguments
+        emitter = _Emitter(context, builder, kind.count)
+        for weights, _ in emitter.operands(tile_, table_):
+            for weight in weights:
+                builder.store(weight, builder.inttoptr(buffer_, weight.type.as_pointer())).align = 1
+                buffer_ = builder.add(buffer_, ir.Constant(buffer_.type, emitter.lanes))
+        return context.get_dummy_value()
+
+    return types.void(kind, types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
 def add_group(
     typing: Any, kind: Any, totals: Any, tile: Any, scales: Any, table: Any, x: Any, scale: Any, offset: Any
 ) -> Any:
-    """totals[t] (f32x16, or f32x8 for 8 rows of the tile) plus the group's share for every row t of activations.
+    """totals[t] (f32x16) plus the group's share for every row t of activations.
 
-    tile, scales: addresses of the first row's bytes and of its fp16 scale; table: address of 64 bytes of entries + 128
-    (+ 32 if NARROW), then 64 bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its
-    fp32 scale, its int32 -z sum(q) (if NARROW, four int16, see quantize.py), with the other rows' right after.
+    tile, scales: addresses of the tile and of its fp16 scales; table: address of 64 bytes of entries + 128 (+ 32 if
+    NARROW), then 64 bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32
+    scale, its int32 -z sum(q) (if NARROW, four int16, see quantize.py), with the other rows' right after.
     """
-    n_weight_rows = 16 if totals.dtype == f32x16 else 8
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
-        emitter = _Emitter(context, builder, kind.count, n_weight_rows)
+        emitter, rows = _Emitter(context, builder, kind.count), range(totals.count)
         operands = emitter.operands(tile_, table_)
-        weights = half_to_float(context, builder, load(builder, scales_, ir.VectorType(I16, n_weight_rows)))
+        if emitter.n_parts == 1:  # registers hold all operands and totals: row by row
+            held = list(operands)
+            sums = [emitter.group_sums(iter(held), x_, offset_, [row])[0] for row in rows]
+        else:
+            sums = emitter.group_sums(operands, x_, offset_, rows)
+        weights = half_to_float(context, builder, load(builder, scales_, ir.VectorType(I16, 16)))
         results = []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
-            sums = emitter.group_sum(operands, x_, offset_, row)
-            factor = builder.fmul(weights, splat(builder, total.type, load(builder, scale_, F32, 4 * row)))
-            fma = f"llvm.fma.v{n_weight_rows}f32"
-            results.append(call(builder, fma, total.type, [builder.sitofp(sums, total.type), factor, total]))
+            factor = builder.fmul(weights, splat(builder, F32X16, load(builder, scale_, F32, 4 * row)))
+            parts = joined(builder, sums[row])
+            results.append(call(builder, "llvm.fma.v16f32", F32X16, [builder.sitofp(parts, F32X16), factor, total]))
         return context.make_tuple(builder, signature.return_type, results)
 
     address = types.intp
     return totals(kind, totals, *([address] * 6)), codegen
+
+
+@intrinsic
+def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, x: Any, scale: Any, offset: Any) -> Any:
+    """The same for four rows, of what unpack_group left at `buffer`; totals: the address of 4 x 16 fp32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, totals_, buffer_, scales_, x_, scale_, offset_ = arguments
+        emitter = _Emitter(context, builder, kind.count)
+        sums = emitter.group_sums(emitter.unpacked(buffer_), x_, offset_, range(4))
+        n = 16 // emitter.n_parts
+        vector, half = ir.VectorType(F32, n), ir.VectorType(I16, n)
+        parts = range(emitter.n_parts)
+        weights = [half_to_float(context, builder, load(builder, scales_, half, 2 * n * part)) for part in parts]
+        for row in range(4):
+            scale = splat(builder, vector, load(builder, scale_, F32, 4 * row))
+            for part, weight in enumerate(weights):
+                at = builder.add(totals_, ir.Constant(totals_.type, 64 * row + 4 * n * part))
+                values = [
+                    builder.sitofp(sums[row][part], vector),
+                    builder.fmul(weight, scale),
+                    load(builder, at, vector),
+                ]
+                total = call(builder, f"llvm.fma.v{n}f32", vector, values)
+                builder.store(total, builder.inttoptr(at, vector.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    return types.void(kind, *([types.intp] * 6)), codegen

@@ -16,25 +16,25 @@ CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
 ROOT_MEAN_SQUARES = {"int4": 16.0, "int8": 64.0}  # of the codebook's entries and of int8 values, about
 
 
-def random_weights(spec: ModelSpec) -> ModelWeights:
-    """Matrices in int4 tiles, vocabulary in int8, scaled so that hidden states keep their size; norms are 1, biases 0.
+def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
+    """Matrices in int4 tiles, scaled so that hidden states keep their size; norms are 1, biases 0.
 
-    Filling 3.8 GB takes about two seconds; nothing of it is true randomness.
+    vocabulary: its tiles, int4 or int8. Filling 3.8 GB takes about two seconds; nothing of it is true randomness.
     """
     block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = _random_tiles(tensor, block)
+            layout = "int4" if tensor.role is TensorRole.MATRIX else vocabulary
+            weights.matrices[tensor.name] = _random_tiles(tensor, layout, block)
         else:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
             weights.vectors[tensor.name] = torch.full(tensor.shape, 1.0 if is_scale else 0.0)
     return weights
 
 
-def _random_tiles(tensor: TensorSpec, block: Tensor) -> TileWeight:
-    is_int4 = tensor.role is TensorRole.MATRIX
-    layout = "int4" if is_int4 else "int8"
+def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
+    is_int4 = layout == "int4"
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
     tiles = torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8)

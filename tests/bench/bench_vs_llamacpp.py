@@ -21,21 +21,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from llamacpp import LlamaCpp, build_without_amx, check_build, probe_command, system_info, write_gguf
 
 from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import KINDS, CpuKvCache
-from hetero_ee.weights.model_weights import ModelWeights, is_quantized
-from hetero_ee.weights.random_weights import CODEBOOK, RANDOM
-from hetero_ee.weights.tiles import padded_shape
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_profiles.host.process import physical_core_count
 
 CONTEXT = 16
@@ -76,7 +72,7 @@ def main() -> None:
         check_build(probe_command(file, max(arguments.threads)))
         print(system_info(), flush=True)
         room = max(*arguments.context, arguments.prompt, 0) + PREFILL_TOKENS
-        models: dict[str, Model] = {OURS: OurModel(spec, random_weights(spec), room, arguments.kv_type)}
+        models: dict[str, Model] = {OURS: OurModel(spec, random_weights(spec, "int4"), room, arguments.kv_type)}
         for setting in FLASH_ATTENTION[arguments.flash_attention]:
             theirs = LlamaCpp(file, max(arguments.threads), room, flash_attention=setting == "on")
             models[f"flash attention {setting}"] = theirs
@@ -206,21 +202,6 @@ class OurModel:
     def close(self) -> None:
         for executor in self._executors.values():
             executor.close()
-
-
-def random_weights(spec: ModelSpec) -> ModelWeights:
-    """Tiles of random codes: the bytes of a real model of this shape, without quantizing one."""
-    random, weights = np.random.default_rng(0), ModelWeights({}, {}, RANDOM)
-    for tensor in all_tensors(decoder_blocks(spec)):
-        if not is_quantized(tensor.role):
-            weights.vectors[tensor.name] = torch.ones(tensor.shape)
-            continue
-        n_rows, n_columns = padded_shape(*tensor.shape)
-        grid = (n_rows // 16, n_columns // 32)
-        tiles = torch.from_numpy(random.integers(0, 256, (*grid, 256), np.uint8))
-        scales = torch.full((*grid, 16), 3e-4, dtype=torch.float16)
-        weights.matrices[tensor.name] = TileWeight(tiles, scales, 0, CODEBOOK, *tensor.shape)
-    return weights
 
 
 def heading(models: dict[str, Model]) -> str:

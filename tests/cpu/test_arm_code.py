@@ -23,8 +23,8 @@ def assembly(kind: tuple[int, ...], features: str) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [address] * 5), "group")
     builder = ir.IRBuilder(function.append_basic_block())
     tile, table, x, offset, out = function.args
-    emitter: Any = _Emitter(context, builder, len(kind), 16)
-    sums = emitter.group_sum(emitter.operands(tile, table), x, offset, 0)
+    emitter: Any = _Emitter(context, builder, len(kind))
+    ((sums,),) = emitter.group_sums(emitter.operands(tile, table), x, offset, [0])
     builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
     builder.ret_void()
     llvm.initialize_all_targets()

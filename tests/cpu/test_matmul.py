@@ -97,6 +97,17 @@ def test_a_rows_bits_do_not_depend_on_batch_or_threads(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_passes_of_many_rows_give_the_same_bits(kind: str) -> None:
+    """Rows of whole passes, of a last one that no width divides, and of shapes whose passes are short."""
+    operation = Matmul(ThreadPool(2))
+    for shape, m in (((40, 64), 531), ((16, 9000), 131)):
+        case = Case.random(kind, shape, m)
+        parts = [operation(case.x[at : at + 37], case.matrix()) for at in range(0, m, 37)]
+        assert np.array_equal(operation(case.x, case.matrix()), np.concatenate(parts))
+    assert operation(case.x[:0], case.matrix()).shape == (0, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_chosen_outputs_have_the_bits_of_the_whole_product(matmul: Matmul, kind: str) -> None:
     case = Case.random(kind, (131, 96), 5)
     whole = matmul(case.x, case.matrix())

@@ -57,7 +57,7 @@ def model_file(llamacpp: Any, tmp_path: Path) -> Path:
 
 
 def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
-    models = {name: bench.OurModel(SPEC, bench.random_weights(SPEC), 900, kind) for name, kind in KINDS.items()}
+    models = {name: bench.OurModel(SPEC, bench.random_weights(SPEC, "int4"), 900, kind) for name, kind in KINDS.items()}
     rows = list(bench.measured(models, [16, 700], [1, 2], 1, 300))
     for model in models.values():
         assert model._cache.length(0) == 700
@@ -73,7 +73,7 @@ def test_rows_of_every_context_step_and_number_of_threads(bench: Any) -> None:
 
 def test_llama_cpp_runs_beside_it(bench: Any, llamacpp: Any, model_file: Path) -> None:
     assert llamacpp.system_info().startswith("llama-cpp-python ")
-    models = {"ours": bench.OurModel(SPEC, bench.random_weights(SPEC), 900, "fp32")}
+    models = {"ours": bench.OurModel(SPEC, bench.random_weights(SPEC, "int4"), 900, "fp32")}
     for setting in (False, True):
         models[f"flash attention {setting}"] = llamacpp.LlamaCpp(model_file, 2, 900, flash_attention=setting)
     rows = list(bench.measured(models, [16, 700], [1], 1, 600))

@@ -26,24 +26,16 @@ class F32x16(types.Type):
     """A class that can be found by its name, so that a kernel read from the disk has this type and no copy of it."""
 
 
-class F32x8(types.Type):
-    """As F32x16."""
+F32X16 = ir.VectorType(F32, 16)
 
 
-def _vector_type(kind: Any, lanes: int) -> tuple[Any, Any]:
-    """The Numba type of this class and its LLVM vector."""
-    llvm_type = ir.VectorType(F32, lanes)
-
-    @register_model(kind)
-    class _Model(models.PrimitiveModel):
-        def __init__(self, manager: Any, front_end_type: Any) -> None:
-            super().__init__(manager, front_end_type, llvm_type)
-
-    return kind(name=kind.__name__), llvm_type
+@register_model(F32x16)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, front_end_type: Any) -> None:
+        super().__init__(manager, front_end_type, F32X16)
 
 
-f32x16, F32X16 = _vector_type(F32x16, 16)
-f32x8, F32X8 = _vector_type(F32x8, 8)
+f32x16 = F32x16(name="F32x16")
 I32X16 = ir.VectorType(I32, 16)
 
 
@@ -146,20 +138,14 @@ def half_to_float(context: Any, builder: Any, bits16: Any) -> Any:
     return builder.bitcast(builder.or_(value, sign), floats)
 
 
-def _zeros(name: str, numba_type: Any, vector: Any) -> Any:
-    """An intrinsic that gives one vector of zeros for each element of a tuple."""
+@intrinsic
+def zeros(typing: Any, rows: Any) -> Any:
+    """One vector of zeros for each element of a tuple."""
 
-    def function(typing: Any, rows: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return context.make_tuple(builder, signature.return_type, [constant(vector, 0.0)] * rows.count)
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_tuple(builder, signature.return_type, [constant(F32X16, 0.0)] * rows.count)
 
-        return types.UniTuple(numba_type, rows.count)(rows), codegen
-
-    function.__name__ = name
-    return intrinsic(function)
-
-
-zeros, zeros8 = _zeros("zeros", f32x16, F32X16), _zeros("zeros8", f32x8, F32X8)
+    return types.UniTuple(f32x16, rows.count)(rows), codegen
 
 
 @intrinsic
