@@ -25,7 +25,7 @@ class Limits:
     # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
     context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
-    kv_type: str | None = None  # of KV_BYTES; None: see parts.KV_TYPE
+    kv_type: str | None = None  # of KV_BYTES; None: see parts.default_kv_type
     mode: str | None = None  # "full" or "exact"; None: the planner's choice
     draft_length: int | None = None  # most tokens of a verification; None: the planner's choice
     threads: int = 0  # 0: all

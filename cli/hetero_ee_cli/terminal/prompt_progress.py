@@ -18,8 +18,7 @@ USUAL_COLUMNS = 80
 class PromptProgress:
     """One prompt after the other. A thread draws the line, over and over, and erases it when the prompt is read.
 
-    Most prompts take less than a second: rich's bars would cost them 60 ms of imports (AMD EPYC Milan, 2026-11-23), and
-    the cursor would go.
+    Most prompts take less than a second: rich's bars would cost them 40 ms of imports (AMD EPYC Milan, 2026-11-23).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
