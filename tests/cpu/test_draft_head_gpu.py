@@ -17,7 +17,6 @@ from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.errors import DeviceMemoryError
-from hetero_ee.models.rope import RopeScaling
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
@@ -302,30 +301,3 @@ def test_on_the_same_machine_another_plan_has_another_layer(model: Model, cpu: E
     assert opener() is first
     running[0] = plans[1]
     assert opener() is not first
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_it_turns_alike_everywhere_while_the_context_grows(
-    model: Model, cpu: Executor, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the longest one, which is beyond the head's original one; that of now is not."""
-    head, params = random_head(model[0], 0), GREEDY
-    assert head.spec.rope is not None
-    factors = [(each,) * (head.spec.rope.n_features // 2) for each in (1.0, 50.0)]
-    scaling = RopeScaling(kind, 50.0, 1.0, 4.0, CONTEXT_TOKENS + 1, *factors)
-    spec = replace(head.spec, rope=replace(head.spec.rope, scaling=scaling))
-
-    def confidences(executor: Any, running: Any = None) -> list[float]:
-        opener = DraftHeadOpener(spec, head_weights(head, compiled=True), executor, running, pytest.fail)
-        source = DraftHeadSource(opener, executor, None, pytest.fail)
-        return [draft.confidence for draft in drafts_of(executor, source, params, 0)]
-
-    unstretched = confidences(cpu)
-    executor = on_stand_in(*model, plan_of(model))
-    assert confidences(executor, lambda: executor) == pytest.approx(unstretched, rel=0.05)
-    for each in (cpu, executor):
-        monkeypatch.setattr(each, "growth", SimpleNamespace(most_tokens=4 * CONTEXT_TOKENS), raising=False)
-    stretched = confidences(cpu)
-    assert stretched != pytest.approx(unstretched, rel=0.2)
-    assert confidences(executor, lambda: executor) == pytest.approx(stretched, rel=0.05)
-    executor.close()
