@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee import CheckpointError, HeteroError, ModelError, UsageError
+from hetero_ee import CheckpointError, HeteroError, UsageError
 from tests.hub_model import ID, INDEX, SINGLE, files_of, in_shards, resolve
 from tests.hub_server import Fault, Hub
 
