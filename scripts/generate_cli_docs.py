@@ -21,7 +21,9 @@ Only results go to standard output; progress, statistics and errors go to standa
 takes more than a second shows its tokens, tokens per second and the time left; the line goes away before the text.
 In a pipe a text that is continued ends as the model ended it, with or without a newline; a terminal gets one, and so
 does each reply of a chat.
-Exit codes: 0 success, 1 failure, 2 wrong usage, 28 disk full, 130 Ctrl-C, 141 broken pipe, 143 terminated.
+Exit codes: 0 success; 2 what was typed is wrong: an option, its value or the file that it names, a model that is
+neither a folder nor an id; 1 it failed later: at what a model's folder holds, at the Hub, for want of memory; 28 disk
+full, 130 Ctrl-C, 141 broken pipe, 143 terminated.
 
 ## Settings
 

@@ -1,6 +1,8 @@
 """The typer application, and the one place where errors become exit codes.
 
-0 success, 1 failure, 2 usage, 28 disk full, 130 interrupted (Ctrl-C), 141 broken pipe, 143 terminated.
+0 success; 2 what was typed is wrong: an option, its value or the file that it names, a model that is neither a folder
+nor an id; 1 it failed later: at what a model's folder holds, at the Hub, for want of memory; 28 disk full, 130
+interrupted (Ctrl-C), 141 broken pipe, 143 terminated.
 """
 
 import errno

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_ee.config import demo_model_folder
-from hetero_ee.errors import ModelError, UsageError, shown
+from hetero_ee.errors import UsageError, shown
 from hetero_ee.hub.model_files import NO_DEVICE
 
 CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
@@ -46,7 +46,7 @@ def is_commit(text: object) -> bool:
 def local_folder(model: str | Path | None) -> Path | None:
     """The folder that `model` names: None is the demo model's. A string that can only be an id gives None.
 
-    Raises ModelError where `model` is a path and no folder is there.
+    Raises UsageError where `model` is a path and no folder is there.
     """
     if model is None:
         return demo_model_folder()
@@ -55,15 +55,15 @@ def local_folder(model: str | Path | None) -> Path | None:
     folder = _expanded(model)
     if model != "" and _exists(folder):
         if not folder.is_dir() and folder.suffix.lower() == ".gguf":
-            raise ModelError(
+            raise UsageError(
                 f"{folder} is a file, and GGUF files are not read; give the original model, as a folder with "
                 "safetensors or a Hugging Face id such as Qwen/Qwen3-4B."
             )
         if not folder.is_dir():
-            raise ModelError(f"{folder} is a file; give the folder that holds config.json and the weights.")
+            raise UsageError(f"{folder} is a file; give the folder that holds config.json and the weights.")
         return folder
     if isinstance(model, Path) or _is_path(model):
-        raise ModelError(
+        raise UsageError(
             f"there is no folder {folder}; give one with a Hugging Face checkpoint, a store, "
             "or a Hugging Face id such as Qwen/Qwen3-4B."
         )

@@ -5,7 +5,7 @@ YaRN (arXiv 2309.00071) with its section on dynamic scaling; LongRoPE (arXiv 240
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,9 @@ class RopeSpec:
 
         The context is the longest text there is room for, not the text so far: a position's angles never change.
         """
-        scaling = self.scaling
-        is_long = context_tokens > scaling.original_context_tokens
-        if scaling.kind == "dynamic" and is_long:
-            return _plain(self._stretched_theta(context_tokens), self.n_features)
-        plain = _plain(self.theta, self.n_features)
+        scaling, plain = self.scaling, _plain(self.theta, self.n_features)
+        if scaling.kind == "dynamic":
+            return _plain(self.for_context(context_tokens).theta, self.n_features)
         if scaling.kind == "linear":
             return [frequency / scaling.factor for frequency in plain]
         if scaling.kind == "llama3":
@@ -54,9 +52,18 @@ class RopeSpec:
         if scaling.kind == "yarn":
             return self._yarn_frequencies(plain)
         if scaling.kind == "longrope":
-            factors = scaling.long_factors if is_long else scaling.short_factors
+            factors = self.for_context(context_tokens).scaling.short_factors
             return [frequency / factor for frequency, factor in zip(plain, factors, strict=True)]
         return plain
+
+    def for_context(self, context_tokens: int) -> "RopeSpec":
+        """What turns in every context as this does in one of so many tokens."""
+        scaling, is_long = self.scaling, context_tokens > self.scaling.original_context_tokens
+        if scaling.kind == "dynamic":
+            theta = self._stretched_theta(context_tokens) if is_long else self.theta
+            return replace(self, theta=theta, scaling=replace(scaling, kind="default"))
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return replace(self, scaling=replace(scaling, short_factors=factors, long_factors=factors))
 
     def _stretched_theta(self, context_tokens: int) -> float:
         """The slowest pair turns about as far over this context as it did over the original one."""

@@ -30,7 +30,7 @@ class Limits:
     # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
     context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
-    kv_type: str | None = None  # of KV_BYTES; None: see parts.KV_TYPE
+    kv_type: str | None = None  # of KV_BYTES; None: see parts.default_kv_type
     mode: str | None = None  # of MODES; None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK

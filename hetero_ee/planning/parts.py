@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.model_weights import is_quantized
+from hetero_ee.weights.model_weights import UNQUANTIZED, is_quantized
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
 
 FLOAT_BYTES, SCALE_BYTES = 4, 2
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
-KV_TYPE = "fp16"  # where none is asked for; with fp32 weights it is ReferenceExecutor.kv_type
+KV_TYPE = "fp16"  # where none is asked for; see default_kv_type
 KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one position and head
 
 
@@ -135,6 +135,11 @@ def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_l
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_type) if attends else 0,
         window_tokens=spec.sliding_windows[block.layer] if attends and block.layer is not None else None,
     )
+
+
+def default_kv_type(quantizer: str | None) -> str:
+    """Where none is asked for. fp32 weights are what results are compared with: nothing is rounded beside them."""
+    return "fp32" if quantizer == UNQUANTIZED else KV_TYPE
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_type: str) -> int:

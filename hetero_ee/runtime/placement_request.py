@@ -10,10 +10,10 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.hardware import hardware_from
 from hetero_ee.planning.limits import Limits, parse_override
+from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.runtime.devices.device import GPU
-from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.opening import Placement
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -98,7 +98,7 @@ class PlacementRequest:
                 limits = replace(limits, context_tokens=self.context_tokens)
         wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
         if quantizer == UNQUANTIZED:  # as without a plan, on the CPU unless a GPU is asked for: it has no such kernels
-            kv_type = limits.kv_type or ReferenceExecutor.kv_type
+            kv_type = limits.kv_type or default_kv_type(quantizer)
             gpu_layers = limits.gpu_layers if self.emulates or wants_gpu else 0
             limits = replace(limits, kv_type=kv_type, gpu_layers=gpu_layers)
         return Placement(profile, limits, self.plan, statistics, emulates=self.emulates, traces=self.traces)

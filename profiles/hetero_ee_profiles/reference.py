@@ -42,9 +42,10 @@ FP32_SHARES = {1: 0.8, 16: 0.35, 32: 0.62, 64: 0.98, 512: 1.2}
 OPERATIONS_PER_CYCLE_AND_64_BYTES = 145.0
 # AVX2 without byte dot products, linear codes: 262 GOPS there, with 32-byte vectors.
 AVX2_OPERATIONS_PER_CYCLE_AND_64_BYTES = 128.0
-# Of two multiply-adds of a vector of fp32 a cycle, what a CPU's attention does of a prompt, which computes in fp32:
-# 0.52 on one thread of a Xeon (Sapphire Rapids, AVX-512, tests/bench/bench_cpu_ops.py, 2026-11-23).
-ATTENTION_SHARE = 0.5
+# Of two multiply-adds of a vector of fp32 a cycle, what a CPU's attention does of a prompt, which computes in fp32: 128
+# tokens at the end of 2048 positions do 0.4 with AVX2, on one thread and on two alike (AMD EPYC Milan at 3.1 GHz), so
+# that CPU_SHARE has no part in it; 0.52 with AVX-512 (Sapphire Rapids; tests/bench/bench_cpu_ops.py, 2026-11-23).
+ATTENTION_SHARE = 0.4
 CPU_SHARE = 0.7  # of that on all cores: makes 51 a cycle of a Ryzen 7950X's core, where 50 is the best published
 CPU_LAYER_OVERHEAD_S = 17e-6  # measured on the same machine
 CPU_CALL_S = 4e-6  # assumed

@@ -90,7 +90,7 @@ def test_what_can_not_be_ends_in_one_sentence(name: str, tmp_path: Path) -> None
     with pytest.raises(HeteroError) as refused:
         call(tmp_path)
     assert words in str(refused.value) and "\n" not in str(refused.value)
-    assert isinstance(refused.value, UsageError) or name == "no such model"
+    assert isinstance(refused.value, UsageError)
 
 
 def test_there_is_one_family_of_errors() -> None:

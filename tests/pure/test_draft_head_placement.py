@@ -1,16 +1,21 @@
 """A draft head on an emulated device: the same drafts, and what the time line says they took."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.models.rope import RopeScaling
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.emulated import EmulatedCopier
 from hetero_ee.runtime.devices.machine import Machine
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_layer import draft_head_works
+from hetero_ee.speculation.sources.draft_head_opening import DraftHeadOpener
 from hetero_ee.speculation.sources.source import Draft
 from tests.device_support import EmulatedMachine
 from tests.draft_heads import (
@@ -81,3 +86,29 @@ def test_another_layer_begins_with_nothing() -> None:
     source.truncate(0, 2)
     source.close(0)
     assert drafts_of(source) == expected
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_it_turns_alike_everywhere_while_the_context_grows(kind: str) -> None:
+    """By the longest one, which is beyond the head's original one; that of now is not."""
+    assert SPEC.rope is not None
+    factors = [(each,) * (SPEC.rope.n_features // 2) for each in (1.0, 2.0)]
+    rope = dataclasses.replace(SPEC.rope, scaling=RopeScaling(kind, 4.0, 1.0, 4.0, 100, *factors))
+    opened_with: list[ModelSpec] = []
+
+    def open_beside(spec: ModelSpec, *_: object) -> None:
+        opened_with.append(spec)
+        raise DeviceMemoryError("no room.")
+
+    target: Any = BareTarget()
+    target.cache.max_tokens, target.most_tokens, target.pool = 64, 1000, None
+    gpu = SimpleNamespace(machine=SimpleNamespace(open_beside=open_beside), plan=SimpleNamespace(draft_device="gpu"))
+    for running in (None, lambda: gpu):
+        spec: Any = dataclasses.replace(SPEC, rope=rope)
+        opener = DraftHeadOpener(spec, head_weights().weights, target, running, lambda text: None)  # type: ignore[arg-type]
+        layer: Any = opener()
+        opened_with += [] if layer is None else [layer._executor.spec]
+    expected = rope.inverse_frequencies(1000)
+    assert len(opened_with) == 2 and rope.inverse_frequencies(64) != expected
+    for each in opened_with:
+        assert each.rope is not None and each.rope.inverse_frequencies(64) == expected

@@ -1,16 +1,52 @@
 """A long prompt's line on a terminal: by a scripted clock, as a terminal shows it."""
 
 import io
+import os
+import re
+import subprocess
 import sys
+import time
 
 import pytest
 
 from hetero_ee.config import READING
 from hetero_ee_cli.terminal.progress import _Bars, stage_progress
-from hetero_ee_cli.terminal.prompt_progress import PromptProgress, _duration
+from hetero_ee_cli.terminal.prompt_progress import DRAWN_EVERY_S, PromptProgress, _duration
 from tests.pure.test_terminal_text import Screen, both_streams
 
-ERASED = "\x1b[1A\x1b[2K"  # up to the line, which is cleared
+ERASED = re.compile(r"\r +\r\Z")  # spaces over the line
+LIMIT_S = 30
+# A prompt of 4 chunks, which take so many seconds each, on a terminal of standard error.
+PROGRAM = """
+import sys, time
+from hetero_ee.config import READING
+from hetero_ee_cli.terminal.progress import stage_progress
+from hetero_ee_cli.terminal.streams import filter_terminals
+filter_terminals()
+with stage_progress() as progress:
+    for n_done in range(0, 401, 100):
+        progress(READING, n_done, 400)
+        time.sleep(float(sys.argv[1]))
+print("text;", "rich" in sys.modules, file=sys.stderr)
+"""
+
+
+def seen_by_a_terminal(chunk_s: float) -> str:
+    """What PROGRAM writes to one."""
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+    ours, theirs = pty.openpty()
+    try:
+        child = subprocess.Popen([sys.executable, "-c", PROGRAM, str(chunk_s)], stderr=theirs)
+        os.close(theirs)
+        shown = b""
+        try:
+            while data := os.read(ours, 65536):
+                shown += data
+        except OSError:  # Linux's way to say that the other end is closed
+            assert child.wait(LIMIT_S) == 0
+        return shown.decode()
+    finally:
+        os.close(ours)
 
 
 class Reading:
@@ -27,13 +63,43 @@ class Reading:
         self.progress.update(n_done, n_all)
         return self.progress.line()
 
+    def waited_for(self, pattern: str) -> bool:
+        """Whether the terminal shows it within a while."""
+        ends_s = time.monotonic() + LIMIT_S
+        while not (found := re.search(pattern, self.screen.text())) and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        return found is not None
+
+
+def test_a_short_prompt_writes_nothing_to_a_terminal() -> None:
+    assert seen_by_a_terminal(0.01) == "text; False\r\n"
+
+
+def test_a_long_prompt_writes_a_line_to_a_terminal_and_takes_it_away() -> None:
+    shown = seen_by_a_terminal(0.6)
+    assert re.fullmatch(
+        r"(\rReading the prompt: [123]00 of 400 tokens, \d+ tokens/s, \d s left *)+\r +\rtext; False\r\n", shown
+    )
+
+
+def test_without_another_thread_a_prompt_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reading = Reading(monkeypatch)
+    monkeypatch.setattr("threading.Thread.start", refused)
+    for at_s, n_done in ((0.0, 0), (5.0, 1500), (9.0, 3000)):
+        reading.told(at_s, n_done)
+    assert reading.screen.text() == ""
+
 
 def test_a_prompt_of_less_than_a_second_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = Reading(monkeypatch)
     for at_s, n_done in ((0.0, 0), (0.5, 1500), (0.9, 2900)):
         assert reading.told(at_s, n_done) == ""
+    time.sleep(2 * DRAWN_EVERY_S)
     reading.told(0.95, 3000)
-    assert READING not in reading.screen.text()
+    assert reading.screen.text() == ""
 
 
 def test_tokens_per_second_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +115,9 @@ def test_tokens_per_second_and_the_time_left(monkeypatch: pytest.MonkeyPatch) ->
     assert reading.told(1007.0, 1500) == "Reading the prompt: 1,500 of 3,000 tokens, 1.5 tokens/s, 50 min 00 s left"
     reading.now_s += 10**6
     assert reading.progress.line().endswith("1 s left")
-    shown = reading.screen.text()
-    assert "500 of 3,000 tokens, 250 tokens/s, 10 s left" in shown and ERASED not in shown
+    assert reading.waited_for("1,500 of 3,000 tokens, 1.5 tokens/s, 1 s left$")
     reading.told(2000.0, 3000)
-    assert reading.screen.text().endswith(ERASED)
+    assert ERASED.search(reading.screen.text())
 
 
 def test_the_next_prompt_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +127,9 @@ def test_the_next_prompt_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     reading.told(12.0, 3000)
     assert reading.told(20.0, 0, 600) == ""
     assert reading.told(22.0, 300, 600) == "Reading the prompt: 300 of 600 tokens, 150 tokens/s, 2 s left"
+    assert reading.waited_for("300 of 600")
     reading.progress.close()  # as where the command ends before the prompt does
-    assert reading.screen.text().endswith(ERASED)
+    assert ERASED.search(reading.screen.text())
     assert reading.told(30.0, 0, 600) == ""
     reading.progress.close()
 
@@ -82,23 +148,15 @@ def test_a_pipe_is_told_nothing_of_prompts(monkeypatch: pytest.MonkeyPatch) -> N
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_a_terminal_is_told_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = both_streams(monkeypatch)
-    monkeypatch.setattr("hetero_ee_cli.terminal.prompt_progress.SHOWN_AFTER_S", 0.0)
-    with stage_progress() as progress:
-        progress(READING, 0, 3000)
-        progress(READING, 500, 3000)
-    assert "of 3,000 tokens" in screen.text() and screen.text().endswith(ERASED)
-
-
 def test_a_remark_within_a_prompt_takes_the_line_away_and_keeps_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, bars, now_s = both_streams(monkeypatch), _Bars(), [0.0]
-    bars._prompt = PromptProgress(lambda: now_s[0])
+    reading, bars = Reading(monkeypatch), _Bars()
+    bars._prompt = reading.progress
     for stage, n_done in ((READING, 0), (READING, 1000), ("Planned again", 0), (READING, 2000)):
-        now_s[0] += 10.0
+        reading.now_s += 10.0
         bars.update(stage, n_done, 4000 if stage == READING else 0)
+        assert n_done == 0 or reading.waited_for(f"{n_done:,} of 4,000")
     assert bars._prompt.line() == "Reading the prompt: 2,000 of 4,000 tokens, 67 tokens/s, 40 s left"
     bars.update(READING, 4000, 4000)
     bars.close()
-    assert "Planned again.\n" in screen.text()
-    assert "\ufffd" not in screen.text() and screen.text().endswith(ERASED)
+    shown = reading.screen.text()
+    assert re.search(r"s left\r +\r[^ ]*Planned again\.\n", shown) and "\ufffd" not in shown and ERASED.search(shown)

@@ -98,7 +98,13 @@ LONG_FACTORS = {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [2.0, 3.0, 
 )
 @pytest.mark.parametrize("context_tokens", [1, 1000, 1001, 8192, 8193, 100_000])
 def test_a_longer_context_is_stretched_as_a_prompt_that_fills_it(rope: dict[str, Any], context_tokens: int) -> None:
-    check_frequencies(SIZES | {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4} | rope}, context_tokens)
+    values = SIZES | {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4} | rope}
+    check_frequencies(values, context_tokens)
+    turning = read_spec(values | {"architectures": ["LlamaForCausalLM"]}).rope
+    assert turning is not None
+    fixed, expected = turning.for_context(context_tokens), turning.inverse_frequencies(context_tokens)
+    assert all(fixed.inverse_frequencies(other) == expected for other in (0, 1, 1000, 10**6))
+    assert fixed.scaling.magnitude == turning.scaling.magnitude
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])

@@ -11,7 +11,7 @@ from hetero_ee.config.settings import read_settings
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWeights
 from hetero_ee_cli.options.flags import Json, with_options
-from hetero_ee_cli.options.planning import UNQUANTIZED, Hardware, LimitOptions
+from hetero_ee_cli.options.planning import Hardware, LimitOptions
 from hetero_ee_cli.reports.curve import curve_text, save_curve
 from hetero_ee_cli.reports.plan_report import PROMPT, command_line, show, what_if_lines
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -51,6 +51,8 @@ class _Subject:
             return ["plan", *(weights or named[1:]), "--published-exits", *machine]
         if weights:
             return ["simulate" if machine else "bench", *weights, *machine]
+        from hetero_ee.weights.model_weights import UNQUANTIZED
+
         unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
         return ["generate", PROMPT, *named, *unquantized]
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_GIB = 2**20
-UNQUANTIZED, FP32 = "none", "fp32"  # the quantizer of fp32 weights, whose keys and values are fp32 too
 ALL_LAYERS = 2**20  # more than any model has
 LAYER_WORDS = {"auto": None, "-1": None, "all": ALL_LAYERS, "-2": ALL_LAYERS}  # the numbers as llama.cpp has them
 DEVICE_WORDS = {"cpu": "cpu", "cuda0": "gpu", "cuda:0": "gpu"}  # of other tools' overrides
@@ -113,6 +112,7 @@ class LimitOptions:
         """As the planner takes them, with the context size and the threads. Raises UsageError."""
         with ending_at_once():
             from hetero_ee.planning.limits import Limits, parse_override
+            from hetero_ee.planning.parts import default_kv_type
 
         opening, usual = engine.arguments(), Limits()
         margin_bytes = _bytes_of(self.vram_margin, "vram_margin")
@@ -123,7 +123,7 @@ class LimitOptions:
             gpu_layers=_layers(self.gpu_layers),
             overrides=tuple(parse_override(_with_our_device(text)) for text in self.override or ()),
             context_tokens=opening["context_tokens"],
-            kv_type=self.kv_type or (FP32 if opening["quantizer"] == UNQUANTIZED else None),
+            kv_type=self.kv_type or default_kv_type(opening["quantizer"]),
             mode=self.mode,
             draft_length=self.draft_length,
             risk=self.risk,

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import TorchOps
-from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights
 from hetero_ee.weights.weight import Weight
 
 
 class ReferenceExecutor(HostExecutor):
     """Runs one model in plain torch. cache: see HostExecutor."""
 
-    kv_type = "fp32"  # it rounds nothing, and torch would widen what it reads each time
+    kv_type = default_kv_type(UNQUANTIZED)  # torch would widen anything else each time
 
     def __init__(
         self,

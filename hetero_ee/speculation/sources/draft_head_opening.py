@@ -2,6 +2,7 @@
 now."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,9 @@ class DraftHeadOpener:
         running: Running | None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._spec, self._weights, self._target, self._warn = spec, weights, target, warn
+        # On every device, and while the context grows, its keys turn alike.
+        self._spec = replace(spec, rope=spec.rope and spec.rope.for_context(target.most_tokens))
+        self._weights, self._target, self._warn = weights, target, warn
         self._running, self._host = running, host_machine()
         self._layer: DraftHeadLayer | None = None
         self._has_tried = False
