@@ -39,6 +39,11 @@ JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens
 PromptSource = Callable[[int], Sequence[Chunk]]  # prompts of the n-th group; none where they are at an end
 
 
+def by_group(prompts: Sequence[Chunk]) -> PromptSource:
+    """Prompts that are all known."""
+    return lambda group: prompts[group * GROUP_PROMPTS :][:GROUP_PROMPTS]
+
+
 def kv_type_of(executor: Executor) -> str:
     """Of the keys and values that it computes with."""
     plan = getattr(executor, "plan", None)

@@ -10,10 +10,10 @@ from typing import Any
 
 from hetero_ee.calibration.certificate_file import MAX_PROMPTS, write_certificate
 from hetero_ee.calibration.certify import (
-    GROUP_PROMPTS,
     N_PROMPTS,
     CertificateRun,
     PromptSource,
+    by_group,
     certificate_identity,
     kv_type_of,
 )
@@ -204,7 +204,7 @@ class _Job:
             size = prompt_tokens(context_tokens)
             return own_prompts(self._writer(size), self.ending), own_text_identity(self.tokenizer, size, context_tokens)
         prompts = text_prompts(self.tokenizer, request.texts, request.n_prompts, context_tokens, request.n_tokens)
-        return lambda group: prompts[group * GROUP_PROMPTS :][:GROUP_PROMPTS], chunks_identity(prompts)
+        return by_group(prompts), chunks_identity(prompts)
 
     def _writer(self, size: int) -> Callable[[int], list[Chunk]]:
         return own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
