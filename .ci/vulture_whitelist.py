@@ -29,11 +29,9 @@ exit_predictor  # of the GPU: for exits that are judged there
 
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns, sample_sha256
+speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_passes_per_token
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.
 _.neuron_frequencies
 
-# For lossy exit modes, which follow: the last-exits rule, and predictors on partial logits.
-RecentExits
-_.of_candidates
