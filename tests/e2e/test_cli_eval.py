@@ -94,7 +94,7 @@ def test_exact_and_early_exit_modes_side_by_side(
     cli: Cli, converted_demo: None, text: Path, tmp_path: Path, matplotlib: None
 ) -> None:
     picture, common = tmp_path / "modes.svg", ["--hardware", LAPTOP, "-ngl", 6, "--text", text, *SHORT]
-    ended = cli("eval", *common, "--modes", "exact,specee", "--kv", "lazy,holes,copy", "--plot", picture, "--json")
+    ended = cli("eval", *common, "--modes", "exact,specee", "--kv", "lazy,holes", "--plot", picture, "--json")
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     assert document["emulated"] == LAPTOP
@@ -150,7 +150,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a text that is none": (["--text", "binary.txt"], "is not UTF-8 text at byte 0"),
     "too many openings": (["--prompts", "99"], "--prompts is 99 and there are 16 openings; lower it, or give a text."),
     "too small a context": (["--prompts", "2", "-c", "9"], "-c / --ctx-size is 9 and the texts have"),
-    "too large a context": (["--prompts", "2", "-n", "9999", "--modes", "full"], "this model's own is 600"),
     "a picture of another kind": (["--plot", "modes.jpg"], "expected a name that ends in .png or .svg"),
     "no such hardware": (["--hardware", "abacus"], "is not a shipped profile"),
     "two machines": (["--hardware", LAPTOP, "--profile", "off"], "drop one of them"),
