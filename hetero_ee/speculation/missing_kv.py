@@ -1,9 +1,10 @@
 """Keys and values of layers that an exited token has not passed: four policies.
 
-lazy: the token waits, and catches up with the next one of its text that goes deeper: exact (FREE, arXiv 2310.05424).
-propagate: made of the state it exited with, as if each layer's input were that (CALM, arXiv 2207.07061). copy: those of
-the last layer it passed (DYNAMAX, arXiv 2504.20922). holes: none; deeper layers hold fewer lines than the text has
-tokens, a window counts lines, and rotary positions stay the text's (SpecEE's released code, arXiv 2504.08850).
+lazy: the token waits, and catches up with the next one of its text that goes deeper: exact (FREE, arXiv 2310.05424;
+EE-LLM, arXiv 2312.04916). propagate: made of the state it exited with, as if each layer's input were that (CALM, arXiv
+2207.07061). copy: those of the last layer it passed (DYNAMAX, arXiv 2504.20922). holes: none; deeper layers hold fewer
+lines than the text has tokens, a window counts lines, and rotary positions stay the text's (SpecEE's released code,
+arXiv 2504.08850).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_ee.errors import UsageError, meant
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.waiting import WaitingToken, advance, batch_of, stacked
@@ -27,11 +27,12 @@ class MissingKv(Protocol):
         ...
 
     def exited(self, tokens: Sequence[WaitingToken]) -> list[WaitingToken]:
-        """Fills what it fills of the layers behind; the tokens that still wait."""
+        """Tokens that wait, each text's last of which has just exited: fills what it fills of the layers behind; those
+        that still wait."""
         ...
 
     def end(self, sequence: int) -> None:
-        """A text is over: its cache is cut to tokens that every layer holds."""
+        """No token of the sequence follows: the cache is cut to its first tokens that every layer holds."""
         ...
 
 
@@ -130,7 +131,5 @@ MISSING_KV: dict[str, Callable[[Executor], MissingKv]] = {
 
 
 def missing_kv(kind: str, executor: Executor) -> MissingKv:
-    """The policy of this name. Raises UsageError for a name that is none."""
-    if kind not in MISSING_KV:
-        raise UsageError(f"no policy for keys and values is called {kind}; {meant(kind, MISSING_KV)}")
+    """kind: of planning.limits.EXIT_KV."""
     return MISSING_KV[kind](executor)
