@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hetero_ee.planning.plan import Plan as Plan
     from hetero_ee.profiling.profile import HardwareProfile as HardwareProfile
     from hetero_ee.runtime.devices.timeline import Span as Span
+    from hetero_ee.runtime.devices.traffic import TextTraffic as TextTraffic
     from hetero_ee.runtime.executors.executor import Executor as Executor
     from hetero_ee.runtime.opening import Placement as Placement
     from hetero_ee.runtime.placement_request import FindProfile as FindProfile
@@ -67,6 +68,7 @@ _NAMES = {
     "hetero_ee.planning.plan": ("Plan",),
     "hetero_ee.profiling.profile": ("HardwareProfile",),
     "hetero_ee.runtime.devices.timeline": ("Span",),
+    "hetero_ee.runtime.devices.traffic": ("TextTraffic",),
     "hetero_ee.runtime.executors.executor": ("Executor",),
     "hetero_ee.runtime.opening": ("Placement",),
     "hetero_ee.runtime.placement_request": ("FindProfile",),
