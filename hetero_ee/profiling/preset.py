@@ -45,9 +45,8 @@ class Preset:
 
 
 QUICK = Preset(
-    tokens=(1, 4, 8, 128),
-    # Of 8 behind a context: between 1 and 128 alone, batches would be priced by a prompt's arithmetic.
-    attention=((1, 16), (1, 1024), (8, 1024), (128, 128), (128, 1024)),
+    tokens=(1, 4, 128),
+    attention=((1, 16), (1, 1024), (128, 128), (128, 1024)),
     repeats=3,
     cycle_bytes=2**28,
     link_bytes=2**25,

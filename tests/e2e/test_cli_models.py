@@ -63,7 +63,7 @@ def test_convert_to_a_folder(cli: Cli, model_folder: Path, tmp_path: Path, cache
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["nowhere/at/all/"], 1, "nowhere"),
+        (["nowhere/at/all/"], 2, "nowhere"),
         (["{model}", "--quantizer", "none"], 2, "codebook, search, rtn"),
         (["{model}", "-t", "-1"], 2, "whole number"),
         (["{model}", "-o", "{model}/config.json/store"], 1, "can't be written"),

@@ -155,7 +155,7 @@ def measure(spec: ModelSpec, threads: Sequence[int] = (1,), preset: Any = QUICK,
 def test_a_quick_profile(probes: Probes, spec: ModelSpec) -> None:
     found = measure(spec, (4,))
     assert (probes.teams, probes.models) == ([4], [(2**28, 1024)])
-    assert probes.points == [((1, 16), (1, 1024), (4, 16), (8, 16), (8, 1024), (128, 128), (128, 1024))]
+    assert probes.points == [((1, 16), (1, 1024), (4, 16), (128, 128), (128, 1024))]
     assert found.cpu[0].threads == 4 and found.gpu is None and found.warnings == ()
 
 
