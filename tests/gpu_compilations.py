@@ -130,7 +130,7 @@ def _embed() -> list[Compilation]:
 
 
 def _kv_write() -> list[Compilation]:
-    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn, or by positions of its own."""
+    """32 + 8 heads of 128: each kind of cache, turning; and fp16 without a turn."""
     pointers = {"x_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32", "layer": "i32"}
     layout = {"FEATURES": 6144, "FIRST_KEY": 4096, "FIRST_VALUE": 5120, "PAGES_A_SLOT": 64}
     records = []
@@ -139,7 +139,6 @@ def _kv_write() -> list[Compilation]:
         ("fp32", "*fp32", True, False),
         ("int8", "*i8", True, False),
         ("fp16", "*fp16", False, False),
-        ("fp16", "*fp16", True, True),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},
