@@ -158,7 +158,6 @@ BAD: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.xfail(reason="one of the cases, too large a context, is not refused: to be mended", strict=False)
 def test_what_can_not_be_is_refused_in_one_sentence(
     cli: Cli, tiny: Path, text: Path, name: str, monkeypatch: pytest.MonkeyPatch, matplotlib: None
 ) -> None:
