@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_ee import Engine
+from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.scoring import score
 from hetero_ee.evaluation.open_mode import EngineMode
 from hetero_ee.planning.limits import Limits
@@ -221,4 +221,11 @@ def test_an_early_exit_mode_scores_with_exits(converted_demo: None) -> None:
         mode = EngineMode(engine, emulates=True)
         text = engine.generate("Once upon a time", max_new_tokens=16).token_ids
         depths = [depth for _, depth in mode.score([1, *text], 1)]
+        ids = engine._encoded("Once upon a time")
+        written = mode.generate(ids, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        whole, sequence = [*ids, *written.token_ids], engine.executor.cache.open_new()
+        said = engine.executor.logits(Batch.of_sequence(sequence, 0, whole), range(len(ids) - 1, len(whole) - 1))
+        expected = said.argmax(-1).tolist()
+        n_changed = sum(ours != full for ours, full in zip(written.token_ids, expected, strict=True))
+        assert mode.n_changed(ids, written) == n_changed > 0
     assert len(depths) == len(text) and min(depths) < max(depths) == engine.spec.n_layers

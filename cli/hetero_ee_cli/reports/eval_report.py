@@ -19,6 +19,7 @@ COLUMNS = (  # of the table: title, field of ModeResult, how it is written
     ("x full", "speedup", PLAIN),
     ("same tokens", "identity", SHARE),
     ("same until", "tokens_before_divergence", RATE),
+    ("changed", "changed", SHARE),
     ("perplexity", "perplexity", PLAIN),
     ("KL, nats", "kl_nats", SMALL),
     ("doubled words", "doubled_words", SHARE),
