@@ -13,12 +13,13 @@ from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import CERTIFIED, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
+from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
 from hetero_ee.speculation.early_exit import EarlyExits
+from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
@@ -126,7 +127,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     profile = request.found_profile(spec, files.folder, automatic)
     if profile is None and request.plan is None:
         return None
-    calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
+    calibration = _calibration(files, request.mode, warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
@@ -141,6 +142,14 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         opened.executor.close()
         raise
     return OpenModel(files, opened.executor, threads, opened, drafting, exits)
+
+
+def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration | None:
+    """Of the model's exits, None where there is none. Raises StoreError for one that can't be used and that the mode
+    can't do without; else that is a warning."""
+    if files.calibrations is None:
+        return None
+    return files.calibrations.find() if mode in EARLY_EXIT_MODES else files.calibrations.find_or_warn(warn)
 
 
 def warner(progress: Progress | None) -> Warn:
