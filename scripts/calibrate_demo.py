@@ -10,6 +10,7 @@ use. Both are keyed by checksums of the checkpoint, and fit the store that any m
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from stories import SEPARATOR, read_stories, without_held_out
@@ -18,6 +19,7 @@ from hetero_ee import Engine
 from hetero_ee.calibration.certificate_file import write_certificate
 from hetero_ee.calibration.certify import N_PROMPTS, CertificateRun, by_group
 from hetero_ee.calibration.file import read_calibration, write_calibration
+from hetero_ee.calibration.following import specee_depths
 from hetero_ee.calibration.location import SHIPPED_FOLDER, checkpoint_key
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings
 from hetero_ee.calibration.texts import text_chunks, text_prompts
@@ -48,15 +50,17 @@ def main() -> None:
     stories = [story.strip() for story in unseen.split(SEPARATOR)[1:]]
     with Engine.from_pretrained(threads=1, profile="off") as engine:
         tokenizer = Tokenizer.load(model, engine.spec.vocab_size)
+        ending = Ending(GenerationDefaults.read(model).eos_token_ids(tokenizer), engine.context_tokens)
         start_s = time.perf_counter()
         if not given.certify_only:
             chunks = text_chunks(tokenizer, held_out, ENOUGH_TOKENS, engine.context_tokens)
             run = CalibrationRun(engine.executor, CalibrationSettings(), None, time.perf_counter)
-            write_calibration(run.calibrate(chunks, DESCRIPTION), key, folder)
+            made = run.calibrate(chunks, DESCRIPTION)
+            depths = specee_depths(engine.executor, ending, made, chunks)
+            write_calibration(replace(made, specee_depths=depths), key, folder)
         calibration = read_calibration(folder, engine.spec, key)
         assert calibration is not None
         prompts = text_prompts(tokenizer, stories, N_PROMPTS, engine.context_tokens)
-        ending = Ending(GenerationDefaults.read(model).eos_token_ids(tokenizer), engine.context_tokens)
         certifying = CertificateRun(engine.executor, ending, calibration, None, time.perf_counter, print)
         write_certificate(certifying.certify(by_group(prompts), N_PROMPTS, key, CERTIFIED_ON), folder)
         seconds = time.perf_counter() - start_s

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.calibration.following import followed
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
@@ -25,8 +26,6 @@ from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.early_exit import EarlyExits, generate_early
-from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
 from hetero_ee.speculation.policies.certified import Certified
@@ -41,7 +40,6 @@ GROUP_PROMPTS = 32  # prompts that share passes
 CERTIFYING, FOLLOWING = "Certifying", "Following certified texts"
 RISKS = (0.01, 0.02, 0.05)  # that certified texts are followed at
 N_FOLLOWED = 2  # groups of prompts
-MAX_WAITING = 7  # tokens of such a text
 N_TIMED = 3  # steps, before it is said how long all take
 PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
 JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens"
@@ -119,23 +117,18 @@ class CertificateRun:
             with suppress(UsageError):  # too few prompts for it
                 allowed.append(certificate.certified_exit([self._calibration.n_layers // 2], risk))
         groups = [group for number in range(N_FOLLOWED) if (group := prompts_of(number))]
-        prompts = [list(prompt) for group in groups for prompt in group][: certificate.n_prompts]
+        prompts = [prompt for group in groups for prompt in group][: certificate.n_prompts]
         for number, each in enumerate(allowed):
             if self._progress is not None:
                 self._progress(FOLLOWING, number, len(allowed))
             if sum(each.shares) > 0 and (found := self._followed(each, prompts)) is not None:
                 yield found
 
-    def _followed(self, allowed: CertifiedExit, prompts: list[list[int]]) -> OnPolicy | None:
+    def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> OnPolicy | None:
         """None where every text ends at once."""
-        counts, [exit_layer] = ExitCounts(), allowed.exit_layers
-        exits = EarlyExits(Certified({exit_layer: self._heads[exit_layer].end}, allowed), "lazy", MAX_WAITING)
-        texts = [[*prompt] for prompt in prompts]
-        for token in generate_early(
-            self._executor, prompts, PARAMS, self._ending, lambda ids: "", self._clock, exits, counts
-        ):
-            texts[token.sequence].append(token.token_id)
-        known = counts.statistics(self._calibration.n_layers)
+        [exit_layer] = allowed.exit_layers
+        policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
+        texts, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
         if not known.n_tokens:
             return None
         different = (n_changed(self._executor, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True))

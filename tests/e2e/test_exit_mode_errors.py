@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_ee import Engine
+from hetero_ee import Engine, UsageError
 from hetero_ee.calibration.certificate_file import write_certificate
 from hetero_ee.config import demo_model_folder
 from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, Limits
@@ -90,15 +90,22 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "less than can be certified": (["--risk", 0.0001], "1500 prompts can't certify less than"),
     "other keys and values": (["--kv-type", "int8"], "the certificate is of keys and values in fp16, not int8"),
     "keys and values that are not exact": (["--kv", "holes"], "a certificate holds for exact keys and values"),
-    "a text that is not greedy": (["--temp", 0.7], "of greedy texts"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_was_not_certified_is_refused(cli: Cli, converted_demo: None, name: str) -> None:
     arguments, says = BAD[name]
-    command = SIMULATED if name != "a text that is not greedy" else ["generate", "Once", "-n", 4, "-t", 1, "-ngl", 0]
-    assert says in complaint(cli(*command, "--mode", CERTIFIED, *arguments), 2)
+    assert says in complaint(cli(*SIMULATED, "--mode", CERTIFIED, *arguments), 2)
+
+
+def test_a_text_that_is_not_greedy_is_refused(converted_demo: None) -> None:
+    limits = Limits(mode=CERTIFIED, gpu_layers=6)
+    with (
+        Engine.from_pretrained(threads=1, profile=reference_profile(LAPTOP), limits=limits, emulate=True) as engine,
+        pytest.raises(UsageError, match="of greedy texts"),
+    ):
+        engine.generate("Once upon a time", max_new_tokens=4, temperature=0.7)
 
 
 @pytest.mark.parametrize("mode", sorted({*EARLY_EXIT_MODES} - {CERTIFIED}))
