@@ -63,8 +63,8 @@ def _finite(value: Any) -> Any:
 
 
 def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> None:
-    """Speed over the divergence from full mode (perplexity's interval would be that of the texts' own difficulty), a line
-    for each mode through its variants. Raises UsageError where matplotlib is missing or the file can't be written."""
+    """Speed over the divergence from full mode (perplexity's interval is that of the texts' own difficulty), a line for
+    each mode through its variants. Raises UsageError where matplotlib is missing or the file can't be written."""
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 5), layout="constrained")
