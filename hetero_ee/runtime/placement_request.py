@@ -105,9 +105,7 @@ class PlacementRequest:
                     "sparse FFNs run on the CPU alone so far; leave out --sparsity, or the wish for a GPU."
                 )
             limits = replace(limits, gpu_layers=0)
-        elif (
-            quantizer == UNQUANTIZED
-        ):  # as without a plan, on the CPU unless a GPU is asked for, without such kernels
+        elif quantizer == UNQUANTIZED:  # as without a plan, on the CPU unless a GPU is asked for, without such kernels
             kv_type = limits.kv_type or default_kv_type(quantizer)
             gpu_layers = limits.gpu_layers if self.emulates or wants_gpu else 0
             limits = replace(limits, kv_type=kv_type, gpu_layers=gpu_layers)

@@ -160,9 +160,8 @@ def _values(checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantizati
         return checkpoint.tensor(tensor.name).T.contiguous()
     if not checkpoint.spec.gated:
         return checkpoint.tensor(tensor.name)
-    return checkpoint.tensor(f"{prefix}.gate_up")[
-        slice(tensor.shape[0]) if short == "gate" else slice(-tensor.shape[0], None)
-    ]
+    gate, up = checkpoint.tensor(f"{prefix}.gate_up").chunk(2)
+    return gate if short == "gate" else up
 
 
 def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
