@@ -117,7 +117,7 @@ class CpuExecutor(HostExecutor):
             if block.kind is BlockKind.ATTENTION:
                 delta = self._attended(block, self._normed(block, x, delta), turns, places)
             else:
-                delta = self._fed_forward(block, self._normed(block, x, delta))
+                delta = self._fed_forward(block, self._normed(block, x, delta), batch)
         return torch.from_numpy(x if delta is None else x + delta)
 
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
@@ -205,23 +205,23 @@ class CpuExecutor(HostExecutor):
             self._rope.turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
         self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
-    def _fed_forward(self, block: Block, normed: Any) -> Any:
+    def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
         spec = self.spec
         if spec.neuron_major:
-            return self._neurons(block, normed)
+            return self._neurons(block, normed, batch)
         inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
         kind, threshold = spec.activation, spec.activation_threshold
         active = activate(inner, kind, gated=spec.gated, threshold=threshold, pool=self._pool)
         return self._multiplied(active, block, "down")
 
-    def _neurons(self, block: Block, normed: Any) -> Any:
+    def _neurons(self, block: Block, normed: Any, batch: Batch) -> Any:
         """An FFN whose inactive neurons are not read."""
         spec, rows = self.spec, self._rows
         first = self._multiplied(normed, block, "gate" if spec.gated else "up")
         active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
         least = self._vectors.get(least_activations(block))
         if least is not None:
-            active[np.abs(active) < least] = 0.0
+            active[batch.may_skip()[:, None] & (np.abs(active) < least)] = 0.0
         up = rows[block.tensors["up"].name] if spec.gated else None
         summed = self._sparse_ffn(normed, active, up, rows[block.tensors["down"].name])
         bias = self._vector(block, "down_bias")
