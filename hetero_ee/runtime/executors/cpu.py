@@ -270,7 +270,7 @@ class CpuExecutor(HostExecutor):
 
 
 def _row_matrix(weight: RowWeight) -> RowMatrix:
-    return RowMatrix(weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+    return RowMatrix(weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook, weight.n_columns)
 
 
 def _sequence_cache(*parts: Tensor) -> SequenceCache:
