@@ -1,4 +1,4 @@
-"""The Arm form of the innermost steps of matmul and sparse FFN, compiled for AArch64 where LLVM can, and read.
+"""The Arm form of the innermost steps of matmul and sparse FFN, compiled wherever LLVM has that backend, and read.
 
 It was never run: no Arm machine was at hand. Its arithmetic is that of the other instruction sets, exact in integers.
 """

@@ -1,4 +1,4 @@
-"""Which instructions the machine code of matmul and sparse FFN has on each target, read in a child process.
+"""Which instructions the matmul and the sparse FFN have on each target, read from their assembly in a child process.
 
 So a target that this machine can't run is still compiled, and none silently falls back to slow code.
 """
