@@ -68,10 +68,19 @@ class TorchOps:
 
     def activate(self, x: Tensor, spec: ModelSpec) -> Tensor:
         """The FFN between its matrices: act(gate) * up where gated, (m, 2F) -> (m, F); else act, (m, F) -> (m, F)."""
-        if not spec.gated:
+        if not spec.gated or spec.neuron_major:
             return torch.stack([_activation(row, spec) for row in x])
         gate, up = x.chunk(2, dim=-1)
         return torch.stack([_activation(row, spec) for row in gate]) * up
+
+    def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
+        """The sum over neurons: x (m, K), active (m, F), 0 where one is skipped, up and down (F, K) -> (m, K)."""
+        return self.summed(active if up is None else active * self.linear(x, up), down)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        """inner (m, F) times the rows of down (F, K) -> (m, K)."""
+        rows = down.dequantize()
+        return torch.stack([row @ rows for row in inner])
 
 
 class BatchedTorchOps(TorchOps):
@@ -80,6 +89,9 @@ class BatchedTorchOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        return inner @ down.dequantize()
 
     def attention(self, queries: Tensor, cache: CpuKvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         outputs = torch.empty_like(queries)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.runtime.batch import Batch
@@ -57,7 +57,7 @@ class ReferenceExecutor(HostExecutor):
             if block.kind is BlockKind.ATTENTION:
                 hidden = hidden + self._attend(block, hidden, batch)
             else:
-                hidden = hidden + self._feed_forward(block, hidden)
+                hidden = hidden + self._feed_forward(block, hidden, batch)
         return hidden
 
     @torch.inference_mode()
@@ -111,10 +111,24 @@ class ReferenceExecutor(HostExecutor):
         self.cache.write(layer, batch, keys, values)
         return queries
 
-    def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
+    def _feed_forward(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
+        if self.spec.neuron_major:
+            return self._summed_neurons(block, self._norm(block, hidden), batch)
         first = block.tensors["gate_up" if self.spec.gated else "up"]
         active = self._ops.activate(self.linear(self._norm(block, hidden), first.name), self.spec)
         return self.linear(active, block.tensors["down"].name)
+
+    def _summed_neurons(self, block: Block, x: Tensor, batch: Batch) -> Tensor:
+        first = block.tensors["gate" if self.spec.gated else "up"]
+        active = self._ops.activate(self.linear(x, first.name), self.spec)
+        least = self.weights.vectors.get(least_activations(block))
+        if least is not None:
+            active[torch.from_numpy(batch.may_skip())[:, None] & (active.abs() < least)] = 0.0
+        self._neurons.count(active.numpy(), batch)
+        up = self.weights.matrices[block.tensors["up"].name] if self.spec.gated else None
+        bias = self._vector(block, "down_bias")
+        summed = self._ops.neurons(x, active, up, self.weights.matrices[block.tensors["down"].name])
+        return summed if bias is None else summed + bias
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
         if not block.has_norm:
