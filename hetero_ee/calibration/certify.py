@@ -117,22 +117,21 @@ class CertificateRun:
             with suppress(UsageError):  # too few prompts for it
                 allowed.append(certificate.certified_exit([self._calibration.n_layers // 2], risk))
         groups = [group for number in range(N_FOLLOWED) if (group := prompts_of(number))]
-        prompts = [prompt for group in groups for prompt in group][: certificate.n_prompts]
         for number, each in enumerate(allowed):
             if self._progress is not None:
                 self._progress(FOLLOWING, number, len(allowed))
-            if sum(each.shares) > 0 and (found := self._followed(each, prompts)) is not None:
-                yield found
+            counts = [self._followed(each, group) for group in groups if sum(each.shares) > 0]
+            n_tokens, n_exited, n_different = map(sum, zip((0, 0, 0), *counts, strict=True))
+            if n_tokens:  # else every text ends at once
+                yield OnPolicy(each.risk, each.exit_layers[0], n_tokens, n_exited, n_different)
 
-    def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> OnPolicy | None:
-        """None where every text ends at once."""
+    def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> tuple[int, int, int]:
+        """Tokens, those that exited, those that are changed."""
         [exit_layer] = allowed.exit_layers
         policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
         texts, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
-        if not known.n_tokens:
-            return None
         different = (n_changed(self._executor, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True))
-        return OnPolicy(allowed.risk, exit_layer, known.n_tokens, known.n_exited, sum(different))
+        return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
         """A group's tokens; those of a text that ends early are fewer."""
