@@ -32,6 +32,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("There is no GPU that torch can use")
 
 
+@pytest.mark.long
 def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done = run("--dry-run", "--json", tmp_path / "figures.json")
