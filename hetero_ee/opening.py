@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
@@ -31,6 +33,7 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
 
 Warn = Callable[[str], None]
 
@@ -71,6 +74,15 @@ def check_options(quantizer: str | None, context_tokens: int, threads: int) -> N
     ):
         if not is_whole(value, 0, largest):
             raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0 (automatic) to {largest}.")
+
+
+def running_threads(n_asked: int, progress: Progress | None) -> int:
+    """How many threads run, with a remark where others were asked for or help little; torch gets one, process-wide."""
+    n_run = usable_threads(n_asked)
+    if problem := capped_threads(n_asked) or surplus_threads(n_run, physical_core_count()):
+        warner(progress)(problem)
+    torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
+    return n_run
 
 
 def read_model(

@@ -65,14 +65,14 @@ def test_an_encoding_without_the_signs_of_a_table(tmp_path: Path) -> None:
     program = f"""
 import sys
 from hetero_ee_cli.commands import bench
-from hetero_ee_cli.reports.bench_table import print_row
+from hetero_ee_cli.reports import bench_table
 from hetero_ee_cli.app import main
 row = dict(model_filename="m", model_type="m int4", model_size=1, model_n_params=1, n_threads=1, mode="full",
            test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None, reading_shares=None,
            samples_ns=[1, 2])
 bench._rows = lambda *_, **__: iter([row])
 bench._compare_speed = lambda *_: None
-bench.footer = lambda rows: "caf\\u00e9"
+bench_table.footer = lambda rows: "caf\\u00e9"
 from hetero_ee_profiles.reference import reference_profile
 from hetero_ee_cli.commands import profile
 profile.profile_for = lambda *_, **__: reference_profile("{LAPTOP}")

@@ -97,6 +97,7 @@ def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exit
     close(executor)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", LOSSY)
 @ONE_FIXTURE
 @given(texts=exiting_texts(N_LAYERS))
@@ -123,6 +124,7 @@ def test_the_others_are_near_a_slow_reference(made: Made, kind: str, texts: list
     close(executor)
 
 
+@pytest.mark.few(6)
 @ONE_FIXTURE
 @given(st.data())
 def test_ended_texts_leave_no_ragged_layers(made: Made, data: st.DataObject) -> None:

@@ -64,7 +64,7 @@ def test_judged_as_the_paper_says(converted_demo: None, engine: Engine, with_dra
     first = calibration.schedule[0]
     heads = exit_heads(calibration, range(1 if with_draft_head else first, n_layers), compiled=True)
     ids = [token.token_id for token in engine.stream(PROMPT, max_new_tokens=N_NEW)]
-    prompt = engine._encoded(PROMPT)
+    prompt = engine._prompt_ids(PROMPT)
     stub = _Known([calibration, executor]) if with_draft_head else None
     policy = SpecEE(heads, calibration.schedule, n_layers, stub)  # type: ignore[arg-type]
     params = SamplingParams()
