@@ -37,6 +37,7 @@ from hetero_ee.runtime.placement_request import (
     requested_plan,
     requested_profile,
 )
+from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import generate_early
 from hetero_ee.speculation.exact import generate_exact
@@ -84,6 +85,7 @@ class Engine:
         revision: str | None = None,
         offline: bool = False,
         quantizer: str | None = None,
+        sparsity: str | float | None = None,
         context_tokens: int = 0,
         threads: int = 0,
         profile: HardwareProfile | FindProfile | str | Path | None = None,
@@ -113,6 +115,8 @@ class Engine:
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
+        sparsity: "exact" skips FFN neurons that are 0 (ReLU), a number that share of them, those that matter least,
+            "auto" what was calibrated; weights are then laid out neuron by neuron. None: FFNs are dense.
         context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
             more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores; at
             most as many run as there are processors.
@@ -138,6 +142,7 @@ class Engine:
         Raises ModelError, CheckpointError, StoreError, DiskFullError, UsageError or DeviceMemoryError.
         """
         check_options(quantizer, context_tokens, threads)
+        wanted = SparsityRequest.parsed(sparsity)
         tell = chosen_progress(progress)
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
@@ -161,7 +166,7 @@ class Engine:
         if tell is not None and problem:
             tell(problem, 0, 0)
         torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
-        files = read_model(folder, quantizer, threads, tell)
+        files = read_model(folder, quantizer, threads, tell, wanted)
         return cls(open_model(files, request, threads, tell), tell)
 
     def __repr__(self) -> str:

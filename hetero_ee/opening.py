@@ -18,12 +18,13 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
+from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, load_dense
+from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
@@ -71,23 +72,37 @@ def check_options(quantizer: str | None, context_tokens: int, threads: int) -> N
             raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0 (automatic) to {largest}.")
 
 
-def read_model(folder: Path, quantizer: str | None, threads: int, progress: Progress | None) -> ModelFiles:
-    """A store's weights as they are; a checkpoint's by `quantizer`, from the cache or made."""
+def read_model(
+    folder: Path,
+    quantizer: str | None,
+    threads: int,
+    progress: Progress | None,
+    sparsity: SparsityRequest | None = None,
+) -> ModelFiles:
+    """A store's weights as they are; a checkpoint's by `quantizer`, neuron-major for any `sparsity`, from the cache or
+    made."""
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
-    spec = read_spec(folder)
+    spec, neuron_major = read_spec(folder), sparsity is not None
+    if sparsity is not None:
+        sparsity.check(spec)
     tokenizer = Tokenizer.load(folder, spec.vocab_size, warner(progress))
     defaults = GenerationDefaults.read(folder)
     sampling = defaults.sampling()
     calibrations = None
     if manifest is not None:
+        if neuron_major and not manifest.neuron_major:
+            raise UsageError(f"{folder} is a store without neuron-major FFNs; give the checkpoint it was made from.")
         weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
     elif quantizer == UNQUANTIZED:
+        if neuron_major:
+            raise UsageError(f"quantizer {UNQUANTIZED} has no sparse FFNs; leave out one of both.")
         weights = load_dense(Checkpoint(folder, spec))
     else:
-        quantization = Quantization.of_model(folder, quantizer)
-        _, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
-        calibrations = CalibrationPlace.of_model(spec, folder, cache_folder(), quantizer)
+        quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
+        store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
+        calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
+    spec = as_stored(spec, weights)
     return ModelFiles(folder, spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)
 
 
@@ -131,7 +146,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
     statistics = knowledge.statistics(spec, profile, threads, request.risk)
-    placement = request.placement(profile, files.weights.quantizer, statistics)
+    placement = request.placement(profile, files.weights.quantizer, statistics, neuron_major=spec.neuron_major)
     opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
     opened = replace(opened, placement=placement)
     try:

@@ -31,8 +31,8 @@ def write_store(folder: Path) -> Path:
     codes, values = ((7 * n + k + k // 3) % 16).to(torch.uint8), ((5 * n + 7 * k) % 255 - 127).to(torch.int8)
     (folder / "config.json").write_bytes(CONFIG)
     with StoreWriter(folder / "store", FileSystem(), {}) as writer:
-        writer.add_tiles("layers.0.ffn.up", TileWeight(layout.pack_int4(codes), scales, -21, CODEBOOK, 40, 70))
-        writer.add_tiles("embedding.tokens", TileWeight(layout.pack_int8(values), scales, -14, None, 48, 96))
+        writer.add_matrix("layers.0.ffn.up", TileWeight(layout.pack_int4(codes), scales, -21, CODEBOOK, 40, 70))
+        writer.add_matrix("embedding.tokens", TileWeight(layout.pack_int8(values), scales, -14, None, 48, 96))
         writer.add_values("final_norm.norm", torch.arange(70) / 64)
         writer.copy_files(folder)
         return writer.finish("codebook", "int8", SOURCE)

@@ -112,7 +112,7 @@ def checkpoint_key(folder: Path, quantization: Quantization) -> str:
                 sums[file.name] = hashlib.file_digest(opened, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
-    return _digest(["checkpoint", quantization.version, asdict(quantization), read_config_file(folder), sums])
+    return _digest(["checkpoint", quantization.version, quantization.identity, read_config_file(folder), sums])
 
 
 def _digest(identity: object) -> str:

@@ -1,7 +1,8 @@
 """The decoder as a flat list of blocks: what the loader, the store, the planner and the executor all go through.
 
 Matrices are (out, in). Projections that read the same input are one matrix with their rows one after the other:
-qkv is query, key, value; gate_up is gate, up.
+qkv is query, key, value; gate_up is gate, up. Where FFNs are neuron-major, what is skipped with a neuron that is not
+active has a row for each neuron: up beside a gate, and down, whose rows are its columns.
 """
 
 import math
@@ -24,6 +25,7 @@ class TensorRole(Enum):
     """What a tensor is for, which decides how it may be stored."""
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
+    NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
     VECTOR = "vector"  # norms and biases; kept in full precision
@@ -78,6 +80,11 @@ def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
 
 
+def least_activations(block: Block) -> str:
+    """Name of a vector that a neuron-major FFN may have beside its tensors: below it, a neuron counts as inactive."""
+    return f"{block.name}.least"
+
+
 def _embedding_block(spec: ModelSpec) -> Block:
     tensors = {"tokens": TensorSpec("embedding.tokens", TensorRole.VOCABULARY, (spec.vocab_size, spec.hidden_size))}
     if spec.learned_position_offset is not None:
@@ -107,10 +114,23 @@ def _attention_block(spec: ModelSpec, layer: int) -> Block:
 def _ffn_block(spec: ModelSpec, layer: int) -> Block:
     prefix = f"layers.{layer}.ffn"
     tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
+    if spec.neuron_major:
+        return Block(prefix, BlockKind.FFN, layer, tensors | _neurons(spec, prefix))
     first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
     tensors |= _linear(f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
     tensors |= _linear(f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
     return Block(prefix, BlockKind.FFN, layer, tensors)
+
+
+def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
+    first, *rows = ("gate", "up", "down") if spec.gated else ("up", "down")
+    tensors = _linear(f"{prefix}.{first}", spec.ffn_size, spec.hidden_size, spec.ffn_bias)
+    shape = spec.ffn_size, spec.hidden_size
+    tensors |= {short: TensorSpec(f"{prefix}.{short}", TensorRole.NEURONS, shape) for short in rows}
+    if spec.ffn_bias:
+        for short, size in zip(rows, (spec.ffn_size, spec.hidden_size)[-len(rows) :], strict=True):
+            tensors[f"{short}_bias"] = TensorSpec(f"{prefix}.{short}_bias", TensorRole.VECTOR, (size,))
+    return tensors
 
 
 def _linear(name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:

@@ -34,6 +34,7 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
+    neuron_major: bool = False  # FFN weights lie neuron by neuron, so that inactive ones need not be read
 
     @property
     def query_size(self) -> int:

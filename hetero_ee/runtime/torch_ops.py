@@ -68,10 +68,15 @@ class TorchOps:
 
     def activate(self, x: Tensor, spec: ModelSpec) -> Tensor:
         """The FFN between its matrices: act(gate) * up where gated, (m, 2F) -> (m, F); else act, (m, F) -> (m, F)."""
-        if not spec.gated:
+        if not spec.gated or spec.neuron_major:
             return torch.stack([_activation(row, spec) for row in x])
         gate, up = x.chunk(2, dim=-1)
         return torch.stack([_activation(row, spec) for row in gate]) * up
+
+    def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
+        """The sum over neurons: x (m, K), active (m, F), 0 where one is skipped, up and down (F, K) -> (m, K)."""
+        inner = active if up is None else active * self.linear(x, up)
+        return torch.stack([row @ down.dequantize() for row in inner])
 
 
 class BatchedTorchOps(TorchOps):

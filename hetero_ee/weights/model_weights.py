@@ -1,6 +1,6 @@
 """All weights of a model in memory (or mapped), by this engine's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.source_file import SourceFile
 from hetero_ee.weights.weight import DenseWeight, Weight
 
@@ -37,8 +38,13 @@ class ModelWeights:
 
 
 def is_quantized(role: TensorRole) -> bool:
-    """Whether tensors of this role are stored in tiles."""
-    return role in (TensorRole.MATRIX, TensorRole.VOCABULARY)
+    """Whether tensors of this role are stored in tiles or, of neurons, in rows."""
+    return role in (TensorRole.MATRIX, TensorRole.NEURONS, TensorRole.VOCABULARY)
+
+
+def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
+    """The same model with its FFNs laid out as these weights are."""
+    return replace(spec, neuron_major=any(isinstance(weight, RowWeight) for weight in weights.matrices.values()))
 
 
 def load_dense(checkpoint: Checkpoint) -> ModelWeights:

@@ -1,12 +1,13 @@
 """Which quantizer makes which tensors of a store."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_four_bit_type
 from hetero_ee.models.blocks import TensorRole
-from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES
+from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,20 @@ class Quantization:
     # "nf4" or "fp4" where the checkpoint has its matrices in these 4 bits and they are kept; the matrices that it has
     # as floats, or whose codes tiles can't hold, are quantized all the same.
     own: str | None = None
+    neuron_major: bool = False  # FFNs neuron by neuron, so that inactive ones need not be read
 
     @classmethod
-    def of_model(cls, folder: Path, quantizer: str | None) -> Self:
-        """For the checkpoint in `folder`; None keeps its own 4 bits and is else the default. Raises ModelError."""
-        own = read_four_bit_type(folder)
+    def of_model(cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False) -> Self:
+        """For the checkpoint in `folder`; None keeps its own 4 bits and is else the default.
+
+        Raises ModelError, and UsageError for a quantizer whose codes can't be neuron-major.
+        """
+        if neuron_major and quantizer in TABLE_QUANTIZERS:
+            raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
+        own = None if neuron_major else read_four_bit_type(folder)
         if quantizer is None:
-            return cls(own=own)
-        return cls(matrices=quantizer, own=own if own == quantizer else None)
+            return cls(own=own, neuron_major=neuron_major)
+        return cls(matrices=quantizer, own=own if own == quantizer else None, neuron_major=neuron_major)
 
     @property
     def name(self) -> str:
@@ -36,6 +43,11 @@ class Quantization:
     def version(self) -> int:
         """Another number whenever one of the quantizers makes other bytes of the same weights."""
         return 1 + sum(QUANTIZER_CHANGES.get(name, 0) for name in (self.matrices, self.vocabulary))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a store made so is told apart by; of one that is not neuron-major, as before there were such."""
+        return {name: value for name, value in asdict(self).items() if name != "neuron_major" or value}
 
     def quantizer_of(self, role: TensorRole) -> str:
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices

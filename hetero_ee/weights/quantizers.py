@@ -98,6 +98,7 @@ INT4_QUANTIZERS: dict[str, Callable[[Tensor, Workers], TileWeight]] = {
     "rtn": _round_to_nearest,
     "nf4": _normal_float,
 }
+TABLE_QUANTIZERS = ("nf4",)  # whose codebooks are given, with entries up to 127
 QUANTIZERS = INT4_QUANTIZERS | {"int8": _eight_bit}
 
 

@@ -160,7 +160,7 @@ def test_conversion_holds_one_tensor_at_a_time(
 ) -> None:
     """What is read from the checkpoint, and what is made of it, is gone when the next tensor is read."""
     alive: list[weakref.ref[Any]] = []
-    read, write = Checkpoint.tensor, StoreWriter.add_tiles
+    read, write = Checkpoint.tensor, StoreWriter.add_matrix
 
     def watched_read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         assert not any(reference() is not None for reference in alive)
@@ -173,7 +173,7 @@ def test_conversion_holds_one_tensor_at_a_time(
         write(writer, name, weight)
 
     monkeypatch.setattr(Checkpoint, "tensor", watched_read)
-    monkeypatch.setattr(StoreWriter, "add_tiles", watched_write)
+    monkeypatch.setattr(StoreWriter, "add_matrix", watched_write)
     convert(model_folder, read_spec(model_folder), tmp_path / "store", Quantization())
     assert len(alive) == 3 + 2 * 6  # norms, and matrices with their tiles
 

@@ -56,6 +56,7 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
             cache=cache_folder(),
             output=output,
             quantizer=options["quantizer"],
+            neuron_major=options["sparsity"] is not None,
             threads=usable_threads(options["threads"]),
             progress=progress,
         )

@@ -45,6 +45,13 @@ class EngineOptions:
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face id.")] = None
     offline: Annotated[bool | None, _setting("offline")] = None
     quantizer: Annotated[str | None, _setting("quantizer")] = None
+    sparsity: Annotated[
+        str | None,
+        typer.Option(
+            help="exact: skip FFN neurons that are 0 (ReLU); a number: that share of them; auto: as calibrated. "
+            "[default: none]"
+        ),
+    ] = None
     ctx_size: Annotated[int | None, _setting("ctx_size", "-c")] = None
     threads: Annotated[int | None, _setting("threads", "-t")] = None
     profile: Annotated[str | None, _setting("profile")] = None
@@ -64,6 +71,7 @@ class EngineOptions:
             "revision": self.revision,
             "offline": settings.value("offline", self.offline),
             "quantizer": settings.value("quantizer", self.quantizer),
+            "sparsity": self.sparsity,
             "context_tokens": settings.value("ctx_size", self.ctx_size),
             "threads": settings.value("threads", self.threads),
         }

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from hetero_ee_cpu_ops.rows import RowMatrix
+from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
 from torch import Tensor
 
 from hetero_ee.config import Progress
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee.weights.weight import TileWeight, Weight
 from hetero_ee_cpu_ops.activate import activate
@@ -68,7 +71,8 @@ class CpuExecutor(HostExecutor):
         self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool)
         rope, n_positions = spec.rope, self.cache.max_tokens
         self._rope = Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude) if rope else None
-        self._linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        self._sparse_ffn = SparseFfn(self._pool)
+        self._linears, self._rows = self._taken(weights)
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._foreign: dict[Weight, _Linear] = {}
 
@@ -129,14 +133,14 @@ class CpuExecutor(HostExecutor):
 
     @contextmanager
     def borrowing(self, weights: ModelWeights) -> Iterator[None]:
-        own = self._linears, self._vectors
-        linears = {name: self._linear(name, weight) for name, weight in weights.matrices.items()}
+        own = self._linears, self._rows, self._vectors
+        linears, rows = self._taken(weights)
         vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
-        self._linears, self._vectors = own[0] | linears, own[1] | vectors
+        self._linears, self._rows, self._vectors = own[0] | linears, own[1] | rows, own[2] | vectors
         try:
             yield
         finally:
-            self._linears, self._vectors = own
+            self._linears, self._rows, self._vectors = own
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         block = self.blocks[-2]
@@ -203,10 +207,25 @@ class CpuExecutor(HostExecutor):
 
     def _fed_forward(self, block: Block, normed: Any) -> Any:
         spec = self.spec
+        if spec.neuron_major:
+            return self._neurons(block, normed)
         inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
         kind, threshold = spec.activation, spec.activation_threshold
         active = activate(inner, kind, gated=spec.gated, threshold=threshold, pool=self._pool)
         return self._multiplied(active, block, "down")
+
+    def _neurons(self, block: Block, normed: Any) -> Any:
+        """An FFN whose inactive neurons are not read."""
+        spec, rows = self.spec, self._rows
+        first = self._multiplied(normed, block, "gate" if spec.gated else "up")
+        active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
+        least = self._vectors.get(least_activations(block))
+        if least is not None:
+            active[np.abs(active) < least] = 0.0
+        up = rows[block.tensors["up"].name] if spec.gated else None
+        summed = self._sparse_ffn(normed, active, up, rows[block.tensors["down"].name])
+        bias = self._vector(block, "down_bias")
+        return summed if bias is None else summed + bias
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
         """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
@@ -236,12 +255,22 @@ class CpuExecutor(HostExecutor):
             product += linear.bias[first_row:]
         return product
 
+    def _taken(self, weights: ModelWeights) -> tuple[dict[str, _Linear], dict[str, RowMatrix]]:
+        """Matrices as the kernels take them."""
+        rows = {name: weight for name, weight in weights.matrices.items() if isinstance(weight, RowWeight)}
+        tiles = {name: self._linear(name, weight) for name, weight in weights.matrices.items() if name not in rows}
+        return tiles, {name: _row_matrix(weight) for name, weight in rows.items()}
+
     def _linear(self, name: str, weight: Any) -> _Linear:
         if not isinstance(weight, TileWeight):
             raise TypeError(f"{name} is {type(weight).__name__}, the CPU kernels multiply tiles.")
         matrix = TileMatrix(weight.tiles.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
         bias = self.weights.vectors.get(f"{name}_bias")
         return _Linear(matrix, weight.n_rows, None if bias is None else bias.numpy())
+
+
+def _row_matrix(weight: RowWeight) -> RowMatrix:
+    return RowMatrix(weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
 
 
 def _sequence_cache(*parts: Tensor) -> SequenceCache:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind
+from hetero_ee.models.blocks import Block, BlockKind, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.runtime.batch import Batch
@@ -112,9 +112,22 @@ class ReferenceExecutor(HostExecutor):
         return queries
 
     def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
+        if self.spec.neuron_major:
+            return self._neurons(block, self._norm(block, hidden))
         first = block.tensors["gate_up" if self.spec.gated else "up"]
         active = self._ops.activate(self.linear(self._norm(block, hidden), first.name), self.spec)
         return self.linear(active, block.tensors["down"].name)
+
+    def _neurons(self, block: Block, x: Tensor) -> Tensor:
+        first = block.tensors["gate" if self.spec.gated else "up"]
+        active = self._ops.activate(self.linear(x, first.name), self.spec)
+        least = self.weights.vectors.get(least_activations(block))
+        if least is not None:
+            active[active.abs() < least] = 0.0
+        up = self.weights.matrices[block.tensors["up"].name] if self.spec.gated else None
+        bias = self._vector(block, "down_bias")
+        summed = self._ops.neurons(x, active, up, self.weights.matrices[block.tensors["down"].name])
+        return summed if bias is None else summed + bias
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
         if not block.has_norm:

@@ -3,21 +3,24 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hetero_ee.config import Progress
-from hetero_ee.errors import DiskFullError
+from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.models.blocks import TensorSpec
+from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
+from hetero_ee.weights.rows import in_rows
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
-from hetero_ee.weights.store.manifest import aligned, region_sizes
+from hetero_ee.weights.store.manifest import ROWS, aligned, region_sizes
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import StoreWriter, partial_folder
@@ -75,7 +78,7 @@ def _write(
     progress: Progress | None,
     files: FileSystem,
 ) -> None:
-    tensors = checkpoint.tensors()
+    tensors = all_tensors(decoder_blocks(stored_spec(checkpoint.spec, quantization)))
     n_weights, n_done = sum(tensor.n_elements for tensor in tensors), 0
     identity = {
         "source_key": source.key(quantization),
@@ -126,6 +129,15 @@ def _worker_threads(n_threads: int) -> Iterator[Workers]:
         torch.set_num_threads(torch_threads)
 
 
+def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
+    """The model with its tensors as the store has them. Raises UsageError for one that can't be neuron-major."""
+    if quantization.neuron_major and spec.gated and spec.ffn_bias:
+        raise UsageError(
+            f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
+        )
+    return replace(spec, neuron_major=quantization.neuron_major)
+
+
 def _write_tensor(
     writer: StoreWriter, checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization, workers: Workers
 ) -> None:
@@ -134,19 +146,39 @@ def _write_tensor(
         return
     weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
     if weight is None:
-        weight = quantize(checkpoint.tensor(tensor.name), quantization.quantizer_of(tensor.role), workers)
-    writer.add_tiles(tensor.name, weight)
+        values = _values(checkpoint, tensor, quantization)
+        weight = quantize(values, quantization.quantizer_of(tensor.role), workers)
+    writer.add_matrix(tensor.name, in_rows(weight) if tensor.role is TensorRole.NEURONS else weight)
+
+
+def _values(checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
+    """A matrix of the store from those of the checkpoint: gate and up are one there, down is not transposed."""
+    prefix, _, short = tensor.name.rpartition(".")
+    if not quantization.neuron_major or not prefix.endswith(".ffn"):
+        return checkpoint.tensor(tensor.name)
+    if short == "down":
+        return checkpoint.tensor(tensor.name).T.contiguous()
+    if not checkpoint.spec.gated:
+        return checkpoint.tensor(tensor.name)
+    gate, up = checkpoint.tensor(f"{prefix}.gate_up").chunk(2)
+    return gate if short == "gate" else up
 
 
 def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
     """Size of the weights.bin that these tensors make, to the byte."""
     end = 0
     for tensor in tensors:
-        quantized = is_quantized(tensor.role)
-        layout = ("int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4") if quantized else "fp32"
-        for n_bytes in region_sizes(layout, tensor.shape):
+        for n_bytes in region_sizes(_layout(tensor, quantization), tensor.shape):
             end = aligned(end) + n_bytes
     return end
+
+
+def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
+    if not is_quantized(tensor.role):
+        return "fp32"
+    if tensor.role is TensorRole.NEURONS:
+        return ROWS
+    return "int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4"
 
 
 def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:

@@ -98,6 +98,7 @@ def make_store(
     cache: Path,
     output: Path | None = None,
     quantizer: str | None = None,
+    neuron_major: bool = False,
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Path:
@@ -111,7 +112,7 @@ def make_store(
     if quantizer not in (None, *INT4_QUANTIZERS):
         raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
     require_tokenizer(folder)
-    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer)
+    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
     if output is None:
         return open_cached(folder, spec, quantization, cache, threads=threads, progress=progress)[0]
     output = expanded(str(output), "the output folder")
@@ -128,6 +129,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
     known = {key: value for key, value in manifest.source.items() if key != "sha256"}
+    is_alike = is_alike and manifest.neuron_major == quantization.neuron_major
     return is_alike and known == Source.of(folder).provenance(spec, quantization)
 
 

@@ -15,6 +15,7 @@ from hetero_ee.hub.model_files import SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
+from hetero_ee.weights.rows import LARGEST_ENTRY, row_sizes
 from hetero_ee_profiles.records import from_json
 
 MANIFEST_FILE = "manifest.json"
@@ -25,7 +26,8 @@ ALIGNMENT_BYTES = 4096  # a page: regions start on one, so that a mapping can be
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
 SCALE_BYTES = 2
-LAYOUTS = (*layout.TILE_BYTES, "fp32")
+ROWS = "int4 rows"
+LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
 CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with; the checksum is that of all before it
 
@@ -50,13 +52,13 @@ class Entry:
     """One tensor. Raises ValueError where its fields contradict each other."""
 
     name: str
-    layout: str  # "int4", "int8" (tiles, and fp16 scales at scales_offset) or "fp32" (row by row)
+    layout: str  # "int4", "int8", "int4 rows" (tiles or codes, and fp16 scales at scales_offset) or "fp32" (row by row)
     shape: tuple[int, ...]
     offset: int
     scales_offset: int
     exponent: int
     codebook: tuple[int, ...] | None
-    sha256: str  # of the tiles or values
+    sha256: str  # of the tiles, codes or values
     scales_sha256: str  # empty for fp32
 
     def __post_init__(self) -> None:
@@ -88,7 +90,9 @@ class Entry:
         is_fp32 = self.layout == "fp32"
         if len(self.shape) not in ((1, 2) if is_fp32 else (2,)) or min(self.shape) < 1:
             return "shape"
-        if not _is_codebook(self.codebook) if self.layout == "int4" else self.codebook is not None:
+        if self.layout == ROWS and not _is_codebook(self.codebook, LARGEST_ENTRY):
+            return "codebook"
+        if not _is_codebook(self.codebook) if self.layout in ("int4", ROWS) else self.codebook is not None:
             return "codebook"
         if not MIN_EXPONENT <= self.exponent <= MAX_EXPONENT or (is_fp32 and self.exponent != 0):
             return "exponent"
@@ -143,6 +147,11 @@ class Manifest:
             at = shown(end)
             raise ValueError(f"weights_bytes is {shown(self.weights_bytes)}, but the last tensor ends at byte {at}")
 
+    @property
+    def neuron_major(self) -> bool:
+        """Whether FFN weights lie neuron by neuron."""
+        return any(entry.layout == ROWS for entry in self.entries)
+
     def to_json(self) -> bytes:
         """The file's bytes; its last field is the checksum of everything before."""
         text = json.dumps(asdict(self), indent=1).removesuffix(END).encode()
@@ -153,6 +162,8 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Bytes of each region of a tensor in layout `kind`, in the order of the file."""
     if kind == "fp32":
         return (4 * math.prod(shape),)
+    if kind == ROWS:
+        return row_sizes(*shape)
     n_tiles = math.prod(layout.tile_grid(*shape))
     return n_tiles * layout.TILE_BYTES[kind], n_tiles * layout.TILE_ROWS * SCALE_BYTES
 
@@ -228,11 +239,11 @@ def _checked_text(folder: Path, body: Any, data: bytes) -> bytes:
     return text
 
 
-def _is_codebook(values: tuple[int, ...] | None) -> bool:
-    """16 int8 values, strictly ascending."""
+def _is_codebook(values: tuple[int, ...] | None, largest: int = 127) -> bool:
+    """16 values from -largest (of 127, -128) to largest, strictly ascending."""
     if values is None or len(values) != 16 or values != tuple(sorted(set(values))):
         return False
-    return values[0] >= -128 and values[-1] <= 127
+    return values[0] >= (-128 if largest == 127 else -largest) and values[-1] <= largest
 
 
 def _is_checksum(text: str) -> bool:

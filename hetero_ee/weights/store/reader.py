@@ -18,10 +18,12 @@ from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.file_watch import FileWatch
-from hetero_ee.weights.model_weights import ModelWeights, check_complete
+from hetero_ee.weights.model_weights import ModelWeights, as_stored, check_complete
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.checksums import first_damaged
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
+    ROWS,
     WEIGHTS_FILE,
     CopiedFile,
     Entry,
@@ -80,8 +82,8 @@ def mapped_weights(folder: Path, manifest: Manifest, spec: ModelSpec) -> ModelWe
             data = buffer[entry.offset : entry.offset + entry.data_bytes]
             weights.vectors[entry.name] = data.view(torch.float32).view(entry.shape)
         else:
-            weights.matrices[entry.name] = _tile_weight(buffer, entry)
-    check_complete(weights, spec, folder)
+            weights.matrices[entry.name] = _weight(buffer, entry)
+    check_complete(weights, as_stored(spec, weights), folder)
     return weights
 
 
@@ -128,7 +130,8 @@ def _check_regions(folder: Path, manifest: Manifest) -> None:
 
 def _check_finite(folder: Path, weights: ModelWeights) -> None:
     """A checksum says who wrote a number, not that it is one. Read with the checksums, these bytes cost 0.05 s a GB."""
-    scales = {name: weight.scales for name, weight in weights.matrices.items() if isinstance(weight, TileWeight)}
+    quantized = weights.matrices.items()
+    scales = {name: weight.scales for name, weight in quantized if isinstance(weight, TileWeight | RowWeight)}
     for name, values in (weights.vectors | scales).items():
         if not all(map(torch.isfinite, values.aminmax())):  # a NaN is both
             raise DamagedStoreError(
@@ -155,10 +158,15 @@ def _mapped(file: Path) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _tile_weight(buffer: Tensor, entry: Entry) -> TileWeight:
-    grid = tile_grid(*entry.shape)
-    tiles = buffer[entry.offset : entry.offset + entry.data_bytes].view(*grid, TILE_BYTES[entry.layout])
+def _weight(buffer: Tensor, entry: Entry) -> TileWeight | RowWeight:
+    data = buffer[entry.offset : entry.offset + entry.data_bytes]
     scales = buffer[entry.scales_offset : entry.scales_offset + entry.scales_bytes].view(torch.float16)
+    if entry.layout == ROWS:
+        assert entry.codebook is not None, "a manifest is refused otherwise"
+        n_rows, n_columns = entry.shape
+        return RowWeight(data.view(n_rows, -1), scales.view(n_rows, -1), entry.exponent, entry.codebook, n_columns)
+    grid = tile_grid(*entry.shape)
+    tiles = data.view(*grid, TILE_BYTES[entry.layout])
     return TileWeight(
         tiles=tiles.view(torch.int8) if entry.layout == "int8" else tiles,
         scales=scales.view(*grid, TILE_ROWS),

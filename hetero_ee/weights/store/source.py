@@ -36,7 +36,7 @@ class Source:
     def key(self, quantization: Quantization) -> str:
         """Identifies a store by what it would be made from: configuration, file names, sizes, times and samples."""
         config, files = read_config_file(self.folder), [asdict(file) for file in self.files]
-        identity = [FORMAT_VERSION, quantization.version, config, files, asdict(quantization)]
+        identity = [FORMAT_VERSION, quantization.version, config, files, quantization.identity]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def provenance(self, spec: ModelSpec, quantization: Quantization) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from hetero_ee.errors import CheckpointError, DamagedStoreError, HeteroError, St
 from hetero_ee.hub.model_files import MAX_SMALL_FILE_BYTES, SMALL_FILES
 from hetero_ee.hub.regular_file import read_file
 from hetero_ee.weights.quantizers import MAX_EXPONENT, SCALE_EXPONENT
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.checksums import is_written
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, holds_only, store_errors
 from hetero_ee.weights.store.journal import JOURNAL_FILE, journal_line, read_journal
 from hetero_ee.weights.store.manifest import (
     MANIFEST_FILE,
+    ROWS,
     WEIGHTS_FILE,
     CopiedFile,
     Entry,
@@ -98,7 +100,7 @@ class StoreWriter:
         with store_errors(self._target):
             self._files.allocate(self._weights, n_bytes)
 
-    def add_tiles(self, name: str, weight: TileWeight) -> None:
+    def add_matrix(self, name: str, weight: TileWeight | RowWeight) -> None:
         """A quantized matrix. Raises CheckpointError for scales that are no numbers, and weights as no model has."""
         if not torch.isfinite(weight.scales).all():
             raise CheckpointError(f"tensor {name} has scales that are not finite; its weights are damaged.")
@@ -107,9 +109,9 @@ class StoreWriter:
                 f"tensor {name} has weights of 2^{weight.exponent + SCALE_EXPONENT} and more, beyond those of any "
                 "model; it is damaged, get the checkpoint again."
             )
-        offset, checksum = self._append(weight.tiles)
+        layout = ROWS if isinstance(weight, RowWeight) else "int8" if weight.codebook is None else "int4"
+        offset, checksum = self._append(weight.codes if isinstance(weight, RowWeight) else weight.tiles)
         scales_offset, scales_checksum = self._append(weight.scales)
-        layout = "int8" if weight.codebook is None else "int4"
         format_fields = (offset, scales_offset, weight.exponent, weight.codebook)
         self._add(Entry(name, layout, weight.shape, *format_fields, checksum, scales_checksum))
 

@@ -1,0 +1,1 @@
+"""Activation sparsity: which neurons of an FFN a token does without."""

@@ -1,0 +1,50 @@
+"""What a caller asks of activation sparsity, checked before anything is loaded."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.spec import ModelSpec
+
+EXACT, AUTO = "exact", "auto"
+LARGEST_SHARE = 0.95  # of neurons left out
+ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityRequest:
+    """share: of a token's neurons to leave out, 0 with EXACT: those that are 0; None with AUTO: as calibrated."""
+
+    share: float | None
+
+    @classmethod
+    def parsed(cls, asked: str | float | None) -> Self | None:
+        """Of EXACT, AUTO, a share as number or text, or None for dense FFNs. Raises UsageError."""
+        if asked is None:
+            return None
+        if asked == EXACT:
+            return cls(0.0)
+        if asked == AUTO:
+            return cls(None)
+        try:
+            share = float(asked)
+        except (TypeError, ValueError):
+            share = -1.0
+        if isinstance(asked, bool) or not 0 < share <= LARGEST_SHARE:
+            raise UsageError(
+                f"sparsity is {shown(asked)}; expected {EXACT}, {AUTO}, or the share of neurons to leave out, above 0 "
+                f"and at most {LARGEST_SHARE}."
+            )
+        return cls(share)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.share == 0
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises UsageError where no neuron of the model is ever exactly 0, and no others may be left out."""
+        if self.is_exact and spec.activation not in ZERO_ACTIVATIONS:
+            raise UsageError(
+                f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "
+                "to leave out, as --sparsity 0.4."
+            )
