@@ -208,7 +208,11 @@ def export(model: StoryModel, tokenizer: Any, folder: Path) -> None:
 
 def zero_counter(count: Tensor) -> Any:
     """A hook that adds to `count`, summed over tokens, the share of an activation's values that is zero."""
-    return lambda _module, _inputs, values: count.add_((values == 0).float().mean(-1).sum())
+
+    def hook(_module: nn.Module, _inputs: Any, values: Tensor) -> None:  # what it returned would be the new output
+        count.add_((values == 0).float().mean(-1).sum())
+
+    return hook
 
 
 @torch.no_grad()
