@@ -65,6 +65,7 @@ class Engine:
         self._opened, self._drafting, self.exits = model.opened, model.drafting, model.exits
         self._draft_counts, self._exit_counts = DraftCounts(), ExitCounts()
         self._moved_before, self._n_tokens = Counter[str](), 0
+        self._neurons_before = replace(model.executor.neurons)
         self._tokenizer = model.files.tokenizer
         self._eos_token_ids = model.files.eos_token_ids
         self.default_sampling = model.files.sampling
@@ -211,6 +212,11 @@ class Engine:
         if counted is None:
             return None
         return TextTraffic(counted.n_bytes - self._moved_before, self._n_tokens)
+
+    @property
+    def neuron_share(self) -> float | None:
+        """Of its FFN neurons, what the latest call's generated tokens used on average; None where FFNs are dense."""
+        return self.executor.neurons.since(self._neurons_before)
 
     @property
     def spans(self) -> list[Span]:
@@ -385,6 +391,7 @@ class Engine:
         """The texts' first tokens are their prompts': what is moved is counted from there on."""
         if self._watch is not None:
             self._watch.look()
+        self._neurons_before = replace(self.executor.neurons)
         for n_tokens, token in enumerate(tokens, 1 - n_texts):
             self._n_tokens, traffic = n_tokens, self.executor.traffic
             if n_tokens <= 0 and traffic is not None:

@@ -85,6 +85,8 @@ def read_model(
     spec, neuron_major = read_spec(folder), sparsity is not None
     if sparsity is not None:
         sparsity.check(spec)
+        if not sparsity.is_exact:
+            raise UsageError("no share of neurons can be left out yet; give --sparsity exact.")
     tokenizer = Tokenizer.load(folder, spec.vocab_size, warner(progress))
     defaults = GenerationDefaults.read(folder)
     sampling = defaults.sampling()

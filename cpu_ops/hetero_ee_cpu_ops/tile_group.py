@@ -41,7 +41,7 @@ from hetero_ee_cpu_ops.simd.bytes import (
     load,
     lookup16,
     nibbles,
-    quarters,
+    parts,
     splat,
     target_has,
 )
@@ -101,7 +101,7 @@ class _Emitter:
         for line in range(4):
             halves = [nibbles(self.builder, part) for part in self._line(tile, line)]
             for half in range(2):
-                codes = [parts[half] for parts in halves]
+                codes = [pair[half] for pair in halves]
                 if entries is not None:
                     codes = [lookup16(self.context, self.builder, entries, code) for code in codes]
                 yield codes, 4 * line + 16 * half
@@ -194,9 +194,9 @@ class _Emitter:
 
     def _neon_dot4(self, total: Any, weight: Any, x: Any) -> Any:
         """Arm's registers hold 4 rows x 4 columns: four dot products."""
-        parts = zip(*(quarters(self.builder, value) for value in (total, weight, x)), strict=True)
+        quarters = zip(*(parts(self.builder, value, 4) for value in (total, weight, x)), strict=True)
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-        return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in parts])
+        return joined(self.builder, [call(self.builder, name, part[0].type, list(part)) for part in quarters])
 
     def _widened(self, pairs: Any) -> Any:
         ones = constant(pairs.type, 1)
@@ -243,8 +243,8 @@ def add_group(
         results = []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
             factor = builder.fmul(weights, splat(builder, F32X16, load(builder, scale_, F32, 4 * row)))
-            parts = joined(builder, sums[row])
-            results.append(call(builder, "llvm.fma.v16f32", F32X16, [builder.sitofp(parts, F32X16), factor, total]))
+            whole = joined(builder, sums[row])
+            results.append(call(builder, "llvm.fma.v16f32", F32X16, [builder.sitofp(whole, F32X16), factor, total]))
         return context.make_tuple(builder, signature.return_type, results)
 
     address = types.intp
@@ -261,8 +261,8 @@ def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, 
         sums = emitter.group_sums(emitter.unpacked(buffer_), x_, offset_, range(4))
         n = 16 // emitter.n_parts
         vector, half = ir.VectorType(F32, n), ir.VectorType(I16, n)
-        parts = range(emitter.n_parts)
-        weights = [half_to_float(context, builder, load(builder, scales_, half, 2 * n * part)) for part in parts]
+        halves = range(emitter.n_parts)
+        weights = [half_to_float(context, builder, load(builder, scales_, half, 2 * n * part)) for part in halves]
         for row in range(4):
             scale = splat(builder, vector, load(builder, scale_, F32, 4 * row))
             for part, weight in enumerate(weights):

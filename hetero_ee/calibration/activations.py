@@ -43,6 +43,14 @@ class ActivationRecorder(BatchedTorchOps):
         self.n_tokens = 0
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        self._count(x, weight)
+        return super().linear(x, weight, bias)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        self._count(inner, down)
+        return super().summed(inner, down)
+
+    def _count(self, x: Tensor, weight: Weight) -> None:
         name = self._names.get(id(weight))
         if name is not None:
             counted = x[FIRST_COUNTED:]
@@ -51,7 +59,6 @@ class ActivationRecorder(BatchedTorchOps):
                 self._add(f"{name.removesuffix('.down')}.{FREQUENCY}", self._active(counted).double().sum(0))
             if name == "layers.0.attention.qkv":
                 self.n_tokens += len(counted)
-        return super().linear(x, weight, bias)
 
     def _active(self, inner: Tensor) -> Tensor:
         """Which inputs of the second FFN matrix count as active, (m, ffn)."""
@@ -71,7 +78,8 @@ def activation_names(spec: ModelSpec) -> dict[str, int]:
     for block in decoder_blocks(spec):
         for short, tensor in block.tensors.items():
             if block.kind in (BlockKind.ATTENTION, BlockKind.FFN) and len(tensor.shape) == 2:
-                sizes[f"{tensor.name}.{MOMENT}"] = tensor.shape[1]
+                n_features = spec.ffn_size if short == "down" else tensor.shape[1]
+                sizes[f"{tensor.name}.{MOMENT}"] = n_features
                 if short == "down":
-                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = tensor.shape[1]
+                    sizes[f"{tensor.name.removesuffix('.down')}.{FREQUENCY}"] = n_features
     return sizes

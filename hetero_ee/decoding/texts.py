@@ -134,7 +134,7 @@ def _chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None
     for first in range(n_cached, len(prompt), n_tokens):
         if tell is not None:
             tell(READING, first - n_cached, len(prompt) - n_cached)
-        yield Batch.of_sequence(text.cached_as, first, prompt[first : first + n_tokens])
+        yield Batch.of_sequence(text.cached_as, first, prompt[first : first + n_tokens], is_prompt=True)
 
 
 def step(

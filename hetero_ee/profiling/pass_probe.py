@@ -226,9 +226,9 @@ class _WatchedExecutor(CpuExecutor):
             self._others.note(start_s)
         return normed
 
-    def _fed_forward(self, block: Block, normed: Any) -> Any:
+    def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
         start_s = self._feeding.now_s()
-        fed = super()._fed_forward(block, normed)
+        fed = super()._fed_forward(block, normed, batch)
         self._feeding.note(start_s)
         return fed
 

@@ -2,6 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FIRST_SPARSE = 4  # position; attention sinks lie before (arXiv 2309.17453)
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,14 +14,15 @@ class Batch:
     """token_ids, sequences, positions: one entry a token. Within a sequence, tokens come in order of position.
 
     turned_by: positions that keys and queries turn by, None for `positions`: in layers that lack some of a text's
-    tokens, a token's position is its line there, fewer than the tokens before it. Raises ValueError when they differ
-    in length or there are none.
+    tokens, a token's position is its line there, fewer than the tokens before it. is_prompt: all are read, none was
+    generated. Raises ValueError when they differ in length or there are none.
     """
 
     token_ids: tuple[int, ...]
     sequences: tuple[int, ...]
     positions: tuple[int, ...]
     turned_by: tuple[int, ...] | None = None
+    is_prompt: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.sequences) == len(self.positions) > 0:
@@ -35,15 +41,22 @@ class Batch:
         """The position that each token's keys and queries turn by."""
         return self.positions if self.turned_by is None else self.turned_by
 
+    def may_skip(self) -> Any:
+        """Whether neurons may be left out for a token, bool (m,): not while a prompt is read, nor for a text's first
+        tokens, which others attend to most."""
+        return np.array([not self.is_prompt and position >= FIRST_SPARSE for position in self.positions])
+
     def entries(self) -> Iterator[tuple[int, int, int]]:
         """(index in the batch, sequence, position) of each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
     @classmethod
-    def of_sequence(cls, sequence: int, first_position: int, token_ids: list[int]) -> "Batch":
+    def of_sequence(
+        cls, sequence: int, first_position: int, token_ids: list[int], *, is_prompt: bool = False
+    ) -> "Batch":
         """Consecutive tokens of one sequence."""
         positions = range(first_position, first_position + len(token_ids))
-        return cls(tuple(token_ids), (sequence,) * len(token_ids), tuple(positions))
+        return cls(tuple(token_ids), (sequence,) * len(token_ids), tuple(positions), is_prompt=is_prompt)
 
     @classmethod
     def joined(cls, parts: list["Batch"]) -> "Batch":
@@ -53,6 +66,7 @@ class Batch:
             tuple(sequence for part in parts for sequence in part.sequences),
             tuple(position for part in parts for position in part.positions),
             tuple(turn for part in parts for turn in part.turns) if any(part.turned_by for part in parts) else None,
+            all(part.is_prompt for part in parts),
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:

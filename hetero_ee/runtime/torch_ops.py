@@ -75,8 +75,12 @@ class TorchOps:
 
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
         """The sum over neurons: x (m, K), active (m, F), 0 where one is skipped, up and down (F, K) -> (m, K)."""
-        inner = active if up is None else active * self.linear(x, up)
-        return torch.stack([row @ down.dequantize() for row in inner])
+        return self.summed(active if up is None else active * self.linear(x, up), down)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        """inner (m, F) times the rows of down (F, K) -> (m, K)."""
+        rows = down.dequantize()
+        return torch.stack([row @ rows for row in inner])
 
 
 class BatchedTorchOps(TorchOps):
@@ -85,6 +89,9 @@ class BatchedTorchOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.dequantize(), bias)
+
+    def summed(self, inner: Tensor, down: Weight) -> Tensor:
+        return inner @ down.dequantize()
 
     def attention(self, queries: Tensor, cache: CpuKvCache, layer: int, batch: Batch, window: int | None) -> Tensor:
         outputs = torch.empty_like(queries)

@@ -13,6 +13,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes
 
@@ -101,7 +102,7 @@ def fill_works(
 
 def block_work(block: Block, m: int, *, attention: Attention | None = None, disk_bytes: int = 0) -> Work:
     """m tokens through the block. A matrix that is only looked up in is no product."""
-    matrices = [t for t in block.tensors.values() if t.role in (TensorRole.MATRIX, TensorRole.VOCABULARY)]
+    matrices = [t for t in block.tensors.values() if is_quantized(t.role)]
     products = () if block.kind is BlockKind.EMBEDDING else tuple((stored_layout(t), *_shape(t)) for t in matrices)
     if block.layer is not None:
         overhead = Overhead.HALF_LAYER

@@ -6,6 +6,7 @@ from torch import Tensor
 from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
 from hetero_ee.weights.weight import TileWeight
 
@@ -25,8 +26,13 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            layout = "int4" if tensor.role is TensorRole.MATRIX else vocabulary
-            weights.matrices[tensor.name] = _random_tiles(tensor, layout, block)
+            layout = vocabulary if tensor.role is TensorRole.VOCABULARY else "int4"
+            random = (
+                _random_rows(tensor, block)
+                if tensor.role is TensorRole.NEURONS
+                else _random_tiles(tensor, layout, block)
+            )
+            weights.matrices[tensor.name] = random
         else:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
             weights.vectors[tensor.name] = torch.full(tensor.shape, 1.0 if is_scale else 0.0)
@@ -37,9 +43,7 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
     is_int4 = layout == "int4"
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
-    tiles = torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8)
-    for piece in torch.split(tiles.view(-1), BLOCK_BYTES):
-        piece.copy_(block[: len(piece)])
+    tiles = _filled(torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8), block)
     scale = 1 / (ROOT_MEAN_SQUARES[layout] * n_columns**0.5)
     return TileWeight(
         tiles=tiles if is_int4 else tiles.view(torch.int8),
@@ -49,3 +53,19 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
         n_rows=n_rows,
         n_columns=n_columns,
     )
+
+
+def _random_rows(tensor: TensorSpec, block: Tensor) -> RowWeight:
+    """Of an FFN's up or down: rows are neurons, whose sum the other way is over as many as there are."""
+    n_rows, n_columns = tensor.shape
+    codes_bytes, scales_bytes = row_sizes(1, n_columns)
+    codes = _filled(torch.empty(n_rows, codes_bytes, dtype=torch.uint8), block)
+    scale = 1 / (ROOT_MEAN_SQUARES["int4"] * (n_rows if tensor.name.endswith("down") else n_columns) ** 0.5)
+    scales = torch.full((n_rows, scales_bytes // 2), scale * 2**14, dtype=torch.float16)
+    return RowWeight(codes, scales, -14, CODEBOOK, n_columns)
+
+
+def _filled(empty: Tensor, block: Tensor) -> Tensor:
+    for piece in torch.split(empty.view(-1), BLOCK_BYTES):
+        piece.copy_(block[: len(piece)])
+    return empty

@@ -8,7 +8,8 @@ head and embedding too), fp16 keys and values in both unless --kv-type says othe
 tokens of one sequence behind a context, logits for all of them (for the prompt's last token in prefill). Long contexts
 are random keys and values in ours, the first 512 tokens' again and again in theirs. Ratios are their median time over
 ours, both measured alternately in one run; run it on a quiet machine. llama.cpp is built by pip for the machine it is
-installed on; a build that does not run there is found first (--build-llamacpp).
+installed on; a build that does not run there is found first (--build-llamacpp). --active 0.1 adds the same model with a
+ReLU FFN that lies neuron by neuron, of whose random gates that share is let through, as of a published ReLU model.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from llamacpp import LlamaCpp, build_without_amx, check_build, probe_command, sy
 
 from hetero_ee.config import cache_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import BlockKind, decoder_blocks, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
@@ -73,6 +76,8 @@ def main() -> None:
         print(system_info(), flush=True)
         room = max(*arguments.context, arguments.prompt, 0) + PREFILL_TOKENS
         models: dict[str, Model] = {OURS: OurModel(spec, random_weights(spec, "int4"), room, arguments.kv_type)}
+        if arguments.active:
+            models[f"ours, {arguments.active:.0%} of neurons"] = sparse_model(spec, arguments, room)
         for setting in FLASH_ATTENTION[arguments.flash_attention]:
             theirs = LlamaCpp(file, max(arguments.threads), room, flash_attention=setting == "on")
             models[f"flash attention {setting}"] = theirs
@@ -98,10 +103,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=0, help=f"tokens of a prompt from empty too, as {PROMPT_TOKENS}")
     parser.add_argument("--flash-attention", choices=sorted(FLASH_ATTENTION), default="on", help="in llama.cpp")
     parser.add_argument("--kv-type", choices=sorted(KINDS), default="fp16", help="ours; theirs is fp16")
+    parser.add_argument("--active", type=float, default=0.0, help="share of neurons that a sparse model of ours uses")
     parser.add_argument("--build-llamacpp", action="store_true", help="build llama-cpp-python without AMX first")
     arguments = parser.parse_args()
     arguments.threads = arguments.threads or sorted({physical_core_count(), 1}, reverse=True)
     return arguments
+
+
+def sparse_model(spec: ModelSpec, arguments: argparse.Namespace, room_tokens: int) -> "OurModel":
+    """Random gates are about normal, of unit variance: the limit is that distribution's quantile."""
+    spec = replace(spec, activation="relu", neuron_major=True)
+    least = statistics.NormalDist().inv_cdf(1 - arguments.active)
+    weights = random_weights(spec, "int4")
+    for block in decoder_blocks(spec):
+        if block.kind is BlockKind.FFN:
+            weights.vectors[least_activations(block)] = torch.full((spec.ffn_size,), least)
+    return OurModel(spec, weights, room_tokens, arguments.kv_type)
 
 
 def numbers(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The Arm form of the matmul's innermost step, compiled for AArch64 wherever LLVM has that backend, and read.
+"""The Arm form of the innermost steps of matmul and sparse FFN, compiled wherever LLVM has that backend, and read.
 
 It was never run: no Arm machine was at hand. Its arithmetic is that of the other instruction sets, exact in integers.
 """
@@ -10,6 +10,8 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
+from hetero_ee_cpu_ops.row_unit import _dot, _Strip
+from hetero_ee_cpu_ops.simd.bytes import load
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, _Emitter
 
 TRIPLE = "aarch64-unknown-linux-gnu"
@@ -26,6 +28,11 @@ def assembly(kind: tuple[int, ...], features: str) -> str:
     emitter: Any = _Emitter(context, builder, len(kind))
     ((sums,),) = emitter.group_sums(emitter.operands(tile, table), x, offset, [0])
     builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
+    return machine_code(builder, module, features)
+
+
+def machine_code(builder: Any, module: Any, features: str) -> str:
+    """Of the function that the builder has just written."""
     builder.ret_void()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
@@ -42,3 +49,28 @@ def test_arm_code_has_dot_products_and_table_lookups(kind: tuple[int, ...]) -> N
     assert code.count("sdot") == 32  # 8 operands of 16 rows x 4 columns, four registers each
     assert ("tbl" in code) == (kind == CODEBOOK)
     assert "sdot" not in assembly(kind, "+neon")
+
+
+def row_assembly(features: str) -> str:
+    """Of a unit's dot product and of two rows' weighted sum: (entries, x, lines, table, weights, out)."""
+    context: Any = SimpleNamespace(codegen=lambda: SimpleNamespace(_tm_features=features))
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6), "rows")
+    builder = ir.IRBuilder(function.append_basic_block())
+    entries, x, lines, table, weights, out = function.args
+    half = ir.VectorType(ir.IntType(8), 32)
+    halves = [load(builder, entries, half, 32 * number) for number in range(2)]
+    values = [_dot(context, builder, halves, load(builder, x, ir.VectorType(ir.IntType(8), 64)))]
+    strip = _Strip(context, builder, 4)
+    second = builder.add(lines, ir.Constant(lines.type, 64))
+    values += strip.columns(strip.add(strip.start(weights), strip.operands([lines, second], table), weights))
+    for value in values:
+        builder.store(value, builder.inttoptr(out, value.type.as_pointer())).align = 4
+        out = builder.add(out, ir.Constant(out.type, 64))
+    return machine_code(builder, module, features)
+
+
+def test_arm_code_of_rows_has_dot_products_and_table_lookups() -> None:
+    code = row_assembly("+neon,+dotprod")
+    assert code.count("sdot") == 4 and code.count("\ttbl\t") == 16  # two rows of 128 columns
+    assert "sdot" not in row_assembly("+neon")

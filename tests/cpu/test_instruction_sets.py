@@ -1,4 +1,4 @@
-"""Which instructions the matmul's machine code has on each target, read from its assembly in a child process.
+"""Which instructions the matmul and the sparse FFN have on each target, read from their assembly in a child process.
 
 So a target that this machine can't run is still compiled, and none silently falls back to slow code.
 """
@@ -21,8 +21,14 @@ TARGETS = {
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW
+from hetero_ee_cpu_ops.sparse_section import SECTION
+SPARSE = None
+def code(kind):
+    if kind is not SPARSE:
+        return _chunk_function(kind)
+    return SECTION.address and SECTION._compiled
 for kind in ({kinds},):
-    assembly = _chunk_function(kind)._library.get_asm_str()
+    assembly = code(kind)._library.get_asm_str()
     words = "mov vpdpbusd vpmaddubsw vpmaddwd vpshufb vpsignb %zmm %ymm vcvtph2ps __extendhfsf2"
     print(*(assembly.count(word) for word in words.split()))
 """
@@ -72,3 +78,15 @@ def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
     (kernel,) = counts("generic", tmp_path, kind)
     assert kernel["lines"] > 100
     assert not any(kernel[word] for word in ("missing", "dot", "pair", "wide", "half_wide"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sparse_ffn_has_its_targets_instructions(target: str, tmp_path: Path) -> None:
+    (kernel,) = counts(target, tmp_path, "SPARSE")
+    assert kernel["lines"] > 500 and not kernel["missing"]
+    if target == "generic":
+        assert not any(kernel[word] for word in ("dot", "pair", "wide", "half_wide"))
+        return
+    assert kernel["shuffle"] and kernel["convert"] and kernel["pair"] >= 8  # pairs of rows, in 16 bits
+    assert bool(kernel["dot"]) == (target != "AVX2") and bool(kernel["wide"]) == (target == "AVX-512 VNNI")
+    assert bool(kernel["sign"]) == (target != "AVX-512 VNNI")

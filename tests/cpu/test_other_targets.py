@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed")]
+FILES = [f"test_{name}.py" for name in ("simd_float", "norm", "rope", "attention", "activate", "embed", "sparse_ffn")]
 PRODUCTS = [f"test_{name}.py" for name in ("exact_products", "matmul")]
 CORE = "accurate_in_random or writes_what or fp16 or catches or bits_are or equals_numpy or whole_range or matches"
 TARGETS = {

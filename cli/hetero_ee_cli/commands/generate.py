@@ -103,6 +103,7 @@ def _document(
         "architecture": engine.spec.architecture,
         "quantizer": engine.quantizer,
         **run_document(engine.plan, engine.draft_statistics, engine.exit_statistics, engine.traffic),
+        "neuron_share": engine.neuron_share,
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

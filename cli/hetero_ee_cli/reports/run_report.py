@@ -43,6 +43,7 @@ def closing_lines(engine: "Engine", result: "GenerationResult", closing: Closing
         f"prompt {closing.prompt} tok, {result.prompt_tokens_per_s:.1f} t/s{reading}",
         f"gen {result.n_generated_tokens} tok{_rate(result, expected)}",
         *_mode(engine),
+        *_neurons(engine),
         f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB",
         *([] if closing.seed is None else [f"seed {closing.seed}"]),
     ]
@@ -209,6 +210,11 @@ def _mode(engine: "Engine") -> list[str]:
         return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
     return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
+
+
+def _neurons(engine: "Engine") -> list[str]:
+    share = engine.neuron_share
+    return [] if share is None else [f"{share:.0%} of FFN neurons used"]
 
 
 def _declined(engine: "Engine") -> list[str]:

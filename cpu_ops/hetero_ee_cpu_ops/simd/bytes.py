@@ -69,15 +69,15 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
-def quarters(builder: Any, value: Any) -> list[Any]:
-    """A vector's four quarters."""
-    count = value.type.count // 4
-    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(q * count, (q + 1) * count))) for q in range(4)]
+def parts(builder: Any, value: Any, n: int) -> list[Any]:
+    """A vector cut into n equal ones."""
+    count = value.type.count // n
+    lanes = [ir.Constant(ir.VectorType(I32, count), list(range(at * count, (at + 1) * count))) for at in range(n)]
     return [builder.shuffle_vector(value, value, part) for part in lanes]
 
 
 def joined(builder: Any, parts: list[Any]) -> Any:
-    """The inverse of quarters, and of halving: 2^n vectors, one after the other."""
+    """The inverse of parts: 2^n vectors, one after the other."""
     while len(parts) > 1:
         count = 2 * parts[0].type.count
         lanes = ir.Constant(ir.VectorType(I32, count), list(range(count)))
@@ -92,9 +92,11 @@ def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
     if indices.type.count == 32 and target_has(context, "avx2"):
         return call(builder, "llvm.x86.avx2.pshuf.b", indices.type, [table, indices])
     if target_has(context, "dotprod"):
-        first = quarters(builder, table)[0]
+        n = indices.type.count // 16
+        first = parts(builder, table, n)[0]
         found = [
-            call(builder, "llvm.aarch64.neon.tbl1.v16i8", first.type, [first, q]) for q in quarters(builder, indices)
+            call(builder, "llvm.aarch64.neon.tbl1.v16i8", first.type, [first, part])
+            for part in parts(builder, indices, n)
         ]
         return joined(builder, found)
     result = constant(indices.type, 0)

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
 from torch import Tensor
 
 from hetero_ee.config import Progress
@@ -33,6 +31,8 @@ from hetero_ee_cpu_ops.kv_write import KvWrite
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 from hetero_ee_cpu_ops.rope import Rope
+from hetero_ee_cpu_ops.rows import RowMatrix
+from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 COMPILING = "Compiling the CPU kernels"
@@ -117,7 +117,7 @@ class CpuExecutor(HostExecutor):
             if block.kind is BlockKind.ATTENTION:
                 delta = self._attended(block, self._normed(block, x, delta), turns, places)
             else:
-                delta = self._fed_forward(block, self._normed(block, x, delta))
+                delta = self._fed_forward(block, self._normed(block, x, delta), batch)
         return torch.from_numpy(x if delta is None else x + delta)
 
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
@@ -205,23 +205,24 @@ class CpuExecutor(HostExecutor):
             self._rope.turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
         self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
-    def _fed_forward(self, block: Block, normed: Any) -> Any:
+    def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
         spec = self.spec
         if spec.neuron_major:
-            return self._neurons(block, normed)
+            return self._summed_neurons(block, normed, batch)
         inner = self._multiplied(normed, block, "gate_up" if spec.gated else "up")
         kind, threshold = spec.activation, spec.activation_threshold
         active = activate(inner, kind, gated=spec.gated, threshold=threshold, pool=self._pool)
         return self._multiplied(active, block, "down")
 
-    def _neurons(self, block: Block, normed: Any) -> Any:
+    def _summed_neurons(self, block: Block, normed: Any, batch: Batch) -> Any:
         """An FFN whose inactive neurons are not read."""
         spec, rows = self.spec, self._rows
         first = self._multiplied(normed, block, "gate" if spec.gated else "up")
         active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
         least = self._vectors.get(least_activations(block))
         if least is not None:
-            active[np.abs(active) < least] = 0.0
+            active[batch.may_skip()[:, None] & (np.abs(active) < least)] = 0.0
+        self._neurons.count(active, batch)
         up = rows[block.tensors["up"].name] if spec.gated else None
         summed = self._sparse_ffn(normed, active, up, rows[block.tensors["down"].name])
         bias = self._vector(block, "down_bias")
@@ -270,7 +271,7 @@ class CpuExecutor(HostExecutor):
 
 
 def _row_matrix(weight: RowWeight) -> RowMatrix:
-    return RowMatrix(weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook)
+    return RowMatrix(weight.codes.numpy(), weight.scales.numpy(), weight.exponent, weight.codebook, weight.n_columns)
 
 
 def _sequence_cache(*parts: Tensor) -> SequenceCache:

@@ -23,6 +23,7 @@ from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of,
 from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kv.cache import KvCache, LayeredCache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
@@ -132,6 +133,11 @@ class Executor(HeadExecutor, Protocol):
         return None
 
     @property
+    def neurons(self) -> NeuronCounts:
+        """How many neurons were used so far; of dense FFNs none is counted."""
+        return NeuronCounts()
+
+    @property
     def pool(self) -> "ThreadPool | None":
         """The CPU kernels' threads, for others that compute while it does not; None where it has none."""
         return None
@@ -203,8 +209,13 @@ class HostExecutor(Executor, BlockExecutor):
         self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, cache: CpuKvCache | None = None
     ) -> None:
         self.spec, self.weights, self.blocks = spec, weights, decoder_blocks(spec)
+        self._neurons = NeuronCounts()
         size = spec.n_layers, spec.n_kv_heads, spec.head_dim, max_tokens
         self.cache = cache or CpuKvCache(*size, kind=self.kv_type)
+
+    @property
+    def neurons(self) -> NeuronCounts:
+        return self._neurons
 
     @abstractmethod
     def product(self, x: Tensor, weight: Weight) -> Tensor:

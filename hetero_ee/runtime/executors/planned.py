@@ -24,6 +24,7 @@ from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import BlockExecutor, Executor, HostExecutor, Observe
 from hetero_ee.runtime.kv.devices import DeviceCaches
+from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.runtime.route import DECODE, PREFILL, Route, Segment
 from hetero_ee.runtime.streaming.weight_streams import WeightStreams
 from hetero_ee.runtime.work import (
@@ -224,6 +225,10 @@ class PlannedExecutor(Executor):
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         works = logits_works(self.blocks[-1], hidden.shape[0], end)
         return self._logits(_Flow(hidden), lambda executor, x: executor.draft_logits(x, end), works)
+
+    @property
+    def neurons(self) -> NeuronCounts:
+        return self._cpu_executor.neurons
 
     @property
     def traffic(self) -> Traffic:

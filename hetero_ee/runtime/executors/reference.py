@@ -57,7 +57,7 @@ class ReferenceExecutor(HostExecutor):
             if block.kind is BlockKind.ATTENTION:
                 hidden = hidden + self._attend(block, hidden, batch)
             else:
-                hidden = hidden + self._feed_forward(block, hidden)
+                hidden = hidden + self._feed_forward(block, hidden, batch)
         return hidden
 
     @torch.inference_mode()
@@ -111,19 +111,20 @@ class ReferenceExecutor(HostExecutor):
         self.cache.write(layer, batch, keys, values)
         return queries
 
-    def _feed_forward(self, block: Block, hidden: Tensor) -> Tensor:
+    def _feed_forward(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
         if self.spec.neuron_major:
-            return self._neurons(block, self._norm(block, hidden))
+            return self._summed_neurons(block, self._norm(block, hidden), batch)
         first = block.tensors["gate_up" if self.spec.gated else "up"]
         active = self._ops.activate(self.linear(self._norm(block, hidden), first.name), self.spec)
         return self.linear(active, block.tensors["down"].name)
 
-    def _neurons(self, block: Block, x: Tensor) -> Tensor:
+    def _summed_neurons(self, block: Block, x: Tensor, batch: Batch) -> Tensor:
         first = block.tensors["gate" if self.spec.gated else "up"]
         active = self._ops.activate(self.linear(x, first.name), self.spec)
         least = self.weights.vectors.get(least_activations(block))
         if least is not None:
-            active[active.abs() < least] = 0.0
+            active[torch.from_numpy(batch.may_skip())[:, None] & (active.abs() < least)] = 0.0
+        self._neurons.count(active.numpy(), batch)
         up = self.weights.matrices[block.tensors["up"].name] if self.spec.gated else None
         bias = self._vector(block, "down_bias")
         summed = self._ops.neurons(x, active, up, self.weights.matrices[block.tensors["down"].name])

@@ -18,6 +18,7 @@ from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.runtime.executors.planned import PlannedExecutor
 from hetero_ee.runtime.growth import Growth
+from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee_kernels.pages import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class ReplanningExecutor(Executor):
     def plan(self) -> Plan:
         """The one that is being run."""
         return self.inner.plan
+
+    @property
+    def neurons(self) -> NeuronCounts:
+        return self.inner.neurons
 
     @property
     def traffic(self) -> Traffic:

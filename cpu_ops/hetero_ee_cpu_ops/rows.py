@@ -1,0 +1,52 @@
+"""An int4 matrix row after row, so that a row that is skipped is not read: what sparse_ffn.py computes with.
+
+Rows have K columns, padded to a multiple of 64 with scales of 0. 32 bytes, a unit, hold 64 columns: byte b the code of
+column b in its low nibble and that of column 32 + b in its high one. Groups of 32 columns have one scale a row.
+value = 2^exponent * scale * codebook[code].
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
+
+UNIT_COLUMNS, UNIT_BYTES = 64, 32
+
+
+class RowMatrix:
+    """A matrix of rows, its addresses ready for the kernels. Keeps the arrays alive; changes nothing.
+
+    codes: uint8 (N, 32 units); scales: fp16 (N, 2 units), finite; codebook: 16 integers of -32..32; n_columns: K
+    without padding. Raises ValueError for other shapes, types or non-contiguous arrays, and for wider codebooks.
+    """
+
+    def __init__(self, codes: Any, scales: Any, exponent: int, codebook: tuple[int, ...], n_columns: int) -> None:
+        n_units = -(-n_columns // UNIT_COLUMNS)
+        if n_columns < 1 or codes.ndim != 2 or codes.shape[1] != n_units * UNIT_BYTES or codes.dtype != np.uint8:
+            raise ValueError(
+                f"codes are {codes.dtype} {codes.shape}, expected uint8 (N, {n_units * UNIT_BYTES}) "
+                f"for {n_columns} columns."
+            )
+        if scales.shape != (codes.shape[0], 2 * n_units) or scales.dtype != np.float16:
+            raise ValueError(
+                f"scales are {scales.dtype} {scales.shape}, expected float16 {(codes.shape[0], 2 * n_units)}."
+            )
+        if not (codes.flags.c_contiguous and scales.flags.c_contiguous):
+            raise ValueError("codes and scales must be contiguous.")
+        if len(codebook) != 16 or max(map(abs, codebook)) > NARROW_LIMIT:
+            raise ValueError(f"the codebook {codebook} has not 16 entries of {-NARROW_LIMIT}..{NARROW_LIMIT}.")
+        self.n_rows, self.n_columns, self.n_units = codes.shape[0], n_columns, n_units
+        self.factor = np.float32(2.0**exponent)
+        self.n_bytes = codes.nbytes + scales.nbytes
+        entries = np.tile(np.array(codebook, np.int8), 4).view(np.uint8)
+        self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT), entries])
+        self._kept = (codes, scales)
+        # What the kernels read: addresses of codes, scales, the end of the scales, the table; the factor's bits.
+        self.words = (
+            codes.ctypes.data,
+            scales.ctypes.data,
+            scales.ctypes.data + scales.nbytes,
+            self._table.ctypes.data,
+            int(self.factor.view(np.int32)),
+        )
