@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
-from hetero_ee.calibration.traces import FIRST_COUNTED
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.neurons import NeuronCounts
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
 from hetero_ee.sparsity.dealing import SHARES
 from hetero_ee.sparsity.recorder import ErrorRecorder, FfnRecorder, ScoreRecorder, Scores
@@ -27,7 +28,8 @@ FITTING, MEASURING = "Fitting sparsity", "Measuring sparsity"
 class SparsityFit:
     """A model in neuron-major layout, and chunks of text: those of TRAIN to fit on, of HELD_OUT to measure on.
 
-    scores: of neurons; None for those that executors go by. Each chunk's first token is left out of everything.
+    scores: of neurons; None for those that executors go by. A chunk's first tokens, which use all neurons, count for
+    nothing.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class SparsityFit:
     def curves(self) -> SparsityCurves:
         """With nothing measured yet."""
         spec = self._spec
-        counter = ScoreRecorder(spec, self._weights, self._scores, FIRST_COUNTED)
+        counter = ScoreRecorder(spec, self._weights, self._scores)
         for _ in self._passes(counter):
             pass
         thresholds = counter.quantiles(SHARES)
@@ -67,21 +69,20 @@ class SparsityFit:
         """What the thresholds leave out on the held-out chunks, and what it does to the next token's distribution."""
         least = thresholds.least(self._spec, self._weights)
         sparse = replace(self._weights, vectors=self._weights.vectors | least)
-        counter = ZeroCounter(self._spec, sparse)
-        self._dense = self._dense or [*self._distributions(FfnRecorder(self._spec, self._weights), self._weights)]
-        kl = [
-            (theirs.exp() * (theirs - ours)).sum(1)
-            for theirs, ours in zip(self._dense, self._distributions(counter, sparse), strict=True)
-        ]
-        return Measurement(thresholds.target, counter.share, max(0.0, float(torch.cat(kl).mean())))
+        self._dense = self._dense or [*self._distributions(self._executor(self._weights))]
+        executor = self._executor(sparse)
+        pairs = zip(self._dense, self._distributions(executor), strict=True)
+        kl = torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs])
+        used = executor.neurons.since(NeuronCounts()) or 0.0
+        return Measurement(thresholds.target, 1 - used, max(0.0, float(kl.mean())))
 
     def _errors(self, thresholds: NDArray[np.float32]) -> NDArray[np.float32]:
         recorder = ErrorRecorder(self._spec, self._weights, self._scores, thresholds)
         errors, n_tokens = torch.zeros(thresholds.shape, dtype=torch.float64), 0
         for layer, hidden in self._passes(recorder):
             shares = recorder.missing / hidden.square().sum(1)
-            errors[layer] += shares[:, FIRST_COUNTED:].double().sum(1)
-            n_tokens += len(hidden) - FIRST_COUNTED if layer == 0 else 0
+            errors[layer] += shares[:, FIRST_SPARSE:].double().sum(1)
+            n_tokens += len(hidden) - FIRST_SPARSE if layer == 0 else 0
         return (errors / max(1, n_tokens)).numpy().astype(np.float32)
 
     def _passes(self, recorder: FfnRecorder) -> Iterator[tuple[int, Tensor]]:
@@ -97,13 +98,15 @@ class SparsityFit:
                 yield layer, hidden
             executor.cache.close(sequence)
 
-    def _distributions(self, ops: FfnRecorder, weights: ModelWeights) -> Iterator[Tensor]:
+    def _executor(self, weights: ModelWeights) -> ReferenceExecutor:
+        return ReferenceExecutor(self._spec, weights, max(map(len, self._held_out)), BatchedTorchOps())
+
+    def _distributions(self, executor: ReferenceExecutor) -> Iterator[Tensor]:
         """Log-probabilities of what follows each token of each held-out chunk, fp64 (m, vocab)."""
-        executor = ReferenceExecutor(self._spec, weights, max(map(len, self._held_out)), ops)
         for number, chunk in enumerate(self._held_out):
             self._tell(MEASURING, number, len(self._held_out))
             sequence = executor.cache.open_new()
-            rows = range(FIRST_COUNTED, len(chunk))
+            rows = range(FIRST_SPARSE, len(chunk))
             logits = executor.logits(Batch.of_sequence(sequence, 0, list(chunk)), rows)
             executor.cache.close(sequence)
             yield torch.log_softmax(logits.double(), -1)
@@ -111,24 +114,6 @@ class SparsityFit:
     def _tell(self, what: str, n_done: int, n_all: int) -> None:
         if self._progress:
             self._progress(what, n_done, n_all)
-
-
-class ZeroCounter(FfnRecorder):
-    """Counts the neurons that are not summed, those at 0 among them, but of the first tokens."""
-
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
-        super().__init__(spec, weights)
-        self._n_zeros = self._n_all = 0
-
-    def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
-        counted = active[FIRST_COUNTED:]
-        self._n_zeros += int((counted == 0).sum())
-        self._n_all += counted.numel()
-
-    @property
-    def share(self) -> float:
-        """Of all neurons and tokens."""
-        return self._n_zeros / max(1, self._n_all)
 
 
 def weighted_scores(spec: ModelSpec, weights: ModelWeights) -> Scores:

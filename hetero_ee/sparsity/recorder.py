@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import FIRST_SPARSE
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
@@ -38,15 +39,15 @@ class FfnRecorder(BatchedTorchOps):
 
 
 class ScoreRecorder(FfnRecorder):
-    """Counts scores by size. counts: int64 (n_layers, N_BINS)."""
+    """Counts scores by size, but those of first tokens; one whole chunk a pass. counts: int64 (n_layers, N_BINS)."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores, first_counted: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores) -> None:
         super().__init__(spec, weights)
-        self._scores, self._first = scores, first_counted
+        self._scores = scores
         self.counts = np.zeros((spec.n_layers, N_BINS), np.int64)
 
     def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
-        bits = self._scores(layer, active[self._first :]).numpy().view(np.int32) >> 16
+        bits = self._scores(layer, active[FIRST_SPARSE:]).numpy().view(np.int32) >> 16
         self.counts[layer] += np.bincount(bits.ravel(), minlength=N_BINS)
 
     def quantiles(self, shares: tuple[float, ...]) -> NDArray[np.float32]:

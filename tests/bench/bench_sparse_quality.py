@@ -4,8 +4,8 @@
 
 DIR holds the TinyStories excerpts. Thresholds are fitted on the stories of stories_a.txt and stories_c.txt that the
 training of the demo model held out; measured is on stories_b.txt, in plain torch with the int4 weights of a
-neuron-major store: mean KL divergence of the next token's distribution, dense to sparse, and perplexity, each story's
-prediction behind its begin token aside. Nothing here is by the clock. Prints a table, or with --json one document.
+neuron-major store: mean KL divergence of the next token's distribution, dense to sparse, and perplexity. A story's first
+tokens use all neurons and count for nothing. Nothing here is by the clock. Prints a table, or with --json one document.
 """
 
 import argparse
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from hetero_ee.calibration.stages import Chunk
-from hetero_ee.calibration.traces import FIRST_COUNTED
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.sparsity.dealing import SHARES, dealt_shares
 from hetero_ee.sparsity.fit import SparsityFit, weighted_scores
@@ -75,11 +74,12 @@ class Selection(FfnRecorder):
     def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
         layer = self._layers[id(down)]
         left_out = self._scores(layer, active) < self._thresholds[layer]
+        left_out[:FIRST_SPARSE] = False
         return super().neurons(x, active.masked_fill(left_out, 0.0), up, down)
 
     def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
-        self.n_zeros += int((active[FIRST_COUNTED:] == 0).sum())
-        self.n_all += active[FIRST_COUNTED:].numel()
+        self.n_zeros += int((active[FIRST_SPARSE:] == 0).sum())
+        self.n_all += active[FIRST_SPARSE:].numel()
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     curves = fit.measured(fit.curves())
     document = {
         "schema": 1,
-        "n_tokens": sum(len(chunk) - FIRST_COUNTED - 1 for chunk in text),
+        "n_tokens": sum(len(chunk) - FIRST_SPARSE - 1 for chunk in text),
         "dense_perplexity": math.exp(dense.nats),
         "rows": [asdict(row) for row in rows],
         "shares_at_half": [round(float(share), 3) for share in dealt_shares(curves.errors, 0.5)],
@@ -163,10 +163,10 @@ def measured(spec: ModelSpec, weights: ModelWeights, ops: FfnRecorder, text: lis
     distributions, nats = [], []
     for chunk in text:
         executor.cache.open(0)
-        logits = executor.logits(Batch.of_sequence(0, 0, list(chunk[:-1])), range(FIRST_COUNTED, len(chunk) - 1))
+        logits = executor.logits(Batch.of_sequence(0, 0, list(chunk[:-1])), range(FIRST_SPARSE, len(chunk) - 1))
         executor.cache.close(0)
         distributions.append(torch.log_softmax(logits.double(), -1))
-        nats.append(-distributions[-1].gather(1, torch.tensor(chunk[FIRST_COUNTED + 1 :])[:, None]))
+        nats.append(-distributions[-1].gather(1, torch.tensor(chunk[FIRST_SPARSE + 1 :])[:, None]))
     return Measured(distributions, float(torch.cat(nats).mean()))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import least_activations
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.sparsity.curves import MAX_KL_NATS, Measurement, largest_within
@@ -51,7 +51,7 @@ def test_errors_are_those_of_a_model_with_one_sparse_layer(family: str) -> None:
             sparse = replace(weights, vectors=weights.vectors | least)
             executor = ReferenceExecutor(spec, sparse, 64, BatchedTorchOps())
             executor.cache.open(0)
-            states.append(executor.run(batch, None, range(layer + 1))[1:])
+            states.append(executor.run(batch, None, range(layer + 1))[FIRST_SPARSE:])
         dense, sparse_states = states
         expected = (dense - sparse_states).square().sum(1) / dense.square().sum(1)
         assert curves.errors[layer, index] == pytest.approx(float(expected.mean()), rel=1e-3, abs=1e-9)
@@ -61,12 +61,12 @@ def test_quantiles_are_to_a_128th() -> None:
     spec, weights = sparse_model("llama")
     chunks = random_chunks(spec, n_chunks=3)
     scores = weighted_scores(spec, weights)
-    recorder = ScoreRecorder(spec, weights, scores, 1)
+    recorder = ScoreRecorder(spec, weights, scores)
     seen: list[torch.Tensor] = []
     watch = recorder.watch
     recorder.watch = (
         lambda layer, active, *rest: (  # type: ignore[method-assign]
-            seen.append(scores(layer, active[1:])) if layer == 2 else None,
+            seen.append(scores(layer, active[FIRST_SPARSE:])) if layer == 2 else None,
             watch(layer, active, *rest),
         )[1]
     )
