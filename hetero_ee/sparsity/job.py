@@ -54,7 +54,7 @@ def calibrate_sparsity(
     and DiskFullError.
     """
     if not executor.spec.neuron_major:
-        raise UsageError("this store's FFNs are dense; open the model with --sparsity to calibrate which neurons count.")
+        raise UsageError("these FFNs are not neuron-major; open the model with sparsity='dense' to calibrate.")
     files, file = FileSystem(), sparsity_file(place.store)
     with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
         found = None if request.force else _usable(place, progress)

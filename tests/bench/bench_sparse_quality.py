@@ -4,8 +4,9 @@
 
 DIR holds the TinyStories excerpts. Thresholds are fitted on the stories of stories_a.txt and stories_c.txt that the
 training of the demo model held out; measured is on stories_b.txt, in plain torch with the int4 weights of a
-neuron-major store: mean KL divergence of the next token's distribution, dense to sparse, and perplexity. A story's first
-tokens use all neurons and count for nothing. Nothing here is by the clock. Prints a table, or with --json one document.
+neuron-major store: mean KL divergence of the next token's distribution, dense to sparse, and perplexity. A story's
+first tokens use all neurons and count for nothing. Nothing here is by the clock. Prints a table, or with --json one
+document.
 """
 
 import argparse

@@ -19,6 +19,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
+    from hetero_ee.sparsity.job import SparsityOutcome
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
@@ -56,6 +57,7 @@ def calibrate(
     interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
     With --certify, 1,500 prompts are then gone on with at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
+    With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without.
     """
     options = engine.arguments(model)
     if show and (force or certify or text or tokens is not None):
@@ -64,25 +66,31 @@ def calibrate(
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
+    from hetero_ee.sparsity.request import DENSE, SparsityRequest
 
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
+    sparsity = None
     if show:
         outcome = _existing(options)
     else:
         request = _request(text, tokens, force=force, certify=certify)
-        alone = options | {"profile": OFF}  # a plan would be for other work
+        asked = SparsityRequest.parsed(options["sparsity"])
+        alone = options | {"profile": OFF} | ({"sparsity": DENSE} if asked else {})  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
+            if asked is not None and not asked.is_exact:
+                sparsity = opened.calibrate_sparsity(request, progress, asked.share)
     if not as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
+        _print_sparsity(sparsity)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
     gain = None if show else _gain(options)
     if as_json:
-        print_document(_document(options["model"], outcome, gain), with_version=True)
+        print_document(_document(options["model"], outcome, sparsity, gain), with_version=True)
     elif gain is not None:
         print(gain.line)
     say(_closing_line(outcome, show=show))
@@ -188,7 +196,17 @@ def _print_certificate(certificate: "Certificate | None") -> None:
         print(f"{row[0].exit_layers[0]:10}" + "".join(f"  {each.shares[0]:6.3f}" for each in row))
 
 
-def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | None") -> dict[str, Any]:
+def _print_sparsity(outcome: "SparsityOutcome | None") -> None:
+    if outcome is None:
+        return
+    print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
+    for each in sorted(outcome.curves.measured, key=lambda each: each.target):
+        print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}")
+
+
+def _document(
+    model: str | None, outcome: "CalibrationOutcome", sparsity: "SparsityOutcome | None", gain: "Gain | None"
+) -> dict[str, Any]:
     calibration, certificate = outcome.calibration, outcome.certificate
     exit_layers = [
         {
@@ -211,6 +229,7 @@ def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | No
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
         "certificate": None if certificate is None else _certificate_document(certificate),
+        "sparsity": None if sparsity is None else [asdict(each) for each in sparsity.curves.measured],
         "gain": None if gain is None else asdict(gain),
     }
 
