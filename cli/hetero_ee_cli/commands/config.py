@@ -11,7 +11,7 @@ from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.terminal.output import print_document, printable, table
 
 
-@with_options(without={"revision": "it is no setting"})
+@with_options(without={"revision": "it is no setting", "sparsity": "it is no setting"})
 def show(engine: EngineOptions, as_json: Json = False) -> None:
     """Show every setting with its source, and where files are kept.
 

@@ -57,7 +57,7 @@ class _Subject:
         return ["generate", PROMPT, *named, *unquantized]
 
 
-@with_options(without={"profile": "it always plans by one"})
+@with_options(without={"profile": "it always plans by one", "sparsity": "plans are of dense FFNs"})
 def plan(
     limits: LimitOptions,
     engine: EngineOptions,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     without={
         "profile": "it always measures one",
         "quantizer": "every int4 quantizer has the same shapes",
+        "sparsity": "dense FFNs are measured",
         "ctx_size": "several context lengths are measured",
     }
 )
