@@ -19,7 +19,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
-    from hetero_ee.sparsity.job import SparsityOutcome
+    from hetero_ee.sparsity.curves import SparsityCurves
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
@@ -71,17 +71,16 @@ def calibrate(
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    sparsity = None
+    asked, sparsity = SparsityRequest.parsed(options["sparsity"]), None
     if show:
-        outcome = _existing(options)
+        outcome, sparsity = _existing(options)
     else:
         request = _request(text, tokens, force=force, certify=certify)
-        asked = SparsityRequest.parsed(options["sparsity"])
         alone = options | {"profile": OFF} | ({"sparsity": DENSE} if asked else {})  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
             if asked is not None and not asked.is_exact:
-                sparsity = opened.calibrate_sparsity(request, progress, asked.share)
+                sparsity = opened.calibrate_sparsity(request, progress, asked.share).curves
     if not as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
@@ -96,12 +95,13 @@ def calibrate(
     say(_closing_line(outcome, show=show))
 
 
-def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
+def _existing(options: dict[str, Any]) -> "tuple[CalibrationOutcome, SparsityCurves | None]":
     """What is there for the model. Raises UsageError where nothing is."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
+    from hetero_ee.sparsity.job import found_sparsity
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 
@@ -111,13 +111,14 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
     with stage_progress() as progress:
         cache = cache_folder()
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
-    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer)
+    neuron_major = options["sparsity"] is not None
+    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, neuron_major=neuron_major)
     found = found_calibration(place)
     if found is None:
         model = options["model"]
         command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
-    return replace(found, certificate=place.certificate(found.calibration))
+    return replace(found, certificate=place.certificate(found.calibration)), found_sparsity(place)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -196,16 +197,16 @@ def _print_certificate(certificate: "Certificate | None") -> None:
         print(f"{row[0].exit_layers[0]:10}" + "".join(f"  {each.shares[0]:6.3f}" for each in row))
 
 
-def _print_sparsity(outcome: "SparsityOutcome | None") -> None:
-    if outcome is None:
+def _print_sparsity(curves: "SparsityCurves | None") -> None:
+    if curves is None:
         return
     print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
-    for each in sorted(outcome.curves.measured, key=lambda each: each.target):
+    for each in sorted(curves.measured, key=lambda each: each.target):
         print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}")
 
 
 def _document(
-    model: str | None, outcome: "CalibrationOutcome", sparsity: "SparsityOutcome | None", gain: "Gain | None"
+    model: str | None, outcome: "CalibrationOutcome", sparsity: "SparsityCurves | None", gain: "Gain | None"
 ) -> dict[str, Any]:
     calibration, certificate = outcome.calibration, outcome.certificate
     exit_layers = [
@@ -229,7 +230,7 @@ def _document(
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
         "certificate": None if certificate is None else _certificate_document(certificate),
-        "sparsity": None if sparsity is None else [asdict(each) for each in sparsity.curves.measured],
+        "sparsity": None if sparsity is None else [asdict(each) for each in sparsity.measured],
         "gain": None if gain is None else asdict(gain),
     }
 
