@@ -87,7 +87,7 @@ def calibrate(
         _print_sparsity(sparsity)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
-    gain = None if show else _gain(options)
+    gain = None if show or asked is not None else _gain(options)  # plans are of dense FFNs
     if as_json:
         print_document(_document(options["model"], outcome, sparsity, gain), with_version=True)
     elif gain is not None:
