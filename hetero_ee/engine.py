@@ -34,6 +34,7 @@ from hetero_ee.runtime.placement_request import (
     requested_profile,
 )
 from hetero_ee.runtime.text_meter import TextMeter
+from hetero_ee.sparsity.job import SparsityOutcome, calibrate_sparsity
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import generate_early
@@ -110,7 +111,7 @@ class Engine:
             (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
             "codebook" for others. A store is opened as it is.
         sparsity: "exact" skips FFN neurons that are 0 (ReLU), a number that share of them, those that matter least,
-            "auto" what was calibrated; weights are then laid out neuron by neuron. None: FFNs are dense.
+            "auto" what was calibrated, "dense" none; weights are then laid out neuron by neuron. None: FFNs are dense.
         context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
             more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores; at
             most as many run as there are processors.
@@ -325,6 +326,20 @@ class Engine:
             raise UsageError(f"a calibration belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
         executor, ending = self.executor, self._ending(self.executor)
         return calibrate(executor, self._tokenizer, ending, self.calibrations, request, progress=progress)
+
+    def calibrate_sparsity(
+        self, request: CalibrationRequest | None = None, progress: Progress | None = None, target: float | None = None
+    ) -> SparsityOutcome:
+        """Measures which FFN neurons this model can do without and keeps that beside its store, for `sparsity`.
+
+        Of a model opened with sparsity="dense". request: as in `calibrate`. target: a share to measure beside those
+        that "auto" is chosen from. What is there already is returned as it is. Raises as `calibrate` does.
+        """
+        if self.calibrations is None:
+            raise UsageError(f"sparsity belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+        executor, targets = self.executor, () if target is None else (target,)
+        place, request = self.calibrations, CalibrationRequest.of(request)
+        return calibrate_sparsity(executor, self._tokenizer, self._ending(executor), place, request, targets, progress)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as a prompt. Raises UsageError."""

@@ -20,6 +20,7 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
+from hetero_ee.sparsity.applied import with_thresholds
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -98,8 +99,6 @@ def read_model(
     spec, neuron_major = read_spec(folder), sparsity is not None
     if sparsity is not None:
         sparsity.check(spec)
-        if not sparsity.is_exact:
-            raise UsageError("no share of neurons can be left out yet; give --sparsity exact.")
     tokenizer = Tokenizer.load(folder, spec.vocab_size, warner(progress))
     defaults = GenerationDefaults.read(folder)
     sampling = defaults.sampling()
@@ -118,6 +117,8 @@ def read_model(
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
     spec = as_stored(spec, weights)
+    if sparsity is not None and calibrations is not None:
+        weights = with_thresholds(weights, spec, calibrations, sparsity)
     return ModelFiles(folder, spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)
 
 

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from muon import make_optimizers
 from stories import SEPARATOR, parse_settings, read_stories, without_held_out
+from story_model import StoryModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Settings:
     """Everything that defines a run; each field is also a command-line flag."""
 
     seed: int = field(default=20, metadata={"help": "seed of everything random"})
+    precision: str = field(default="bfloat16", metadata={"help": "of products in training: bfloat16 or float32"})
     threads: int = field(default=1, metadata={"help": "CPU threads"})
     vocab_size: int = field(default=2048, metadata={"help": "entries of the byte-level BPE vocabulary"})
     num_hidden_layers: int = field(default=12, metadata={"help": "transformer layers"})
@@ -42,6 +44,8 @@ class Settings:
     intermediate_size: int = field(default=704, metadata={"help": "width of the feed-forward layers"})
     num_attention_heads: int = field(default=8, metadata={"help": "query heads"})
     num_key_value_heads: int = field(default=4, metadata={"help": "key and value heads"})
+    hidden_act: str = field(default="silu", metadata={"help": "activation of the gate: silu or relu"})
+    activity_weight: float = field(default=0.0, metadata={"help": "weight of the sum of layers' mean activated gates"})
     context: int = field(default=512, metadata={"help": "tokens in a training window"})
     batch: int = field(default=8, metadata={"help": "windows in a step"})
     steps: int = field(default=2100, metadata={"help": "optimiser steps"})
@@ -109,115 +113,14 @@ def training_batches(stories: list[Tensor], settings: Settings) -> Iterator[tupl
                 yield inputs[chosen], targets[chosen]
 
 
-class TrainingLayer(nn.Module):
-    """A Hugging Face decoder layer with a forward for training: dropout, and attention that is fast on a CPU."""
-
-    def __init__(self, layer: LlamaDecoderLayer, rate: float) -> None:
-        super().__init__()
-        self.layer = layer
-        self.rate = rate
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, randoms: Tensor | None) -> Tensor:
-        first, second = (None, None) if randoms is None else randoms.unbind()
-        x = x + drop(self.attend(self.layer.input_layernorm(x), cos, sin), first, self.rate)
-        return x + drop(self.layer.mlp(self.layer.post_attention_layernorm(x)), second, self.rate)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        parts = self.layer.self_attn
-        shape = (*x.shape[:2], -1, parts.head_dim)
-        query, key, value = (proj(x).view(shape).transpose(1, 2) for proj in (parts.q_proj, parts.k_proj, parts.v_proj))
-        query, key = (turned.to(value.dtype) for turned in apply_rotary_pos_emb(query, key, cos, sin))
-        key, value = (heads.repeat_interleave(parts.num_key_value_groups, dim=1) for heads in (key, value))
-        mixed: Tensor = parts.o_proj(causal_attention(query, key, value).transpose(1, 2).reshape(*x.shape[:2], -1))
-        return mixed
-
-
-class StoryModel(nn.Module):
-    """The Llama in training, with the state of every layer at hand."""
-
-    def __init__(self, llama: LlamaForCausalLM, settings: Settings) -> None:
-        super().__init__()
-        self.llama = llama
-        self.rate = settings.dropout
-        self.layers = nn.ModuleList(TrainingLayer(layer, self.rate) for layer in llama.model.layers)
-        torch.manual_seed(settings.seed)
-        into_stream = ("o_proj.weight", "down_proj.weight")  # these start smaller, by the number of additions
-        for name, parameter in llama.named_parameters():
-            if parameter.ndim == 2:
-                additions = 2 * len(self.layers) if name.endswith(into_stream) else 1
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(additions))
-
-    def states(self, tokens: Tensor) -> list[Tensor]:
-        """The residual stream after every layer."""
-        x = self.llama.model.embed_tokens(tokens)
-        cos, sin = self.llama.model.rotary_emb(x, torch.arange(tokens.shape[1])[None])
-        randoms: list[Tensor | None] = [None] * len(self.layers)
-        if self.training and self.rate:
-            drawn = random_bytes(1 + 2 * len(self.layers), *x.shape)
-            x = drop(x, drawn[0], self.rate)
-            randoms = list(torch.unflatten(drawn[1:], 0, (-1, 2)))
-        found = []
-        for layer, pair in zip(self.layers, randoms, strict=True):
-            x = layer(x, cos, sin, pair)
-            found.append(x)
-        return found
-
-    def logits(self, state: Tensor) -> Tensor:
-        """A layer's state read through the final norm and the (tied) head."""
-        return F.linear(self.llama.model.norm(state), self.llama.model.embed_tokens.weight)
-
-    def loss(self, state: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of what a layer's state predicts."""
-        return F.cross_entropy(self.logits(state).float().flatten(0, 1), targets.flatten())
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, parts: int = 4) -> Tensor:
-    """Causal attention, a part of the queries at a time (on a CPU twice as fast as the fused kernel in training)."""
-    length = query.shape[2]
-    size = -(-length // parts)
-    mask = torch.full((length, length), -math.inf, dtype=query.dtype).triu(1)
-    mixed = []
-    for start in range(0, length, size):
-        end = min(start + size, length)
-        scores = query[:, :, start:end] * query.shape[-1] ** -0.5 @ key[:, :, :end].transpose(-1, -2)
-        mixed.append((scores + mask[start:end, :end]).softmax(-1).to(value.dtype) @ value[:, :, :end])
-    return torch.cat(mixed, dim=2)
-
-
-def random_bytes(*shape: int) -> Tensor:
-    """Uniform random bytes; drawing eight at once is far cheaper than one random number for each element."""
-    count = math.prod(shape)
-    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None)
-    return words.view(torch.uint8)[:count].view(shape)
-
-
-def drop(x: Tensor, randoms: Tensor | None, rate: float) -> Tensor:
-    """Dropout by given random bytes; none, no dropout."""
-    if randoms is None:
-        return x
-    threshold = round(rate * 256)
-    return torch.where(randoms >= threshold, x * (256 / (256 - threshold)), 0.0)
-
-
 def model_config(settings: Settings, tokenizer: Any) -> LlamaConfig:
     """The Hugging Face configuration of the model."""
     names = ["vocab_size", "hidden_size", "intermediate_size"]
-    names += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    names += ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act"]
     shape = {name: getattr(settings, name) for name in names} | {"max_position_embeddings": settings.context}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     return LlamaConfig(**shape, **ends, rope_parameters=rope, rms_norm_eps=1e-5, tie_word_embeddings=True)
-
-
-def make_optimizers(model: StoryModel, settings: Settings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    llama, decay = model.llama.model, settings.weight_decay
-    matrices = [parameter for parameter in llama.layers.parameters() if parameter.ndim == 2]
-    norms = [parameter for parameter in llama.parameters() if parameter.ndim == 1]
-    muon = torch.optim.Muon(matrices, settings.muon_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    embedding = {"params": [llama.embed_tokens.weight], "weight_decay": settings.embed_decay}
-    adam = torch.optim.AdamW([embedding, {"params": norms, "weight_decay": 0.0}], settings.adam_rate, betas=(0.9, 0.95))
-    return [muon, adam]
 
 
 class Training:
@@ -225,7 +128,9 @@ class Training:
 
     def __init__(self, model: StoryModel, settings: Settings, checkpoint: Path) -> None:
         self.model, self.settings, self.checkpoint = model, settings, checkpoint
-        self.optimizers = make_optimizers(model, settings)
+        self.precision = getattr(torch, settings.precision)
+        rates, decays = (settings.muon_rate, settings.adam_rate), (settings.weight_decay, settings.embed_decay)
+        self.optimizers = make_optimizers(model.llama.model, rates, decays, self.precision)
         self.done, self.seconds = 0, 0.0  # steps done, and the time of the parts of the run before this one
 
     def save(self, seconds: float) -> None:
@@ -256,11 +161,11 @@ class Training:
         torch.manual_seed(settings.seed * 1_000_003 + self.done)
         choice = random.Random(f"{settings.seed}-exit-{self.done}")
         early = choice.randrange(settings.first_exit, settings.num_hidden_layers)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            states = self.model.states(batch[0])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16):
+            states, activity = self.model.states(batch[0])
             final = self.model.loss(states[-1], batch[1])
             exiting = self.model.loss(states[early - 1], batch[1])
-        torch.autograd.backward(final + settings.exit_weight * exiting)
+        torch.autograd.backward(final + settings.exit_weight * exiting + settings.activity_weight * activity)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -277,8 +182,10 @@ class Training:
         for batch in itertools.islice(training_batches(stories, self.settings), self.done, self.settings.steps):
             losses.append(self.step(batch))
             if self.done % self.settings.log_every == 0:
-                held_out_loss = measure(self.model.llama, held_out, self.settings.context)["nats_per_token"]
-                metrics = f"train {sum(losses) / len(losses):.4f} held-out {held_out_loss:.4f}"
+                found = measure(self.model.llama, held_out, self.settings.context)
+                zeros = sum(found["layer_zeros"]) / self.settings.num_hidden_layers
+                metrics = f"train {sum(losses) / len(losses):.4f} held-out {found['nats_per_token']:.4f}"
+                metrics += f" zero gates {zeros:.3f}"
                 print(f"{self.seconds + time.monotonic() - started:.0f} s step {self.done} {metrics}", file=sys.stderr)
                 losses.clear()
             if time.monotonic() - saved > self.settings.save_seconds or self.done == self.settings.steps:
@@ -292,9 +199,20 @@ def export(model: StoryModel, tokenizer: Any, folder: Path) -> None:
     """Write the model in Hugging Face format with bf16 weights, after checking that both forwards agree."""
     model.eval()
     probe = torch.arange(2 * 32).view(2, 32)
-    torch.testing.assert_close(model.logits(model.states(probe)[-1]), model.llama(probe).logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        model.logits(model.states(probe)[0][-1]), model.llama(probe).logits, rtol=1e-3, atol=1e-3
+    )
     model.llama.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def zero_counter(count: Tensor) -> Any:
+    """A hook that adds to `count`, summed over tokens, the share of an activation's values that is zero."""
+
+    def hook(_module: nn.Module, _inputs: Any, values: Tensor) -> None:  # what it returned would be the new output
+        count.add_((values == 0).float().mean(-1).sum())
+
+    return hook
 
 
 @torch.no_grad()
@@ -302,10 +220,13 @@ def measure(model: Any, stream: Tensor, length: int) -> dict[str, Any]:
     """Mean loss over a token stream, in windows of `length`, and how the layers agree with the model.
 
     A layer's prediction is its state read through the final norm and the head; counted is how often the model's top
-    token is the layer's top one, or among its top four.
+    token is the layer's top one, or among its top four; and which share of a layer's activated gates is zero.
     """
     inputs, targets = windows(stream, min(length, len(stream) - 1))
-    nats, top1, top4 = 0.0, torch.zeros(model.config.num_hidden_layers), torch.zeros(model.config.num_hidden_layers)
+    nats, (top1, top4, zeros) = 0.0, torch.zeros(3, model.config.num_hidden_layers)
+    hooks = [
+        layer.mlp.act_fn.register_forward_hook(zero_counter(zeros[i])) for i, layer in enumerate(model.model.layers)
+    ]
     for rows in torch.split(torch.arange(len(inputs)), 8):
         out = model(inputs[rows], output_hidden_states=True)
         nats += F.cross_entropy(out.logits.flatten(0, 1), targets[rows].flatten(), reduction="sum").item()
@@ -313,7 +234,10 @@ def measure(model: Any, stream: Tensor, length: int) -> dict[str, Any]:
         hits = torch.stack([logits.topk(4).indices for logits in own]) == out.logits.argmax(-1, keepdim=True)
         top1 += hits[..., 0].sum((1, 2))
         top4 += hits.any(-1).sum((1, 2))
+    for hook in hooks:
+        hook.remove()
     shares = {"layer_top1": top1 / targets.numel(), "layer_top4": top4 / targets.numel()}
+    shares["layer_zeros"] = zeros / targets.numel()
     rounded = {name: [round(share, 4) for share in found.tolist()] for name, found in shares.items()}
     return {"window": length, "tokens": targets.numel(), "nats_per_token": nats / targets.numel(), **rounded}
 
@@ -338,7 +262,7 @@ def train_and_export(texts: list[Path], output: Path, settings: Settings, compil
     stories = encode_stories(tokenizer, kept)
     if sum(len(story) for story in stories) < 2 * settings.context + 1:  # a window is left after the largest offset
         raise SystemExit("the texts are too short for one training window")
-    model = StoryModel(LlamaForCausalLM(model_config(settings, tokenizer)), settings)
+    model = StoryModel(LlamaForCausalLM(model_config(settings, tokenizer)), settings.dropout, settings.seed)
     if compiled:  # by parts, so that the random choice of an exit costs no recompilation
         for layer in model.layers:
             layer.compile()

@@ -166,7 +166,7 @@ class _Job:
             if chunks is None:
                 write = self._writer(chunk_tokens(context_tokens, n_tokens))
                 chunks = run.written(write, n_tokens)
-                _require_enough(len(chunks))
+                require_enough(len(chunks))
             calibration = run.calibrate(chunks, self._description)
         depths = specee_depths(self.executor, self.ending, calibration, chunks)
         calibration = replace(calibration, specee_depths=depths)
@@ -235,7 +235,7 @@ def _usable(
         return None
 
 
-def _require_enough(n_chunks: int) -> None:
+def require_enough(n_chunks: int) -> None:
     """Raises ModelError where the model has written too few texts."""
     if n_chunks < MIN_CHUNKS:
         raise ModelError(

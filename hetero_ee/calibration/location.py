@@ -39,11 +39,13 @@ class CalibrationPlace:
     quantization: Quantization | None = None  # how it was made from that
 
     @classmethod
-    def of_model(cls, spec: ModelSpec, folder: Path, cache: Path, quantizer: str | None = None) -> Self:
+    def of_model(
+        cls, spec: ModelSpec, folder: Path, cache: Path, quantizer: str | None = None, *, neuron_major: bool = False
+    ) -> Self:
         """Of the store in `folder`, or the one in `cache` that is made of the checkpoint there. Raises HeteroError."""
         if is_store(folder):
             return cls(spec, folder)
-        quantization = Quantization.of_model(folder, quantizer)
+        quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
         return cls(spec, cached_store(folder, quantization, cache), folder, quantization)
 
     @property

@@ -7,6 +7,7 @@ from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.spec import ModelSpec
 
 EXACT, AUTO = "exact", "auto"
+DENSE = "dense"  # neuron-major, but no neuron is left out: to calibrate which may be
 LARGEST_SHARE = 0.95  # of neurons left out
 ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
 
@@ -16,14 +17,20 @@ class SparsityRequest:
     """share: of a token's neurons to leave out, 0 with EXACT: those that are 0; None with AUTO: as calibrated."""
 
     share: float | None
+    is_dense: bool = False  # none is left out but for those that are 0
 
     @classmethod
     def parsed(cls, asked: str | float | None) -> Self | None:
-        """Of EXACT, AUTO, a share as number or text, or None for dense FFNs. Raises UsageError."""
+        """Of EXACT, AUTO, DENSE, a share as number or text, or None for FFNs that are not neuron-major.
+
+        Raises UsageError.
+        """
         if asked is None:
             return None
         if asked == EXACT:
             return cls(0.0)
+        if asked == DENSE:
+            return cls(0.0, is_dense=True)
         if asked == AUTO:
             return cls(None)
         try:
@@ -43,7 +50,7 @@ class SparsityRequest:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises UsageError where no neuron of the model is ever exactly 0, and no others may be left out."""
-        if self.is_exact and spec.activation not in ZERO_ACTIVATIONS:
+        if self.is_exact and not self.is_dense and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "
                 "to leave out, as --sparsity 0.4."

@@ -97,6 +97,7 @@ def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None
     assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [["chat"], ["bench"], ["profile"]])
 def test_ctrl_c_while_torch_imports_numpy(arguments: list[str], tmp_path: Path) -> None:
     """torch forgets an exception that is raised meanwhile."""
@@ -185,6 +186,7 @@ def unsafe(shown: str) -> list[str]:
     return [c for c in OURS.sub("", shown) if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", ["generate", "run", "chat"])
 def test_generated_text_does_not_command_a_terminal(commanding: Path, command: str) -> None:
     words = ["generate", PROMPT, "-m", commanding] if command == "generate" else [command, commanding]
@@ -210,6 +212,7 @@ FAILURES: dict[str, tuple[Spoil, list[str]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAILURES)
 def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(commanding, tmp_path / NAMED))
@@ -220,6 +223,7 @@ def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: P
     assert "\u202e" not in shown and CLIPBOARD not in shown
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", [["models"], ["doctor"], ["config", "show"], ["convert", "{}"], ["plan", "{}"]])
 def test_names_in_reports_do_not_command_a_terminal(
     commanding: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch

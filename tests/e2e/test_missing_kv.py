@@ -26,7 +26,7 @@ CASES += [("llama-gelu", "int4", "fp16")]  # queries that don't end with a row b
 LOSSY = ("propagate", "copy", "holes")
 ERRORS = {("fp32", "fp32"): 1e-10, ("int4", "fp32"): 5e-3, ("int4", "fp16"): 5e-3, ("int4", "int8"): 2e-2}
 ONE_FIXTURE = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
 
@@ -184,6 +184,7 @@ def plan_of(model: Model, places: str, kv_type: str) -> Plan:
     return planned(model[0], overrides=PLACES[places], context_tokens=CONTEXT_TOKENS, kv_type=kv_type)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("places", PLACES)
 @ONE_FIXTURE

@@ -19,6 +19,7 @@ from hetero_ee_cli.terminal.text_file import read_text
 
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
+    from hetero_ee.sparsity.curves import SparsityCurves
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
@@ -55,6 +56,7 @@ def calibrate(
     interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
     With --certify, 1,500 prompts are then gone on with at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
+    With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without.
     """
     options = engine.arguments(model)
     if show and (force or certify or text or tokens is not None):
@@ -63,36 +65,42 @@ def calibrate(
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
+    from hetero_ee.sparsity.request import DENSE, SparsityRequest
 
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
+    asked, sparsity = SparsityRequest.parsed(options["sparsity"]), None
     if show:
-        outcome = _existing(options)
+        outcome, sparsity = _existing(options)
     else:
         request = _request(text, tokens, force=force, certify=certify)
-        alone = options | {"profile": OFF}  # a plan would be for other work
+        alone = options | {"profile": OFF} | ({"sparsity": DENSE} if asked else {})  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
+            if asked is not None and not asked.is_exact:
+                sparsity = opened.calibrate_sparsity(request, progress, asked.share).curves
     if not as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
+        _print_sparsity(sparsity)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
-    gain = None if show else _gain(options)
+    gain = None if show or asked is not None else _gain(options)  # plans are of dense FFNs
     if as_json:
-        print_document(_document(options["model"], outcome, gain), with_version=True)
+        print_document(_document(options["model"], outcome, sparsity, gain), with_version=True)
     elif gain is not None:
         print(gain.line)
     say(_closing_line(outcome, show=show))
 
 
-def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
+def _existing(options: dict[str, Any]) -> "tuple[CalibrationOutcome, SparsityCurves | None]":
     """What is there for the model. Raises UsageError where nothing is."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
+    from hetero_ee.sparsity.job import found_sparsity
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 
@@ -102,13 +110,14 @@ def _existing(options: dict[str, Any]) -> "CalibrationOutcome":
     with stage_progress() as progress:
         cache = cache_folder()
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
-    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer)
+    neuron_major = options["sparsity"] is not None
+    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, neuron_major=neuron_major)
     found = found_calibration(place)
     if found is None:
         model = options["model"]
         command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
-    return replace(found, certificate=place.certificate(found.calibration))
+    return replace(found, certificate=place.certificate(found.calibration)), found_sparsity(place)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -194,7 +203,17 @@ def _print_certificate(certificate: "Certificate | None") -> None:
         )
 
 
-def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | None") -> dict[str, Any]:
+def _print_sparsity(curves: "SparsityCurves | None") -> None:
+    if curves is None:
+        return
+    print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
+    for each in sorted(curves.measured, key=lambda each: each.target):
+        print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}")
+
+
+def _document(
+    model: str | None, outcome: "CalibrationOutcome", sparsity: "SparsityCurves | None", gain: "Gain | None"
+) -> dict[str, Any]:
     calibration, certificate = outcome.calibration, outcome.certificate
     exit_layers = [
         {
@@ -217,6 +236,7 @@ def _document(model: str | None, outcome: "CalibrationOutcome", gain: "Gain | No
         "schedule": calibration.schedule,
         "depths": asdict(calibration.depths),
         "certificate": None if certificate is None else _certificate_document(certificate),
+        "sparsity": None if sparsity is None else [asdict(each) for each in sparsity.measured],
         "gain": None if gain is None else asdict(gain),
     }
 

@@ -9,12 +9,18 @@ from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX, FileSystem, ho
 FOLDER_SUFFIX, REPLACED_SUFFIX = ".calibration", ".old"
 PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
 CERTIFICATE_PARTIAL_SUFFIX = ".certificate" + PARTIAL_SUFFIX
+SPARSITY_SUFFIX = ".sparsity"  # of the file with what is known of the store's neurons
 JSON_FILE, TENSORS_FILE, CERTIFICATE_FILE = "calibration.json", "calibration.safetensors", "certificate.bin"
 
 
 def calibration_folder(store: Path) -> Path:
     """Where the calibration of the store in `store` lies, or would lie."""
     return store.with_name(store.name + FOLDER_SUFFIX)
+
+
+def sparsity_file(store: Path) -> Path:
+    """Where the sparsity curves of the store in `store` lie, or would lie."""
+    return store.with_name(store.name + FOLDER_SUFFIX + SPARSITY_SUFFIX)
 
 
 def has_calibration(store: Path) -> bool:
@@ -38,8 +44,8 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
     """
     folder = calibration_folder(store)
     folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]
-    partials = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX)]
-    singles = [folder.with_name(name + end) for name in partials for end in ("", UNFINISHED_SUFFIX)]
+    names = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX, SPARSITY_SUFFIX)]
+    singles = [folder.with_name(name + end) for name in names for end in ("", UNFINISHED_SUFFIX)]
     certificates = CERTIFICATE_FILE, CERTIFICATE_FILE + UNFINISHED_SUFFIX
     if not any(map(os.path.lexists, [*folders, *singles])):
         return

@@ -1,0 +1,122 @@
+"""Fits a model's sparsity curves on text: two passes in plain torch, then measurements against the dense model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
+from hetero_ee.config import Progress
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.neurons import NeuronCounts
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
+from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.sparsity.recorder import ErrorRecorder, FfnRecorder, ScoreRecorder, Scores
+from hetero_ee.sparsity.thresholds import Thresholds, down_norms, neuron_blocks
+from hetero_ee.weights.model_weights import ModelWeights
+
+PART_TOKENS = 1024  # to fit on, and to measure on
+FITTING, MEASURING = "Fitting sparsity", "Measuring sparsity"
+
+
+class SparsityFit:
+    """A model in neuron-major layout, and chunks of text: those of TRAIN to fit on, of HELD_OUT to measure on.
+
+    scores: of neurons; None for those that executors go by. A chunk's first tokens, which use all neurons, count for
+    nothing.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        chunks: Sequence[Chunk],
+        scores: Scores | None = None,
+        n_tokens: int = PART_TOKENS,
+        progress: Progress | None = None,
+    ) -> None:
+        self._spec, self._weights, self._progress = spec, weights, progress
+        self._scores = scores or weighted_scores(spec, weights)
+        self._fitted = [chunks[number] for number in first_numbers(chunks, TRAIN, n_tokens)]
+        self._held_out = [chunks[number] for number in first_numbers(chunks, HELD_OUT, n_tokens)]
+        self._dense: list[Tensor] = []
+
+    def curves(self) -> SparsityCurves:
+        """With nothing measured yet."""
+        spec = self._spec
+        counter = ScoreRecorder(spec, self._weights, self._scores)
+        for _ in self._passes(counter):
+            pass
+        thresholds = counter.quantiles(SHARES)
+        return SparsityCurves(thresholds, self._errors(thresholds), ())
+
+    def measured(self, curves: SparsityCurves, targets: Sequence[float] = ()) -> SparsityCurves:
+        """With these targets measured, and those that show where `auto` is."""
+
+        def measure(target: float) -> Measurement:
+            return self.measure(curves.at(target))
+
+        found = [*map(measure, targets), *largest_within(measure)]
+        return replace(curves, measured=tuple({each.target: each for each in found}.values()))
+
+    def measure(self, thresholds: Thresholds) -> Measurement:
+        """What the thresholds leave out on the held-out chunks, and what it does to the next token's distribution."""
+        least = thresholds.least(self._spec, self._weights)
+        sparse = replace(self._weights, vectors=self._weights.vectors | least)
+        self._dense = self._dense or [*self._distributions(self._executor(self._weights))]
+        executor = self._executor(sparse)
+        pairs = zip(self._dense, self._distributions(executor), strict=True)
+        kl = torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs])
+        used = executor.neurons.since(NeuronCounts()) or 0.0
+        return Measurement(thresholds.target, 1 - used, max(0.0, float(kl.mean())))
+
+    def _errors(self, thresholds: NDArray[np.float32]) -> NDArray[np.float32]:
+        recorder = ErrorRecorder(self._spec, self._weights, self._scores, thresholds)
+        errors, n_tokens = torch.zeros(thresholds.shape, dtype=torch.float64), 0
+        for layer, hidden in self._passes(recorder):
+            shares = recorder.missing / hidden.square().sum(1)
+            errors[layer] += shares[:, FIRST_SPARSE:].double().sum(1)
+            n_tokens += len(hidden) - FIRST_SPARSE if layer == 0 else 0
+        return (errors / max(1, n_tokens)).numpy().astype(np.float32)
+
+    def _passes(self, recorder: FfnRecorder) -> Iterator[tuple[int, Tensor]]:
+        """Each fitted chunk's layers, with the states behind them (m, hidden)."""
+        executor = ReferenceExecutor(self._spec, self._weights, max(map(len, self._fitted)), recorder)
+        for number, chunk in enumerate(self._fitted):
+            self._tell(FITTING, number, len(self._fitted))
+            sequence = executor.cache.open_new()
+            batch = Batch.of_sequence(sequence, 0, list(chunk))
+            hidden = executor.run(batch, None, range(0))
+            for layer in range(self._spec.n_layers):
+                hidden = executor.run(batch, hidden, range(layer, layer + 1))
+                yield layer, hidden
+            executor.cache.close(sequence)
+
+    def _executor(self, weights: ModelWeights) -> ReferenceExecutor:
+        return ReferenceExecutor(self._spec, weights, max(map(len, self._held_out)), BatchedTorchOps())
+
+    def _distributions(self, executor: ReferenceExecutor) -> Iterator[Tensor]:
+        """Log-probabilities of what follows each token of each held-out chunk, fp64 (m, vocab)."""
+        for number, chunk in enumerate(self._held_out):
+            self._tell(MEASURING, number, len(self._held_out))
+            sequence = executor.cache.open_new()
+            rows = range(FIRST_SPARSE, len(chunk))
+            logits = executor.logits(Batch.of_sequence(sequence, 0, list(chunk)), rows)
+            executor.cache.close(sequence)
+            yield torch.log_softmax(logits.double(), -1)
+
+    def _tell(self, what: str, n_done: int, n_all: int) -> None:
+        if self._progress:
+            self._progress(what, n_done, n_all)
+
+
+def weighted_scores(spec: ModelSpec, weights: ModelWeights) -> Scores:
+    """|activation| x norm of the row of down."""
+    norms = [down_norms(block, weights) for block in neuron_blocks(spec)]
+    return lambda layer, active: active.abs() * norms[layer]

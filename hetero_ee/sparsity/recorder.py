@@ -1,0 +1,75 @@
+"""Operations that watch neuron-major FFNs: how their neurons' scores are spread, and what leaving out the lowest costs.
+
+A neuron's score is how much a token has of it: |activation| x norm of its row of down (see `thresholds.py`).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetero_ee.models.blocks import BlockKind, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import FIRST_SPARSE
+from hetero_ee.runtime.torch_ops import BatchedTorchOps
+from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.weight import Weight
+
+Scores = Callable[[int, Tensor], Tensor]  # of a layer's activations (m, ffn), at least 0
+N_BINS = 2**15  # by the upper 16 bits of a positive fp32: 128 for each power of two
+
+
+class FfnRecorder(BatchedTorchOps):
+    """Calls `watch` with each FFN's layer and what it sums over; to be used with one executor."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        blocks = (block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN)
+        self._layers = {id(weights.matrices[block.tensors["down"].name]): block.layer or 0 for block in blocks}
+
+    def neurons(self, x: Tensor, active: Tensor, up: Weight | None, down: Weight) -> Tensor:
+        inner = active if up is None else active * self.linear(x, up)
+        rows = down.dequantize()
+        self.watch(self._layers[id(down)], active, inner, rows)
+        return inner @ rows
+
+    def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
+        """active, inner: (m, ffn), rows: (ffn, hidden). The FFN's sum is inner @ rows."""
+
+
+class ScoreRecorder(FfnRecorder):
+    """Counts scores by size, but those of first tokens; one whole chunk a pass. counts: int64 (n_layers, N_BINS)."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores) -> None:
+        super().__init__(spec, weights)
+        self._scores = scores
+        self.counts = np.zeros((spec.n_layers, N_BINS), np.int64)
+
+    def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
+        bits = self._scores(layer, active[FIRST_SPARSE:]).numpy().view(np.int32) >> 16
+        self.counts[layer] += np.bincount(bits.ravel(), minlength=N_BINS)
+
+    def quantiles(self, shares: tuple[float, ...]) -> NDArray[np.float32]:
+        """(n_layers, n_shares): the scores below which so many lie, to a 128th."""
+        edges = (np.arange(N_BINS + 1, dtype=np.int32) << 16).view(np.float32)
+        below = np.concatenate([np.zeros((len(self.counts), 1)), self.counts.cumsum(1)], axis=1)
+        below /= np.maximum(1, below[:, -1:])
+        return np.array([[edges[np.abs(row - share).argmin()] for share in shares] for row in below], np.float32)
+
+
+class ErrorRecorder(FfnRecorder):
+    """What is missing of the last FFN's sum without the neurons below each threshold.
+
+    thresholds: (n_layers, n_shares). missing: squared norms (n_shares, m).
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, scores: Scores, thresholds: NDArray[np.float32]) -> None:
+        super().__init__(spec, weights)
+        self._scores, self._thresholds = scores, torch.from_numpy(thresholds)
+        self.missing = torch.zeros(0)
+
+    def watch(self, layer: int, active: Tensor, inner: Tensor, rows: Tensor) -> None:
+        found = self._scores(layer, active)
+        left_out = (inner.masked_fill(found >= threshold, 0.0) @ rows for threshold in self._thresholds[layer])
+        self.missing = torch.stack([sums.square().sum(1) for sums in left_out])

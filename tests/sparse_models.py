@@ -1,0 +1,45 @@
+"""What the tests of activation sparsity share: small random models laid out neuron by neuron, and text for them."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.sparsity.curves import Measurement, SparsityCurves
+from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.weight import DenseWeight
+from tests.families import config_of
+
+
+def sparse_model(family: str, seed: int = 0) -> tuple[ModelSpec, ModelWeights]:
+    """fp32, with neurons of unequal weight and layers of unequal size."""
+    spec = replace(read_spec(config_of(family, num_hidden_layers=4)), neuron_major=True)
+    random = torch.Generator().manual_seed(seed)
+    weights = ModelWeights({}, {})
+    for tensor in all_tensors(decoder_blocks(spec)):
+        drawn = torch.randn(tensor.shape, generator=random)
+        if not is_quantized(tensor.role):
+            weights.vectors[tensor.name] = 0.1 * drawn + (0.0 if tensor.name.endswith("bias") else 1.0)
+            continue
+        if tensor.name.endswith("ffn.down"):
+            drawn *= torch.randn(len(drawn), 1, generator=random).exp() * 0.1 * (1 + int(tensor.name.split(".")[1]))
+        weights.matrices[tensor.name] = DenseWeight(drawn / tensor.shape[1] ** 0.5)
+    return spec, weights
+
+
+def random_chunks(spec: ModelSpec, n_chunks: int = 16, n_tokens: int = 40, seed: int = 0) -> list[Chunk]:
+    random = np.random.default_rng(seed)
+    return [tuple(map(int, random.integers(3, spec.vocab_size, n_tokens))) for _ in range(n_chunks)]
+
+
+def some_curves(n_layers: int, seed: int = 0) -> SparsityCurves:
+    """Rising thresholds and errors, and two measurements."""
+    random = np.random.default_rng(seed)
+    rising = [np.cumsum(random.random((n_layers, len(SHARES))), axis=1).astype(np.float32) for _ in range(2)]
+    measured = Measurement(0.25, 0.26, 0.001), Measurement(0.5, 0.49, 0.02)
+    return SparsityCurves(rising[0], rising[1], measured)
