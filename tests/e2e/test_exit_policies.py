@@ -57,7 +57,7 @@ def test_tokens_exit_and_texts_of_a_batch_are_what_they_are_alone(engine: Engine
 def test_a_text_is_scored_as_it_was_made(engine: Engine, mode: str) -> None:
     """Where exits go by how far a text is."""
     [text], statistics = texts_of(engine, mode, PROMPTS[:1])
-    ids = engine._encoded(PROMPTS[0])
+    ids = engine._tokenizer.encode(PROMPTS[0])
     scored = [*score_early(engine.executor, [*ids, *text], len(ids), exits_of(engine, mode), ExitCounts())]
     assert [int(logits.argmax()) for logits, _ in scored] == text
     depths = [depth for _, depth in scored[1:]]
