@@ -112,10 +112,8 @@ def test_followed_texts_are_those_of_one_at_a_time(engine: Engine) -> None:
     calibration = engine.calibrations.find_or_warn(pytest.fail)  # type: ignore[union-attr]
     assert calibration is not None
     executor, n_layers = engine.executor, engine.spec.n_layers
-    chunks, ending = (
-        [tuple(engine._tokenizer.encode(each)) for each in (PROMPT, "The dog")],
-        engine._ending(engine.executor),
-    )
+    chunks = [tuple(engine._tokenizer.encode(each)) for each in (PROMPT, "The dog")]
+    ending = engine._ending(executor)
     policy = SpecEE(exit_heads(calibration, range(4, n_layers), compiled=True), calibration.schedule, n_layers)
     alone = np.zeros(n_layers + 1, int)
     for chunk in chunks:
