@@ -29,7 +29,7 @@ exit_predictor  # of the GPU: for exits that are judged there
 
 # Part of a record that is compared or written as a whole.
 plan_hash, nested_dtype, mtime_ns, sample_sha256
-speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_passes_per_token
+speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_passes_per_token, perplexity
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.

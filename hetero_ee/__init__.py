@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import FinishReason as FinishReason
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
     from hetero_ee.decoding.result import GenerationResult as GenerationResult
+    from hetero_ee.decoding.sampling import Sampling as Sampling
     from hetero_ee.decoding.sampling import SamplingChanges as SamplingChanges
     from hetero_ee.decoding.sampling import SamplingParams as SamplingParams
     from hetero_ee.engine import Engine as Engine
-    from hetero_ee.engine import Prompt as Prompt
-    from hetero_ee.engine import PromptList as PromptList
-    from hetero_ee.engine import Sampling as Sampling
     from hetero_ee.errors import CheckpointError as CheckpointError
     from hetero_ee.errors import DamagedStoreError as DamagedStoreError
     from hetero_ee.errors import DeviceLostError as DeviceLostError
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
     from hetero_ee.speculation.exit_statistics import ExitStatistics as ExitStatistics
     from hetero_ee.speculation.statistics import DraftStatistics as DraftStatistics
     from hetero_ee.text.chat_template import Message as Message
+    from hetero_ee.text.prompt import Prompt as Prompt
+    from hetero_ee.text.prompt import PromptList as PromptList
     from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
 
 __version__ = "0.1.0"
@@ -58,8 +58,8 @@ _NAMES = {
     "hetero_ee.decoding.conversation": ("Conversation",),
     "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult"),
-    "hetero_ee.decoding.sampling": ("SamplingChanges", "SamplingParams"),
-    "hetero_ee.engine": ("Engine", "Prompt", "PromptList", "Sampling"),
+    "hetero_ee.decoding.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
+    "hetero_ee.engine": ("Engine",),
     "hetero_ee.errors": (
         *("CheckpointError", "DamagedStoreError", "DeviceLostError", "DeviceMemoryError", "DiskFullError"),
         *("HeteroError", "ModelError", "StoreError", "UsageError"),
@@ -78,6 +78,7 @@ _NAMES = {
     "hetero_ee.speculation.exit_statistics": ("ExitStatistics",),
     "hetero_ee.speculation.statistics": ("DraftStatistics",),
     "hetero_ee.text.chat_template": ("Message",),
+    "hetero_ee.text.prompt": ("Prompt", "PromptList"),
     "hetero_ee_profiles.hardware": ("DeviceTimes",),
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}

@@ -3,13 +3,9 @@
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack, cast, overload
-
-import torch
+from typing import Any, Self, Unpack, overload
 
 from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, calibrate
 from hetero_ee.config import Progress, cache_folder
@@ -18,12 +14,12 @@ from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
-from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
+from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
-from hetero_ee.opening import OpenModel, check_options, open_model, read_model
-from hetero_ee.planning.limits import Limits, is_whole
+from hetero_ee.opening import OpenModel, check_options, open_model, read_model, running_threads
+from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
 from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.devices.traffic import TextTraffic
@@ -37,6 +33,7 @@ from hetero_ee.runtime.placement_request import (
     requested_plan,
     requested_profile,
 )
+from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.sparsity.job import SparsityOutcome, calibrate_sparsity
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
@@ -45,14 +42,10 @@ from hetero_ee.speculation.exact import generate_exact
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
+from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles.hardware import HardwareProfile
-from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
-
-Prompt = str | list[int]  # text, or token ids
-PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
-Sampling = SamplingParams | Mapping[str, Any]  # also a GenerationConfig of transformers
 
 
 class Engine:
@@ -65,9 +58,9 @@ class Engine:
         self._executor: Executor | None = model.executor
         self._opened, self._drafting, self.exits = model.opened, model.drafting, model.exits
         self._draft_counts, self._exit_counts = DraftCounts(), ExitCounts()
-        self._moved_before, self._n_tokens = Counter[str](), 0
-        self._neurons_before = replace(model.executor.neurons)
+        self._meter = TextMeter(model.executor)
         self._tokenizer = model.files.tokenizer
+        self._prompts = PromptReader(model.files.tokenizer, model.files.spec)
         self._eos_token_ids = model.files.eos_token_ids
         self.default_sampling = model.files.sampling
         self.spec = model.files.spec
@@ -149,9 +142,7 @@ class Engine:
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
         pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
-        asked_limits, limits_name = requested_limits(limits, pins)
-        if asked_limits is not None and asked_limits.threads and not emulate:
-            asked_limits = replace(asked_limits, threads=usable_threads(asked_limits.threads))
+        asked_limits, limits_name = requested_limits(limits, pins, emulates=emulate)
         request = PlacementRequest(
             plan=requested_plan(plan),
             limits=asked_limits,
@@ -163,11 +154,7 @@ class Engine:
             context_tokens=context_tokens,
         )
         folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
-        asked, threads = threads, usable_threads(threads)
-        problem = capped_threads(asked) or surplus_threads(threads, physical_core_count())
-        if tell is not None and problem:
-            tell(problem, 0, 0)
-        torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
+        threads = running_threads(threads, tell)
         files = read_model(folder, quantizer, threads, tell, wanted)
         return cls(open_model(files, request, threads, tell), tell)
 
@@ -209,15 +196,12 @@ class Engine:
     @property
     def traffic(self) -> TextTraffic | None:
         """Bytes that the latest call's text moved, or that of a chat's reply; None on the CPU alone, without traces."""
-        counted = self.executor.traffic
-        if counted is None:
-            return None
-        return TextTraffic(counted.n_bytes - self._moved_before, self._n_tokens)
+        return self._meter.traffic(self.executor)
 
     @property
     def neuron_share(self) -> float | None:
         """Of its FFN neurons, what the latest call's generated tokens used on average; None where FFNs are dense."""
-        return self.executor.neurons.since(self._neurons_before)
+        return self._meter.neuron_share(self.executor)
 
     @property
     def spans(self) -> list[Span]:
@@ -282,12 +266,9 @@ class Engine:
         gives alone; sampled, each prompt has noise of its own, by its index. Raises UsageError.
         """
         params = self._params(sampling, changes)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray) or (not prompt and prompt != ""):
-            raise UsageError(f"prompt is {shown(prompt)}; expected text, a list of token ids, or a list of several.")
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        prompts = [self._prompt_ids(each) for each in cast(Sequence[Prompt], [prompt] if is_one else prompt)]
-        tokens: list[list[GeneratedToken]] = [[] for _ in prompts]
-        for token in self._tokens(prompts, params):
+        given, is_one = listed(prompt)
+        tokens: list[list[GeneratedToken]] = [[] for _ in given]
+        for token in self._tokens([self._prompt_ids(each) for each in given], params):
             tokens[token.sequence].append(token)
         results = [collect(mine) for mine in tokens]
         return results[0] if is_one else results
@@ -312,8 +293,7 @@ class Engine:
         if source is None:
             raise ModelError("this model has no chat template; give one with chat_template, or use generate.")
         template = ChatTemplate(source, self._tokenizer.special_tokens)
-        sources = () if self._drafting is None else self._drafting.drafting.sources
-        closing = [source.close for source in sources]
+        closing = [source.close for source in (self.drafting.sources if self.drafting else ())]
         conversation = Conversation(executor, self._tokenizer, template, self._tokens, params, system, closing)
         self._conversations.add(conversation)
         return conversation
@@ -403,15 +383,10 @@ class Engine:
         return self._turns.taking(self._watched(tokens, n_texts), stop)
 
     def _watched(self, tokens: Iterator[GeneratedToken], n_texts: int) -> Generator[GeneratedToken]:
-        """The texts' first tokens are their prompts': what is moved is counted from there on."""
+        """The same tokens, of a file that nobody writes to."""
         if self._watch is not None:
             self._watch.look()
-        self._neurons_before = replace(self.executor.neurons)
-        for n_tokens, token in enumerate(tokens, 1 - n_texts):
-            self._n_tokens, traffic = n_tokens, self.executor.traffic
-            if n_tokens <= 0 and traffic is not None:
-                self._moved_before = Counter(traffic.n_bytes)
-            yield token
+        yield from self._meter.metered(self.executor, tokens, n_texts)
         if self._watch is not None:
             self._watch.look()
 
@@ -423,34 +398,11 @@ class Engine:
         return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow)
 
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
-        if sampling is None:
-            sampling = self.default_sampling
-        elif not isinstance(sampling, SamplingParams):
-            sampling = SamplingParams.read(sampling)
-        return sampling.changed(**changes)
+        chosen = self.default_sampling if sampling is None else SamplingParams.read(sampling)
+        return chosen.changed(**changes)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._encoded(prompt)
-        else:
-            ids = list(prompt) if isinstance(prompt, list | tuple) else []
-            if not ids or not all(is_whole(each, 0, self.spec.vocab_size - 1) for each in ids):
-                expected = f"text, or a list of token ids from 0 to {self.spec.vocab_size - 1}"
-                raise UsageError(f"prompt is {shown(prompt)}; expected {expected}.")
-        if len(ids) >= self.executor.most_tokens:
-            raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.executor.most_tokens}, one of them new; "
-                f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
-            )
-        return ids
-
-    def _encoded(self, prompt: str) -> list[int]:
-        if not prompt:
-            raise UsageError("the prompt is empty; give some text to go on from.")
-        ids = self._tokenizer.encode(prompt)
-        if not ids:
-            raise UsageError(f"the prompt {shown(prompt)} has no token this model knows; give other text.")
-        return ids
+        return self._prompts.ids(prompt, self.executor.most_tokens)
 
     @property
     def executor(self) -> Executor:

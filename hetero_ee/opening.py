@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.decoding.generation_defaults import GenerationDefaults
@@ -13,7 +15,7 @@ from hetero_ee.errors import HeteroError, UsageError, shown
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.models.context_limit import check_context, warn_of_context
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import CERTIFIED, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
+from hetero_ee.planning.limits import CERTIFIED, EARLY_EXIT_MODES, MAX_CONTEXT_TOKENS, MAX_THREADS, is_whole
 from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
@@ -21,6 +23,7 @@ from hetero_ee.runtime.placement_request import PlacementRequest
 from hetero_ee.sparsity.applied import with_thresholds
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
+from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
@@ -31,6 +34,7 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.library import open_cached
 from hetero_ee.weights.store.reader import checked_manifest, is_store, open_store
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.process import capped_threads, physical_core_count, surplus_threads, usable_threads
 
 Warn = Callable[[str], None]
 
@@ -71,6 +75,15 @@ def check_options(quantizer: str | None, context_tokens: int, threads: int) -> N
     ):
         if not is_whole(value, 0, largest):
             raise UsageError(f"{name} is {shown(value)}; expected a whole number from 0 (automatic) to {largest}.")
+
+
+def running_threads(n_asked: int, progress: Progress | None) -> int:
+    """How many threads run, with a remark where others were asked for or help little; torch gets one, process-wide."""
+    n_run = usable_threads(n_asked)
+    if problem := capped_threads(n_asked) or surplus_threads(n_run, physical_core_count()):
+        warner(progress)(problem)
+    torch.set_num_threads(1)  # what torch still computes is too small to share; the kernels have their own threads
+    return n_run
 
 
 def read_model(
@@ -144,7 +157,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     profile = request.found_profile(spec, files.folder, automatic)
     if profile is None and request.plan is None:
         return None
-    calibration = None if files.calibrations is None else files.calibrations.find_or_warn(warn)
+    calibration = _calibration(files, request.mode, warn)
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
@@ -159,6 +172,14 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
         opened.executor.close()
         raise
     return OpenModel(files, opened.executor, threads, opened, drafting, exits)
+
+
+def _calibration(files: ModelFiles, mode: str | None, warn: Warn) -> Calibration | None:
+    """Of the model's exits, None where there is none. Raises StoreError for one that can't be used and that the mode
+    can't do without; else that is a warning."""
+    if files.calibrations is None:
+        return None
+    return files.calibrations.find() if mode in EARLY_EXIT_MODES else files.calibrations.find_or_warn(warn)
 
 
 def warner(progress: Progress | None) -> Warn:

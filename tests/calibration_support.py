@@ -57,7 +57,8 @@ def some_calibration(spec: ModelSpec, seed: int = 0) -> Calibration:
     depths = DepthMetrics(histogram, mean_depth=2.5, oracle_mean_depth=2.0, locality=0.9, near_share=0.4)
     activations = {name: random.random(n).astype(np.float32) for name, n in activation_names(spec).items()}
     text = CalibrationText("a text", 200, 100, 90, 150)
-    return Calibration(spec.n_layers, size, text, tuple(exit_layers), (1, 3), depths, activations)
+    counts = (4, 0, 3, *[1] * (spec.n_layers - 3))
+    return Calibration(spec.n_layers, size, text, tuple(exit_layers), (1, 3), depths, activations, counts)
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -121,5 +122,7 @@ def _plain(calibration: Calibration) -> object:
         for each in calibration.exit_layers
     ]
     activations = {name: array.tolist() for name, array in calibration.activations.items()}
-    whole = (calibration.n_layers, calibration.hidden_size, calibration.text, calibration.schedule, calibration.depths)
+    known = calibration
+    counts = known.depths, known.specee_depths
+    whole = known.n_layers, known.hidden_size, known.text, known.schedule, counts
     return whole, exit_layers, activations

@@ -32,7 +32,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all but a few cases of the tests that say how few."""
+    """Long tests come first. Of tests that say how few of their cases are to run, all others are marked as slow."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         if few := item.get_closest_marker("few"):

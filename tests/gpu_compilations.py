@@ -139,6 +139,7 @@ def _kv_write() -> list[Compilation]:
         ("fp32", "*fp32", True, False),
         ("int8", "*i8", True, False),
         ("fp16", "*fp16", False, False),
+        ("fp16", "*fp16", True, True),
     ):
         signature, constants = (
             pointers | {"codes_ptr": code},

@@ -5,10 +5,8 @@ The dot product of one unit (64 columns) of a row with activations, for several 
 32 and four pairs stay within 8 x 32 x 127 = 32,512, so that 16 bits hold what they add up to.
 All sums are exact integers, so every instruction set gives the same bits.
 
-x86 multiplies unsigned by signed bytes. A dot product takes |entry| times the activation with entry's sign (AVX-512 has
-no such instruction: there entries are moved up by 32, and what that adds is computed beside it and taken off). Pairs of
-rows are interleaved byte by byte and moved up by 32; -32 times the sum of the weights is where their sums begin, and
-what wraps around on the way comes back.
+x86 multiplies unsigned by signed bytes: entries are moved up by 32, and -32 times the sum of what they are multiplied
+by is where sums begin. Pairs of rows are interleaved byte by byte; what wraps around in 16 bits on the way comes back.
 """
 
 from typing import Any
@@ -37,13 +35,14 @@ from hetero_ee_cpu_ops.simd.bytes import (
     splat,
     target_has,
 )
-from hetero_ee_cpu_ops.simd.floats import MAGIC, MAGIC_BITS, Lanes, integers, operation, pointer
+from hetero_ee_cpu_ops.simd.floats import MAGIC, Lanes, integers, operation, pointer
 from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
 
 SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
 WEIGHT_LIMIT = 127
 PAIRS_A_SUM = 4  # of rows, which 16 bits hold
 PAIR_BYTES = 256  # of two rows' unpacked entries in 128 columns
+UNIT_INPUT_BYTES = 128  # of activations: 64 codes, 16 words
 SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
 I8X64, I16X32 = ir.VectorType(I8, 64), ir.VectorType(I16, 32)
 
@@ -55,22 +54,17 @@ def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
 # Dot products.
 
 
-def _dot_512(context: Any, builder: Any, entries: Any, x: Any) -> Any:
-    name, zero = "llvm.x86.avx512.vpdpbusd.512", constant(I32X16, 0)
-    moved = builder.add(entries, constant(I8X64, NARROW_LIMIT))
-    beside = call(builder, name, I32X16, [zero, constant(I8X64, NARROW_LIMIT), x])
-    return builder.sub(call(builder, name, I32X16, [zero, moved, x]), beside)
+def _dot_512(context: Any, builder: Any, entries: Any, x: Any, offsets: Any) -> Any:
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [offsets, entries, x])
 
 
-def _dot_256(context: Any, builder: Any, entries: Any, x: Any) -> Any:
+def _dot_256(context: Any, builder: Any, entries: Any, x: Any, offsets: Any) -> Any:
     """Of 32 columns: 8 sums."""
-    size = call(builder, "llvm.abs.v32i8", entries.type, [entries, ir.Constant(ir.IntType(1), 0)])
-    signed_x = call(builder, "llvm.x86.avx2.psign.b", x.type, [x, entries])
-    words = ir.VectorType(I32, 8)
     if target_has(context, "avxvnni"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.256", words, [constant(words, 0), size, signed_x])
-    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [size, signed_x])
-    return call(builder, "llvm.x86.avx2.pmadd.wd", words, [pairs, constant(pairs.type, 1)])
+        return call(builder, "llvm.x86.avx512.vpdpbusd.256", offsets.type, [offsets, entries, x])
+    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [entries, x])
+    words = call(builder, "llvm.x86.avx2.pmadd.wd", offsets.type, [pairs, constant(pairs.type, 1)])
+    return builder.add(words, offsets)
 
 
 def _dot_neon(context: Any, builder: Any, entries: Any, x: Any) -> Any:
@@ -90,34 +84,57 @@ def _dot_portable(context: Any, builder: Any, entries: Any, x: Any) -> Any:
 
 
 def _dot(context: Any, builder: Any, entries: list[Any], x: Any) -> Any:
-    """The 16 sums of four products each, int32; entries: signed bytes of columns 0..31 and 32..63; x: 64 bytes."""
-    if target_has(context, "avx512vnni"):
-        return _dot_512(context, builder, joined(builder, entries), x)
-    if target_has(context, "avx2"):
-        halves = zip(entries, parts(builder, x, 2), strict=True)
-        return joined(builder, [_dot_256(context, builder, *half) for half in halves])
-    if target_has(context, "dotprod"):
-        quarters = zip(parts(builder, joined(builder, entries), 4), parts(builder, x, 4), strict=True)
+    """The 16 int32 sums of four products each; entries: of columns 0..31 and 32..63; x: as in add_unit."""
+    codes = load(builder, x, I8X64)
+    if not target_has(context, "avx2"):
+        both = joined(builder, entries)
+        if not target_has(context, "dotprod"):
+            return _dot_portable(context, builder, both, codes)
+        quarters = zip(parts(builder, both, 4), parts(builder, codes, 4), strict=True)
         return joined(builder, [_dot_neon(context, builder, *quarter) for quarter in quarters])
-    return _dot_portable(context, builder, joined(builder, entries), x)
+    offsets = load(builder, x, I32X16, 64)
+    if target_has(context, "avx512vnni"):
+        return _dot_512(context, builder, joined(builder, entries), codes, offsets)
+    halves = zip(entries, parts(builder, codes, 2), parts(builder, offsets, 2), strict=True)
+    return joined(builder, [_dot_256(context, builder, *half) for half in halves])
+
+
+@intrinsic
+def offset_unit(typing: Any, x: Any) -> Any:
+    """After a unit's 64 activation codes at x, what its 16 sums begin with where entries are moved up by 32: int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if target_has(context, "avx2"):
+            offsets = []
+            for codes in parts(builder, load(builder, arguments[0], I8X64), 2):
+                limits = constant(codes.type, NARROW_LIMIT)
+                pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [limits, codes])
+                minus = constant(pairs.type, -1)
+                offsets.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [pairs, minus]))
+            at = builder.add(arguments[0], ir.Constant(I64, 64))
+            builder.store(joined(builder, offsets), pointer(builder, at, I32X16)).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
 
 
 @intrinsic
 def add_unit(typing: Any, totals: Any, codes: Any, table: Any, x: Any, stride: Any, factors: Any) -> Any:
     """totals[t] (f32x16) plus one unit's 16 sums times its groups' factors, for every token t.
 
-    codes: address of the unit's 32 bytes; table: RowMatrix's; x: address of token 0's 64 codes, the next token's
-    `stride` bytes on; factors: address of token 0's two fp32, the next token's 64 bytes on.
+    codes: address of the unit's 32 bytes; table: RowMatrix's; x: address of token 0's 64 codes with offset_unit's words
+    after them, the next token's `stride` bytes on; factors: address of token 0's two fp32, the next token's 64 on.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, codes_, table_, x_, stride_, factors_ = arguments
-        entries = load(builder, table_, ir.VectorType(I8, 32), SIGNED_TABLE)
+        signed = 0 if target_has(context, "avx2") else SIGNED_TABLE
+        entries = load(builder, table_, ir.VectorType(I8, 32), signed)
         codes_of = nibbles(builder, load(builder, codes_, entries.type))
         halves = [lookup16(context, builder, entries, half) for half in codes_of]
         results = []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
-            sums = _dot(context, builder, halves, load(builder, x_, I8X64))
+            sums = _dot(context, builder, halves, x_)
             eight = ir.VectorType(F32, 8)
             factor = joined(
                 builder, [splat(builder, eight, load(builder, factors_, F32, 64 * row + 4 * half)) for half in range(2)]
@@ -148,10 +165,10 @@ class _Strip:
         entries = load(self.builder, table, kind, 0 if self.is_paired else SIGNED_TABLE)
         found = []
         for part in range(self.n_parts):
-            rows = [nibbles(self.builder, load(self.builder, line, kind, self.n_bytes * part)) for line in lines]
-            for codes in zip(*rows, strict=True):
-                pair = [lookup16(self.context, self.builder, entries, half) for half in codes]
-                found += self._interleaved(*pair) if self.is_paired else pair
+            codes = [load(self.builder, line, kind, self.n_bytes * part) for line in lines]
+            halves = [nibbles(self.builder, line) for line in (self._interleaved(*codes) if self.is_paired else codes)]
+            for nibble in zip(*halves, strict=True):
+                found += [lookup16(self.context, self.builder, entries, line) for line in nibble]
         return found
 
     def _interleaved(self, first: Any, second: Any) -> list[Any]:
@@ -210,21 +227,23 @@ class _Strip:
             results.append(total)
         return results
 
-    def columns(self, sums: list[Any]) -> list[Any]:
-        """The sums in the order of columns, 16 int32 each."""
+    def columns(self, sums: list[Any]) -> list[tuple[int, Any]]:
+        """The sums as int32, 16 or 8 columns each, with the first column's number."""
         found = []
-        for unit in range(self.n_units):
-            for nibble in range(2):
-                if not self.is_paired:
-                    found += parts(self.builder, sums[2 * unit + nibble], 2)
-                    continue
-                at = 2 * nibble if self.n_bytes == 64 else 4 * unit + 2 * nibble
-                first = 16 * unit if self.n_bytes == 64 else 0
-                for start in (first, first + 8):
-                    second = self.n_bytes // 2 + start
-                    lanes = [*range(start, start + 8), *range(second, second + 8)]
-                    found.append(_pick(self.builder, sums[at], sums[at + 1], lanes))
-        return [self.builder.sext(value, I32X16) for value in found]
+        if not self.is_paired:
+            for at, both in enumerate(sums):
+                found += [(32 * at + 16 * half, value) for half, value in enumerate(parts(self.builder, both, 2))]
+        elif self.n_bytes == 32:  # a sum holds columns 0..7 and 16..23 of a group, or those 8 further on
+            for at, both in enumerate(sums):
+                first = 32 * (at // 2) + 8 * (at % 2)
+                found += [(first + 16 * half, value) for half, value in enumerate(parts(self.builder, both, 2))]
+        else:  # the same of two units' groups
+            for at in range(0, 4, 2):
+                for quarter in range(4):
+                    lanes = [*range(8 * quarter, 8 * quarter + 8), *range(32 + 8 * quarter, 40 + 8 * quarter)]
+                    first = 16 * at + 32 * (quarter & 2) + 16 * (quarter & 1)
+                    found.append((first, _pick(self.builder, sums[at], sums[at + 1], lanes)))
+        return [(first, self.builder.sext(v, ir.VectorType(I32, v.type.count))) for first, v in found]
 
 
 @intrinsic
@@ -281,32 +300,46 @@ def add_unpacked_pair(typing: Any, sums: Any, buffer: Any, weights: Any) -> Any:
     return sums(sums, types.intp, types.intp), codegen
 
 
+def _widen(context: Any, builder: Any, sums: Any, n_sums: int, totals: Any, is_first: bool) -> Any:
+    strip = _Strip(context, builder, n_sums)
+    for column, value in strip.columns(strip.split(sums)):
+        at = builder.add(totals, ir.Constant(I64, 4 * column))
+        total = value if is_first else builder.add(load(builder, at, value.type), value)
+        builder.store(total, pointer(builder, at, value.type)).align = 4
+    return context.get_dummy_value()
+
+
 @intrinsic
-def add_wide(typing: Any, sums: Any, totals: Any) -> Any:
-    """Adds the sums to the int32 at `totals`, column after column."""
+def keep_wide(typing: Any, sums: Any, totals: Any) -> Any:
+    """Puts the sums as int32 at `totals`, column after column."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums_, totals_ = arguments
-        strip = _Strip(context, builder, sums.count)
-        for number, value in enumerate(strip.columns(strip.split(sums_))):
-            at = builder.add(totals_, ir.Constant(I64, 64 * number))
-            total = builder.add(load(builder, at, I32X16), value)
-            builder.store(total, pointer(builder, at, I32X16)).align = 4
-        return context.get_dummy_value()
+        return _widen(context, builder, arguments[0], sums.count, arguments[1], True)
+
+    return types.void(sums, types.intp), codegen
+
+
+@intrinsic
+def add_wide(typing: Any, sums: Any, totals: Any) -> Any:
+    """Adds the sums to what keep_wide put there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _widen(context, builder, arguments[0], sums.count, arguments[1], False)
 
     return types.void(sums, types.intp), codegen
 
 
 def _finished(context: Any, builder: Any, sums: Any, n_sums: int, totals: Any, factors: Any, out: Any) -> Any:
     strip = _Strip(context, builder, n_sums)
-    for number, value in enumerate(strip.columns(strip.split(sums))):
+    for column, value in strip.columns(strip.split(sums)):
+        floats = ir.VectorType(F32, value.type.count)
         if totals is not None:
-            value = builder.add(value, load(builder, totals, I32X16, 64 * number))
-        at = builder.add(out, ir.Constant(I64, 64 * number))
-        factor = splat(builder, F32X16, load(builder, factors, F32, 4 * (number // 2)))
-        operands = [builder.sitofp(value, F32X16), factor, load(builder, at, F32X16)]
-        total = call(builder, "llvm.fma.v16f32", F32X16, operands)
-        builder.store(total, pointer(builder, at, F32X16)).align = 4
+            value = builder.add(value, load(builder, totals, value.type, 4 * column))
+        at = builder.add(out, ir.Constant(I64, 4 * column))
+        factor = splat(builder, floats, load(builder, factors, F32, column // 32 * 4))
+        operands = [builder.sitofp(value, floats), factor, load(builder, at, floats)]
+        total = call(builder, f"llvm.fma.v{floats.count}f32", floats, operands)
+        builder.store(total, pointer(builder, at, floats)).align = 4
     return context.get_dummy_value()
 
 
@@ -363,11 +396,11 @@ def weigh_pair(typing: Any, first: Any, second: Any, steps: Any, total: Any, add
         steps_, total_ = Lanes(context, builder, arguments[2]), builder.bitcast(arguments[3], I32X16)
         rows = []
         for value in arguments[:2]:
-            bits = (Lanes(context, builder, value) * steps_ + MAGIC).bits()  # the low byte is the weight
-            rows.append(builder.and_(bits, integers(255)))
-            total_ = builder.add(total_, builder.sub(bits, integers(MAGIC_BITS)))
-        pair = builder.or_(rows[0], builder.shl(rows[1], integers(8)))
-        pair = builder.or_(pair, builder.shl(pair, integers(16)))
+            bits = (Lanes(context, builder, value) * steps_ + MAGIC).bits()  # its low 16 are the weight's
+            rows.append(bits)
+            total_ = builder.add(total_, bits)
+        pair = builder.or_(builder.and_(rows[0], integers(255)), builder.shl(rows[1], integers(8)))
+        pair = builder.or_(builder.and_(pair, integers(0xFFFF)), builder.shl(pair, integers(16)))
         builder.store(pair, pointer(builder, arguments[4], I32X16)).align = 4
         return builder.bitcast(total_, F32X16)
 

@@ -13,12 +13,14 @@ from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.row_unit import (
     PAIR_BYTES,
     PAIRS_A_SUM,
+    UNIT_INPUT_BYTES,
     add_pair,
     add_unit,
     add_unpacked_pair,
     add_wide,
     finish_sums,
     finish_wide,
+    keep_wide,
     larger,
     start_sums,
     step_size,
@@ -45,6 +47,7 @@ from hetero_ee_cpu_ops.simd.tuples import store_sums
 BLOCK = 64  # neurons whose weights share their steps
 PASS_TOKENS = 8  # their rows are read once; more pass after pass
 STRIP_GROUPS = 16  # a register of scales
+STRIP_UNITS = STRIP_GROUPS // 2
 F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
 # Offsets in a chunk's frame, in bytes.
 PRODUCTS = 64 * 4  # bytes of one token's h in a block
@@ -52,15 +55,18 @@ FACTOR_BYTES = 4 * STRIP_GROUPS
 PAIRS = BLOCK // 2
 WEIGHT_BYTES = PAIRS * FACTOR_BYTES  # of a token in 16 groups
 OFFSET_BYTES = PAIRS // PAIRS_A_SUM * FACTOR_BYTES
-NOW, NEXT = 0, 8 * BLOCK
-HIDDEN = 16 * BLOCK
+NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
+AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order
+RESULT = 32 * BLOCK
+HIDDEN = RESULT + 32
 FACTORS = HIDDEN + PASS_TOKENS * PRODUCTS
 DOTS = FACTORS + PASS_TOKENS * FACTOR_BYTES
 WIDE = DOTS + 64
-WEIGHTS = WIDE + 512
+WEIGHTS = WIDE + 4 * UNIT_COLUMNS * STRIP_UNITS
 OFFSETS = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
 UNPACKED = OFFSETS + PASS_TOKENS * OFFSET_BYTES
-FRAME_BYTES = UNPACKED + PAIRS * PAIR_BYTES
+VALUES = UNPACKED + PAIRS * PAIR_BYTES
+FRAME_BYTES = VALUES + BLOCK * FACTOR_BYTES
 # Indices in the argument array: RowMatrix.words of up and of down, then what belongs to both and to the call.
 UP, DOWN = 0, 5
 CODES, SCALES, SCALES_END, TABLE, FACTOR = range(5)
@@ -114,7 +120,7 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
         x = word(arguments, INPUT_CODES) + stride * first
         x_scales = word(arguments, INPUT_SCALES) + scales_stride * first
         totals = zeros(tokens)
-        for start in range(0, n_units, STRIP_GROUPS // 2):
+        for start in range(0, n_units, STRIP_UNITS):
             if first == 0:
                 prefetch_far(down_scales + 4 * start)
                 for line in range(4):
@@ -123,10 +129,16 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
             for token in range(len(tokens)):
                 inputs = load16(x_scales + token * scales_stride + 8 * start, F32)
                 store16(multiply(weights, inputs), frame + FACTORS + FACTOR_BYTES * token)
-            for unit in range(min(n_units - start, STRIP_GROUPS // 2)):
-                totals = add_unit(totals, codes, table, x, stride, frame + FACTORS + 8 * unit)
-                codes += UNIT_BYTES
-                x += UNIT_COLUMNS
+            if n_units - start >= STRIP_UNITS:
+                for unit in range(STRIP_UNITS):
+                    here, factors = x + UNIT_INPUT_BYTES * unit, frame + FACTORS + 8 * unit
+                    totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
+            else:
+                for unit in range(n_units - start):
+                    here, factors = x + UNIT_INPUT_BYTES * unit, frame + FACTORS + 8 * unit
+                    totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
+            codes += STRIP_UNITS * UNIT_BYTES
+            x += STRIP_UNITS * UNIT_INPUT_BYTES
         store_sums(totals, tokens, frame + DOTS, 4)
         for token in range(len(tokens)):
             gate = read_float(active + 4 * (token * n_neurons + neuron))
@@ -163,19 +175,19 @@ def _weigh(arguments: int, frame: int, count: int, token: int, start: int) -> No
     row_bytes, end = 4 * word(arguments, N_UNITS), word(arguments, DOWN + SCALES_END)
     scales, hidden = word(arguments, DOWN + SCALES) + 4 * start, frame + HIDDEN + PRODUCTS * token
     largest = spread(F32)
-    for at in range(count):
+    for at in range((count + 1) & -2):
         row = _scales(scales + word(frame + NOW, at) * row_bytes, end)
-        largest = larger(largest, multiply(row, spread(read_float(hidden + 4 * at))))
+        row = multiply(row, spread(read_float(hidden + 4 * at)))
+        store16(row, frame + VALUES + FACTOR_BYTES * at)
+        largest = larger(largest, row)
     steps = steps_a_unit(largest)
     store16(step_size(largest), frame + FACTORS + FACTOR_BYTES * token)
     weights, offsets = frame + WEIGHTS + WEIGHT_BYTES * token, frame + OFFSETS + OFFSET_BYTES * token
     for first in range(0, count, 2 * PAIRS_A_SUM):
         total = spread(F32)
         for at in range(first, min(count, first + 2 * PAIRS_A_SUM), 2):
-            one = _scales(scales + word(frame + NOW, at) * row_bytes, end)
-            other = _scales(scales + word(frame + NOW, at + 1) * row_bytes, end)
-            one = multiply(one, spread(read_float(hidden + 4 * at)))
-            other = multiply(other, spread(read_float(hidden + 4 * at + 4)))
+            one = load16(frame + VALUES + FACTOR_BYTES * at, F32)
+            other = load16(frame + VALUES + FACTOR_BYTES * (at + 1), F32)
             total = weigh_pair(one, other, steps, total, weights)
             weights += FACTOR_BYTES
         store_offsets(total, offsets)
@@ -183,83 +195,156 @@ def _weigh(arguments: int, frame: int, count: int, token: int, start: int) -> No
 
 
 @compiled(nogil=True)
-def _strip(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
-    """Adds the listed rows' columns from `unit` on, len(cells) / 2 units, to the sums of every token."""
-    n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
-    row_bytes, n_pairs = UNIT_BYTES * n_units, (count + 1) // 2
-    codes, table = word(arguments, DOWN + CODES) + UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
-    ahead = word(arguments, UP + CODES)
-    ahead = (ahead if ahead else word(arguments, DOWN + CODES)) + UNIT_BYTES * unit
-    group = 8 * (unit % (STRIP_GROUPS // 2))  # bytes of two groups' values
-    out = word(frame + DOTS, 4) + 4 * UNIT_COLUMNS * unit
-    if n_tokens > 1:
-        for pair in range(n_pairs):
-            first, second = word(frame + NOW, 2 * pair), word(frame + NOW, 2 * pair + 1)
-            first, second = codes + first * row_bytes, codes + second * row_bytes
-            prefetch_far(ahead + word(frame + NEXT, 2 * pair) * row_bytes)
-            prefetch_far(ahead + word(frame + NEXT, 2 * pair + 1) * row_bytes)
-            unpack_pair(cells, first, second, table, frame + UNPACKED + PAIR_BYTES * pair)
-    for token in range(n_tokens):
-        weights = frame + WEIGHTS + WEIGHT_BYTES * token + group
-        offsets = frame + OFFSETS + OFFSET_BYTES * token + group
-        if n_pairs > PAIRS_A_SUM:
-            for at in range(0, 512, 64):
-                store16(spread(F32), frame + WIDE + at)
+def _finish(sums: Any, frame: int, is_first: bool, is_last: bool, at: int, factors: int, out: int) -> None:
+    """Sums of up to four pairs into the block's, and the block's into the section's; at: the strip's unit."""
+    totals, factors = frame + WIDE + 4 * UNIT_COLUMNS * at, factors + 8 * at
+    if is_first and is_last:
+        finish_sums(sums, factors, out)
+    elif is_first:
+        keep_wide(sums, totals)
+    elif is_last:
+        finish_wide(sums, totals, factors, out)
+    else:
+        add_wide(sums, totals)
+
+
+@compiled(nogil=True)
+def _clear(address: int, n_bytes: int) -> None:
+    for at in range(0, n_bytes, 64):
+        store16(spread(F32), address + at)
+
+
+@compiled(nogil=True)
+def _pair_of_one(sums: Any, arguments: int, lines: int, here: int, weights: int) -> Any:
+    """Adds a pair of rows to sums, and asks for what lies there in two rows of the next block."""
+    prefetch_far(word(lines, AHEAD // 8) + here)
+    prefetch_far(word(lines, AHEAD // 8 + 1) + here)
+    table = word(arguments, DOWN + TABLE)
+    return add_pair(sums, word(lines, 0) + here, word(lines, 1) + here, table, weights)
+
+
+@compiled(nogil=True)
+def _pairs_of_one(cells: Any, arguments: int, frame: int, pair: int, n_pairs: int, unit: int) -> None:
+    """Adds the pairs of rows from `pair` on, four at most, in len(cells) / 2 units from `unit` on: the only token's."""
+    here, at = UNIT_BYTES * unit, unit % STRIP_UNITS
+    weights, lines = frame + WEIGHTS + FACTOR_BYTES * pair + 8 * at, frame + LINES + 16 * pair
+    sums = start_sums(cells, frame + OFFSETS + FACTOR_BYTES * (pair // PAIRS_A_SUM) + 8 * at)
+    n = min(n_pairs - pair, PAIRS_A_SUM)
+    if n == PAIRS_A_SUM:  # as a loop, sums would wander from register to register
+        sums = _pair_of_one(sums, arguments, lines, here, weights)
+        sums = _pair_of_one(sums, arguments, lines + 16, here, weights + FACTOR_BYTES)
+        sums = _pair_of_one(sums, arguments, lines + 32, here, weights + 2 * FACTOR_BYTES)
+        sums = _pair_of_one(sums, arguments, lines + 48, here, weights + 3 * FACTOR_BYTES)
+    else:
+        for _ in range(n):
+            sums = _pair_of_one(sums, arguments, lines, here, weights)
+            weights += FACTOR_BYTES
+            lines += 16
+    out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
+    _finish(sums, frame, pair == 0, pair + n == n_pairs, at, frame + FACTORS, out)
+
+
+@compiled(nogil=True)
+def _strip_of_one(arguments: int, frame: int, count: int, start: int, end: int) -> None:
+    """Adds the listed rows' units start .. end - 1, one strip of them, to the sums of the only token."""
+    n_pairs = (count + 1) // 2
+    for pair in range(0, n_pairs, PAIRS_A_SUM):
+        for unit in range(start, end - 1, 2):
+            _pairs_of_one((0, 0, 0, 0), arguments, frame, pair, n_pairs, unit)
+        if end & 1:
+            _pairs_of_one((0, 0), arguments, frame, pair, n_pairs, end - 1)
+
+
+@compiled(nogil=True)
+def _units_of_many(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
+    """Adds the listed rows' columns in len(cells) / 2 units from `unit` on to the sums of every token; entries are
+    unpacked once for all."""
+    n_pairs, table, at = (count + 1) // 2, word(arguments, DOWN + TABLE), unit % STRIP_UNITS
+    for pair in range(n_pairs):
+        lines, unpacked = frame + LINES + 16 * pair, frame + UNPACKED + PAIR_BYTES * pair
+        first, second = word(lines, 0) + UNIT_BYTES * unit, word(lines, 1) + UNIT_BYTES * unit
+        prefetch_far(word(lines, AHEAD // 8) + UNIT_BYTES * unit)
+        prefetch_far(word(lines, AHEAD // 8 + 1) + UNIT_BYTES * unit)
+        unpack_pair(cells, first, second, table, unpacked)
+    out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
+    for token in range(word(arguments, N_TOKENS)):
+        weights, offsets = (
+            frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at,
+            frame + OFFSETS + OFFSET_BYTES * token + 8 * at,
+        )
         for start in range(0, n_pairs, PAIRS_A_SUM):
-            sums = start_sums(cells, offsets)
-            for pair in range(start, min(n_pairs, start + PAIRS_A_SUM)):
-                if n_tokens > 1:
-                    sums = add_unpacked_pair(sums, frame + UNPACKED + PAIR_BYTES * pair, weights)
-                else:
-                    first, second = word(frame + NOW, 2 * pair), word(frame + NOW, 2 * pair + 1)
-                    prefetch_far(ahead + word(frame + NEXT, 2 * pair) * row_bytes)
-                    prefetch_far(ahead + word(frame + NEXT, 2 * pair + 1) * row_bytes)
-                    sums = add_pair(sums, codes + first * row_bytes, codes + second * row_bytes, table, weights)
+            sums, end = start_sums(cells, offsets), min(n_pairs, start + PAIRS_A_SUM)
+            for pair in range(start, end):
+                sums = add_unpacked_pair(sums, frame + UNPACKED + PAIR_BYTES * pair, weights)
                 weights += FACTOR_BYTES
             offsets += FACTOR_BYTES
-            factors = frame + FACTORS + FACTOR_BYTES * token + group
-            if start + PAIRS_A_SUM < n_pairs:
-                add_wide(sums, frame + WIDE)
-            elif start > 0:
-                finish_wide(sums, frame + WIDE, factors, out)
-            else:
-                finish_sums(sums, factors, out)
+            _finish(sums, frame, start == 0, end == n_pairs, at, frame + FACTORS + FACTOR_BYTES * token, out)
         out += word(arguments, SUMS_STRIDE)
+
+
+@compiled(nogil=True)
+def _strip_of_many(arguments: int, frame: int, count: int, start: int, end: int) -> None:
+    for unit in range(start, end - 1, 2):
+        _units_of_many((0, 0, 0, 0), arguments, frame, count, unit)
+    if end & 1:
+        _units_of_many((0, 0), arguments, frame, count, end - 1)
+
+
+@compiled(nogil=True)
+def _block(arguments: int, frame: int, count: int, following: int) -> None:
+    """Adds the listed neurons' share to the section's sums; the next block has `following`, 0 for none."""
+    n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
+    _hidden(arguments, frame, count)
+    if count & 1:
+        for token in range(n_tokens):
+            write_float(F32, frame + HIDDEN + PRODUCTS * token + 4 * count)
+    row_bytes, scale_bytes = UNIT_BYTES * n_units, 4 * n_units
+    codes, then = word(arguments, DOWN + CODES), UP if word(arguments, UP + CODES) else DOWN
+    ahead, scales_ahead = word(arguments, then + CODES), word(arguments, then + SCALES)
+    for at in range(BLOCK):
+        write_integer(codes + word(frame + NOW, at) * row_bytes, frame + LINES + 8 * at)
+        write_integer(ahead + word(frame + NEXT, at) * row_bytes, frame + LINES + AHEAD + 8 * at)
+    for start in range(0, n_units, STRIP_UNITS):
+        for token in range(n_tokens):
+            _weigh(arguments, frame, count, token, start)
+        end = min(start + STRIP_UNITS, n_units)
+        for at in range(following):
+            prefetch_far(scales_ahead + word(frame + NEXT, at) * scale_bytes + 4 * start)
+        for at in range(count, following):
+            for line in range(UNIT_BYTES * start, UNIT_BYTES * end, 64):
+                prefetch_far(word(frame + LINES + AHEAD, at) + line)
+        if n_tokens == 1:
+            _strip_of_one(arguments, frame, count, start, end)
+        else:
+            _strip_of_many(arguments, frame, count, start, end)
+
+
+@compiled(nogil=True)
+def _copy(source: int, target: int) -> None:
+    """A list of neurons."""
+    for at in range(0, 8 * BLOCK, 64):
+        store16(load16(source + at, F32), target + at)
 
 
 def _section(arguments: int, index: int) -> None:
     """The section FIRST_SECTION + index: its sums for every token, and whether there are any."""
     frame = scratch(FRAME_BYTES)
     n_blocks = (word(arguments, N_NEURONS) + BLOCK - 1) // BLOCK
-    size, n_units = word(arguments, BLOCKS_A_SECTION), word(arguments, N_UNITS)
+    size, sums_bytes = word(arguments, BLOCKS_A_SECTION), word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE)
     block = (word(arguments, FIRST_SECTION) + index) * size
     end = min(block + size, n_blocks)
-    sums = word(arguments, SUMS) + index * word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE)
-    write_integer(sums, frame + DOTS + 32)
+    sums = word(arguments, SUMS) + index * sums_bytes
+    write_integer(sums, frame + RESULT)
     count, block = _next_block(arguments, block, end, frame + NOW)
     write_integer(count, word(arguments, USED) + 8 * index)
     if count:
-        for at in range(0, word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE), 64):
-            store16(spread(F32), sums + at)
+        _clear(sums, sums_bytes)
     while count:
         following, block = _next_block(arguments, block, end, frame + NEXT)
         if following == 0:
-            for at in range(BLOCK):
-                write_integer(word(frame + NOW, 0), frame + NEXT + 8 * at)
-        _hidden(arguments, frame, count)
-        if count & 1:
-            for token in range(word(arguments, N_TOKENS)):
-                write_float(F32, frame + HIDDEN + PRODUCTS * token + 4 * count)
-        for start in range(0, n_units, STRIP_GROUPS // 2):
-            for token in range(word(arguments, N_TOKENS)):
-                _weigh(arguments, frame, count, token, start)
-            until = min(start + STRIP_GROUPS // 2, n_units)
-            for unit in range(start, until - 1, 2):
-                _strip((0, 0, 0, 0), arguments, frame, count, unit)
-            if until & 1:
-                _strip((0, 0), arguments, frame, count, until - 1)
-        for at in range(BLOCK):
-            write_integer(word(frame + NEXT, at), frame + NOW + 8 * at)
+            _copy(frame + NOW, frame + NEXT)
+        _block(arguments, frame, count, following)
+        _copy(frame + NEXT, frame + NOW)
         count = following
 
 

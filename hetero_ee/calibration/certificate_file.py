@@ -6,8 +6,9 @@ trusted.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from hetero_ee.calibration.tensor_files import checksummed, parsed_checksummed, 
 from hetero_ee.errors import StoreError
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.speculation.exits.calibration import Calibration
-from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
+from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate, OnPolicy
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE
 from hetero_ee.weights.store.filesystem import FileSystem, replace_file, store_errors
 from hetero_ee_profiles.records import from_json, to_json
@@ -36,6 +37,9 @@ class CertificateRecord:
     kv_type: str
     text: str
     exit_layers: tuple[int, ...]
+    on_policy: tuple[OnPolicy, ...] = ()
+
+    ADDED_FIELDS: ClassVar = ("on_policy",)  # that a file of this version may lack
 
     @staticmethod
     def check_version(version: object) -> None:
@@ -46,9 +50,8 @@ class CertificateRecord:
 def write_certificate(certificate: Certificate, folder: Path, files: FileSystem | None = None) -> None:
     """In `folder`, whole or not at all, replacing what was there. Raises StoreError, DiskFullError."""
     known = certificate
-    record = CertificateRecord(
-        FORMAT_VERSION, known.key, known.exits_digest, known.kv_type, known.text, known.exit_layers
-    )
+    names = (field.name for field in fields(CertificateRecord) if field.name != "version")
+    record = CertificateRecord(FORMAT_VERSION, *(getattr(known, name) for name in names))
     arrays = {
         "record": np.frombuffer(to_json(record).encode(), np.uint8),
         "judgements": np.frombuffer(zlib.compress(np.ascontiguousarray(known.judgements.T).tobytes(), 9), np.uint8),
@@ -102,4 +105,5 @@ def _parsed(data: bytes) -> Certificate:
         prompt_lengths,
         n_tokens,
         np.ascontiguousarray(np.frombuffer(judgements, np.uint8).reshape(n_exit_layers, n_all).T),
+        record.on_policy,
     )

@@ -7,31 +7,39 @@ keys and values, as lazy ones are. The result depends on model, exits, prompts a
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_ee.calibration.following import followed
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
 from hetero_ee.config import Progress
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.scoring import n_changed
 from hetero_ee.decoding.texts import Ending, Text, in_own_sequences, prefill, step, texts_of
+from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import Drafted
 from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.calibration import Calibration
-from hetero_ee.speculation.exits.certificate import Certificate, levels_of
+from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit, OnPolicy, levels_of
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.exit_head import exit_heads
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
-ALGORITHM_VERSION = 1  # of all that decides the bytes; runs of other versions are not resumed
+ALGORITHM_VERSION = 2  # of all that decides the bytes; runs of other versions are not resumed
 N_PROMPTS = 1500
 TOKENS_A_PROMPT = 64  # judged; the token before them is the prompt's pass's
 GROUP_PROMPTS = 32  # prompts that share passes
-CERTIFYING = "Certifying"
+CERTIFYING, FOLLOWING = "Certifying", "Following certified texts"
+RISKS = (0.01, 0.02, 0.05)  # that certified texts are followed at
+N_FOLLOWED = 2  # groups of prompts
 N_TIMED = 3  # steps, before it is said how long all take
 PARAMS = SamplingParams(max_new_tokens=TOKENS_A_PROMPT + 1)
 JUDGEMENTS, PROMPT_LENGTHS, N_TOKENS = "judgements", "prompt_lengths", "n_tokens"
@@ -96,9 +104,34 @@ class CertificateRun:
                 self._saved_s = self._clock()
         prompt_lengths, n_tokens = (kept[name].astype(np.uint16) for name in (PROMPT_LENGTHS, N_TOKENS))
         kv_type, digest = kv_type_of(self._executor), self._calibration.exits_digest
-        return Certificate(
+        certificate = Certificate(
             key, digest, kv_type, description, tuple(self._heads), prompt_lengths, n_tokens, kept[JUDGEMENTS]
         )
+        return replace(certificate, on_policy=tuple(self._on_policy(certificate, prompts_of)))
+
+    def _on_policy(self, certificate: Certificate, prompts_of: PromptSource) -> Iterator[OnPolicy]:
+        """Of each risk that can be certified and lets tokens exit half-way up: texts that the mode makes of the first
+        groups of prompts."""
+        allowed = []
+        for risk in RISKS:
+            with suppress(UsageError):  # too few prompts for it
+                allowed.append(certificate.certified_exit([self._calibration.n_layers // 2], risk))
+        groups = [group for number in range(N_FOLLOWED) if (group := prompts_of(number))]
+        for number, each in enumerate(allowed):
+            if self._progress is not None:
+                self._progress(FOLLOWING, number, len(allowed))
+            counts = [self._followed(each, group) for group in groups if sum(each.shares) > 0]
+            n_tokens, n_exited, n_different = map(sum, zip((0, 0, 0), *counts, strict=True))
+            if n_tokens:  # else every text ends at once
+                yield OnPolicy(each.risk, each.exit_layers[0], n_tokens, n_exited, n_different)
+
+    def _followed(self, allowed: CertifiedExit, prompts: Sequence[Chunk]) -> tuple[int, int, int]:
+        """Tokens, those that exited, those that are changed."""
+        [exit_layer] = allowed.exit_layers
+        policy = Certified({exit_layer: self._heads[exit_layer].end}, allowed)
+        texts, known = followed(self._executor, self._ending, policy, prompts, PARAMS)
+        different = (n_changed(self._executor, text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True))
+        return known.n_tokens, known.n_exited, sum(different)
 
     def _judged(self, prompts: Sequence[Chunk], n_before: int) -> Arrays:
         """A group's tokens; those of a text that ends early are fewer."""

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,6 +74,9 @@ class CalibrationRecord:
     schedule: tuple[int, ...]
     depths: DepthMetrics
     tensors_sha256: str
+    specee_depths: tuple[int, ...] = ()
+
+    ADDED_FIELDS: ClassVar = ("specee_depths",)  # that a file of this version may lack
 
     def __post_init__(self) -> None:
         n_exit_layers = len(self.exit_layers)  # compared first: n_layers may be any number
@@ -83,6 +86,12 @@ class CalibrationRecord:
             raise ValueError(f"exit layers have to be 1 to {self.n_layers - 1}")
         if len(self.depths.histogram) != self.n_layers:
             raise ValueError(f"depths.histogram has {len(self.depths.histogram)} counts for {self.n_layers} layers")
+        if self.specee_depths and (
+            len(self.specee_depths) != self.n_layers or min(self.specee_depths) < 0 or not sum(self.specee_depths)
+        ):
+            raise ValueError(f"specee_depths has to be {self.n_layers} counts, some above 0, or none")
+        if self.specee_depths and not self.schedule:
+            raise ValueError("specee_depths are of a schedule, and there is none")
         if list(self.schedule) != sorted(set(self.schedule)):
             raise ValueError("the exit layers of a schedule have to ascend")
         for exit_layer in self.schedule:
@@ -170,6 +179,7 @@ def _record_of(calibration: Calibration, key: str, tensors_sha256: str) -> Calib
         schedule=calibration.schedule,
         depths=calibration.depths,
         tensors_sha256=tensors_sha256,
+        specee_depths=calibration.specee_depths,
     )
 
 
@@ -253,6 +263,7 @@ def _calibration(record: CalibrationRecord, spec: ModelSpec, tensors: Arrays) ->
         record.schedule,
         record.depths,
         activations,
+        record.specee_depths,
     )
 
 

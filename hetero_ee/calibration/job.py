@@ -18,6 +18,7 @@ from hetero_ee.calibration.certify import (
     kv_type_of,
 )
 from hetero_ee.calibration.file import write_calibration
+from hetero_ee.calibration.following import specee_depths
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.calibration.run import CalibrationRun, CalibrationSettings, run_identity
 from hetero_ee.calibration.stages import Chunk
@@ -167,6 +168,8 @@ class _Job:
                 chunks = run.written(write, n_tokens)
                 require_enough(len(chunks))
             calibration = run.calibrate(chunks, self._description)
+        depths = specee_depths(self.executor, self.ending, calibration, chunks)
+        calibration = replace(calibration, specee_depths=depths)
         write_calibration(calibration, key, folder, self.files)
         partial.remove()
         return CalibrationOutcome(calibration, folder, self.clock() - start_s)

@@ -1,11 +1,13 @@
 """A calibration as a picture: agreement, acceptance and exits by exit layer. Needs the extra [plot]."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.weights.store.filesystem import UNFINISHED_SUFFIX
 
 FORMATS = {".png": "png", ".svg": "svg"}
 
@@ -29,11 +31,17 @@ def require_matplotlib() -> ModuleType:
 
 
 def save_picture(figure: Any, file: Path) -> None:
-    """A figure of matplotlib's as the kind that the name ends in. Raises UsageError, also where it can't be written."""
+    """A figure of matplotlib's as the kind that the name ends in, whole or not at all. Raises UsageError, also where it
+    can't be written."""
+    unfinished = file.with_name(file.name + UNFINISHED_SUFFIX)
     try:
-        figure.savefig(file, format=picture_format(file), dpi=120)
+        figure.savefig(unfinished, format=picture_format(file), dpi=120)
+        unfinished.replace(file)
     except OSError as error:
         raise UsageError(f"the picture {file} can't be written ({error.strerror}); choose another path.") from error
+    finally:
+        with suppress(OSError):  # it is not there any more, or never was
+            unfinished.unlink()
 
 
 def plot_exits(calibration: Calibration, file: Path) -> None:

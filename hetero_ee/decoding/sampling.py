@@ -65,10 +65,11 @@ class SamplingParams:
 
     @classmethod
     def read(cls, sampling: Any) -> Self:
-        """A GenerationConfig, or a dictionary of its fields and ours; a temperature alone means to sample.
-
-        Raises UsageError, also for a name that is neither's.
+        """These themselves, a GenerationConfig, or a dictionary of its fields and ours; a temperature alone means to
+        sample. Raises UsageError, also for a name that is neither's.
         """
+        if isinstance(sampling, cls):
+            return sampling
         if not isinstance(sampling, Mapping):
             return cls.from_hf(sampling)
         from transformers import GenerationConfig
@@ -108,6 +109,9 @@ class SamplingParams:
         """A copy with some values changed. Raises UsageError for a name that is not a field."""
         _check_names(changes, SamplingChanges.__annotations__)
         return replace(self, **changes)
+
+
+Sampling = SamplingParams | Mapping[str, Any]  # also a GenerationConfig of transformers
 
 
 class SamplingChanges(TypedDict, total=False):

@@ -21,3 +21,9 @@ def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) ->
                 yield logits, executor.spec.n_layers
     finally:
         executor.cache.close(sequence)
+
+
+def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> int:
+    """Of this text's tokens after its prompt, those that the full model would not have chosen there, greedily."""
+    said = (int(logits.argmax()) for logits, _ in score(executor, token_ids, n_prompt_tokens))
+    return sum(token_id != each for token_id, each in zip(token_ids[n_prompt_tokens:], said, strict=True))

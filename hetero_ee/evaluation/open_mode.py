@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.scoring import score
+from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
 from hetero_ee.planning.times.costs import SPLIT
 from hetero_ee.speculation.early_exit import score_early
@@ -65,6 +65,10 @@ class OpenMode(Protocol):
         it leaves behind: logits (vocab,), and the layers passed."""
         ...
 
+    def n_changed(self, prompt: Sequence[int], written: Written) -> int:
+        """Tokens of a greedy text that the full model would not have chosen after the same ones."""
+        ...
+
 
 Open = Callable[[Variant], AbstractContextManager[OpenMode]]
 
@@ -95,6 +99,9 @@ class EngineMode:
         if exits is None:
             return score(executor, token_ids, n_prompt_tokens)  # exact gives out what full does
         return score_early(executor, token_ids, n_prompt_tokens, exits, ExitCounts())
+
+    def n_changed(self, prompt: Sequence[int], written: Written) -> int:
+        return n_changed(self._engine.executor, [*prompt, *written.token_ids], len(prompt))
 
     def _depth_sum(self, n_tokens: int) -> float:
         exits = self._engine.exit_statistics

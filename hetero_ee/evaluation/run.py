@@ -41,6 +41,7 @@ class ModeResult:
     identity: Estimate | None  # share of tokens that are full mode's in the same place
     tokens_before_divergence: Estimate | None  # of each text, all of them where it is full mode's
     first_divergences: tuple[int | None, ...]  # of each text, None where it is full mode's
+    changed: Estimate | None  # share of tokens that the full model would not have chosen after the same text
     perplexity: Estimate | None  # of held-out text
     kl_nats: Estimate | None  # a token
     doubled_words: Estimate | None  # share of the generated
@@ -91,8 +92,9 @@ def evaluate(
                 mode.generate(material.prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
                 written = [mode.generate(prompt, params) for prompt in material.prompts]
                 reference = reference or written
+                n_changed = [mode.n_changed(*each) for each in zip(material.prompts, written, strict=True)]
                 scored = _scored(mode, material, kept, is_reference=number == 0)
-            yield _result(variant, written, reference, scored, seed)
+            yield _result(variant, written, reference, n_changed, scored, seed)
 
 
 def _with_held_out(material: Material, mode: OpenMode, params: SamplingParams) -> Material:
@@ -125,7 +127,12 @@ def _scored_text(mode: OpenMode, text: Ids, n_prompt: int, kept: IO[bytes], *, i
 
 
 def _result(
-    variant: Variant, written: Sequence[Written], reference: Sequence[Written], scored: Sequence[Scored], seed: int
+    variant: Variant,
+    written: Sequence[Written],
+    reference: Sequence[Written],
+    n_changed: Sequence[int],
+    scored: Sequence[Scored],
+    seed: int,
 ) -> ModeResult:
     pairs = [(one.token_ids, other.token_ids) for one, other in zip(written, reference, strict=True)]
     n_later = [len(each.token_ids) - 1 for each in written]
@@ -147,6 +154,7 @@ def _result(
         identity=over(lengths, (n_equal(*pair) for pair in pairs)),
         tokens_before_divergence=over([1] * len(pairs), before),
         first_divergences=tuple(divergences),
+        changed=over(n_later, n_changed),
         perplexity=ratio([each.nats for each in scored], n_scored, seed, np.exp),
         kl_nats=over(n_scored, (each.kl_nats for each in scored)),
         doubled_words=over([n for _, n in words], (n for n, _ in words)),

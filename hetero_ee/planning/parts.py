@@ -103,6 +103,12 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
     return parts
 
 
+def fill_product(spec: ModelSpec, part: Part, *, on_gpu: bool) -> Product:
+    """What makes an attention's keys and values alone: on the CPU not the queries, where a row block ends with them."""
+    qkv, skips = part.products[0], not on_gpu and not spec.query_size % TILE_ROWS
+    return replace(qkv, n_rows=qkv.n_rows - spec.query_size) if skips else qkv
+
+
 def exit_map_products(hidden_size: int, rank: int) -> list[Product]:
     """What an exit map of this rank multiplies with, in 8 bits: nothing for 0, one matrix where the rank is full."""
     if rank in (0, hidden_size):

@@ -137,7 +137,9 @@ def _plans_again(spec: ModelSpec, placement: Placement, plan: Plan, warn: Callab
     profile, statistics, limits = placement.profile, placement.statistics, placement.limits
     if profile is None:
         return _Again(None, None)
-    # In the mode that drafting was opened for.
+    # In the mode that drafting was opened for, with the exit layers that it has heads of.
+    depths = statistics.depths_of(plan)
+    statistics = replace(statistics, depths=() if depths is None else (depths,))
     same = replace(limits, kv_type=plan.kv_type, threads=plan.threads, mode=plan.mode)
     same = replace(same, risk=plan.risk, exit_kv=plan.exit_kv)
 

@@ -17,6 +17,7 @@ from hetero_ee.runtime.devices.device import GPU
 from hetero_ee.runtime.opening import Placement
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
+from hetero_ee_profiles.host.process import usable_threads
 
 FindProfile = Callable[[ModelSpec, Path], HardwareProfile | None]
 AskedProfile = HardwareProfile | FindProfile | str  # one, what finds one once the model is known, AUTO or OFF
@@ -122,13 +123,15 @@ class PlacementRequest:
             )
 
 
-def requested_limits(limits: Limits | None, pins: Mapping[str, Any]) -> tuple[Limits | None, str]:
+def requested_limits(limits: Limits | None, pins: Mapping[str, Any], *, emulates: bool) -> tuple[Limits | None, str]:
     """Limits as they were given, or made of those arguments of Engine.from_pretrained that are not None; and the name
-    of the argument, the first of several. Raises UsageError."""
+    of the argument, the first of several. On this machine, threads are those that can run. Raises UsageError."""
     if limits is not None and not isinstance(limits, Limits):
         raise UsageError(f"limits is {shown(limits)}; expected Limits(...).")
     given = [name for name, value in pins.items() if value is not None]
     if not given:
+        if limits is not None and limits.threads and not emulates:
+            limits = replace(limits, threads=usable_threads(limits.threads))
         return limits, "" if limits is None else "limits"
     if limits is not None:
         raise UsageError(f"limits says already what {given[0]} would say; leave out one of them.")

@@ -101,7 +101,8 @@ def score_early(
     leaves behind: logits (vocab,) and the layers passed, for each. Raises UsageError for a text without a prompt."""
     if not 0 < n_prompt_tokens < len(token_ids):
         raise UsageError(f"a text of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
-    params, ending = SamplingParams(), Ending(frozenset(), executor.cache.max_tokens)
+    params = SamplingParams(max_new_tokens=len(token_ids) - n_prompt_tokens)  # policies go by how far a text is
+    ending = Ending(frozenset(), executor.cache.max_tokens)
     text = Text.of_prompt(0, list(token_ids[:n_prompt_tokens]), params, lambda ids: "", executor.cache.open_new())
     steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts)
     try:

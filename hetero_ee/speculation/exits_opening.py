@@ -13,20 +13,18 @@ from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.certificate import WAY_OUT, Certificate
 from hetero_ee.speculation.opening import DraftKnowledge
-from hetero_ee.speculation.policies.calm import calm
+from hetero_ee.speculation.policies.calm import CalmPolicy
 from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.speculation.policies.draft_candidates import DraftCandidates
 from hetero_ee.speculation.policies.exit_head import ExitHeads, exit_heads
 from hetero_ee.speculation.policies.joint_gate import joint_gate
-from hetero_ee.speculation.policies.patience import patience
+from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
-from hetero_ee.speculation.policies.q_exit import q_exit
-from hetero_ee.speculation.policies.skipdecode import skipdecode
+from hetero_ee.speculation.policies.q_exit import QExitPolicy
+from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.weights.model_weights import UNQUANTIZED
-
-MakePolicy = Callable[[Calibration, Mapping[int, DraftEnd]], ExitPolicy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
         raise UsageError(f"mode {plan.mode} needs a model whose exits were measured; run hetero-ee calibrate.")
     assert plan.exit_kv is not None, "a plan of such a mode says what becomes of skipped layers"
     candidates = None
-    if plan.mode == SpecEE.name and knowledge.draft_head is not None:
+    if plan.mode == "specee" and knowledge.draft_head is not None:
         head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED
@@ -100,23 +98,23 @@ def _specee(request: PolicyRequest) -> ExitPolicy:
     return SpecEE(heads, schedule, request.calibration.n_layers, request.candidates)
 
 
-def _judged_on_schedule(make: MakePolicy) -> Callable[[PolicyRequest], ExitPolicy]:
-    return lambda request: make(request.calibration, request.ends(request.schedule))
+def _joint_gate(request: PolicyRequest) -> ExitPolicy:
+    return joint_gate(request.calibration, request.ends(request.schedule))
 
 
 def _skipdecode(request: PolicyRequest) -> ExitPolicy:
     """Nothing is judged, so that every exit layer may do."""
     every = range(1, request.calibration.n_layers)
-    return skipdecode(request.calibration, request.ends(request.plan.exit_layers or every))
+    return SkipDecodePolicy(request.ends(request.plan.exit_layers or every))
 
 
 # Every policy there is; a new one takes a line here, and its name in planning/limits.py.
 POLICIES: Mapping[str, Callable[[PolicyRequest], ExitPolicy]] = {
     "specee": _specee,
     "certified": _certified,
-    "calm": _judged_on_schedule(calm),
+    "calm": lambda request: CalmPolicy(request.ends(request.schedule)),
     "skipdecode": _skipdecode,
-    "q-exit": _judged_on_schedule(q_exit),
-    "patience": _judged_on_schedule(patience),
-    "joint-gate": _judged_on_schedule(joint_gate),
+    "q-exit": lambda request: QExitPolicy(request.ends(request.schedule)),
+    "patience": lambda request: PatiencePolicy(request.ends(request.schedule)),
+    "joint-gate": _joint_gate,
 }

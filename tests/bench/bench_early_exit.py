@@ -52,7 +52,7 @@ class Timed:
     """A policy whose judge's time is counted. The judge of every call is itself."""
 
     def __init__(self, policy: SpecEE) -> None:
-        self._policy, self.name, self.seconds = policy, policy.name, 0.0
+        self._policy, self.seconds = policy, 0.0
         self._judge: ExitJudge | None = None
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> "Timed":

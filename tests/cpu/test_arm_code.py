@@ -60,10 +60,11 @@ def row_assembly(features: str) -> str:
     entries, x, lines, table, weights, out = function.args
     half = ir.VectorType(ir.IntType(8), 32)
     halves = [load(builder, entries, half, 32 * number) for number in range(2)]
-    values = [_dot(context, builder, halves, load(builder, x, ir.VectorType(ir.IntType(8), 64)))]
+    values = [_dot(context, builder, halves, x)]
     strip = _Strip(context, builder, 4)
     second = builder.add(lines, ir.Constant(lines.type, 64))
-    values += strip.columns(strip.add(strip.start(weights), strip.operands([lines, second], table), weights))
+    sums = strip.add(strip.start(weights), strip.operands([lines, second], table), weights)
+    values += [value for _, value in strip.columns(sums)]
     for value in values:
         builder.store(value, builder.inttoptr(out, value.type.as_pointer())).align = 4
         out = builder.add(out, ir.Constant(out.type, 64))

@@ -89,4 +89,3 @@ def test_the_sparse_ffn_has_its_targets_instructions(target: str, tmp_path: Path
         return
     assert kernel["shuffle"] and kernel["convert"] and kernel["pair"] >= 8  # pairs of rows, in 16 bits
     assert bool(kernel["dot"]) == (target != "AVX2") and bool(kernel["wide"]) == (target == "AVX-512 VNNI")
-    assert bool(kernel["sign"]) == (target != "AVX-512 VNNI")

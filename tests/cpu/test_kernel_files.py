@@ -85,7 +85,7 @@ def check_damaged(filled: tuple[Path, str], seed: int) -> None:
     assert KernelCache(kernel_cache_folder(cache)).is_filled()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(200))
 def test_a_damaged_file_is_made_again(filled: tuple[Path, str], seed: int) -> None:
     check_damaged(filled, seed)

@@ -43,20 +43,32 @@ def run_child(target, files, *options):
     assert " passed" in child.stdout
 
 
+def cpu_flags():
+    return Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+
+
 def skip_where_it_cannot_run(target):
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if target == "avxvnni" and "avx_vnni" not in flags:
+    if target == "avxvnni" and "avx_vnni" not in cpu_flags():
         pytest.skip("this CPU has no AVX-VNNI; test_instruction_sets.py compiles it and reads the assembly")
 
 
+def skip_where_it_is_native(target):
+    flags = cpu_flags()
+    if target == "avx2" and "avx2" in flags and not {"avx512f", "avx_vnni"} & set(flags):
+        pytest.skip("all other tests run this CPU's own code, which is that of AVX2")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["avx2", "generic"])  # AVX-VNNI multiplies integers alone
 def test_core(target):
-    skip_where_it_cannot_run(target)
+    skip_where_it_is_native(target)
     run_child(target, FILES, "-k", CORE)
 
 
+@pytest.mark.long
 def test_products_on_avx2():
     """Of the other kinds of byte products, one is native here; test_instruction_sets.py reads the code of all."""
+    skip_where_it_is_native("avx2")
     run_child("avx2", PRODUCTS, "-m", "not slow")
 
 

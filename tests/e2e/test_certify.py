@@ -60,6 +60,12 @@ def file_of(engine: Engine) -> Path:
     return engine.calibrations.folder / CERTIFICATE_FILE
 
 
+def unfinished(engine: Engine) -> list[Path]:
+    """What is left of this store's runs; stores of other processes' tests lie beside it."""
+    folder = file_of(engine).parent
+    return [*folder.parent.glob(f"{folder.name}*.partial")]
+
+
 def certificate_of(engine: Engine, request: CalibrationRequest = REQUEST) -> Certificate:
     found = job(engine, request).certificate
     assert found is not None
@@ -115,7 +121,7 @@ def test_too_little_text_says_how_much_is_needed(engine: Engine) -> None:
     file_of(engine).unlink(missing_ok=True)
     with pytest.raises(UsageError, match=r"the texts make \d+ prompts to certify on, 9999 are needed; give \d+ tokens"):
         job(engine, replace(REQUEST, force=False, n_prompts=9999))
-    assert not any(file.name.endswith(".partial") for file in file_of(engine).parent.parent.iterdir())
+    assert unfinished(engine) == []
 
 
 @pytest.mark.parametrize("request_", [REQUEST, OWN], ids=["text", "own"])
@@ -131,7 +137,7 @@ def test_an_interrupted_run_resumed_gives_the_same_bytes(engine: Engine, request
         done = told_by(engine, request_)
         assert file_of(engine).read_bytes() == expected
         assert call < 90 or min(done) > 16 * TOKENS_A_PROMPT
-        assert [file.name for file in file_of(engine).parent.parent.glob("*.partial")] == []
+        assert unfinished(engine) == []
 
 
 def told_by(engine: Engine, request: CalibrationRequest) -> list[int]:
@@ -147,7 +153,8 @@ def test_it_says_first_how_long_it_takes(engine: Engine) -> None:
     job(engine, REQUEST, lambda *told: stages.append(told))
     remarks = [index for index, told in enumerate(stages) if told[2] == 0 and "takes about" in told[0]]
     assert len(remarks) == 1 and remarks[0] < 10 and "40 prompts with 64 tokens each" in stages[remarks[0]][0]
-    assert stages[-1] == ("Certifying", N_PROMPTS * TOKENS_A_PROMPT, N_PROMPTS * TOKENS_A_PROMPT)
+    certifying = [told for told in stages if told[0] == "Certifying"]
+    assert certifying[-1] == ("Certifying", N_PROMPTS * TOKENS_A_PROMPT, N_PROMPTS * TOKENS_A_PROMPT)
 
 
 def test_what_is_there_is_returned_and_a_new_calibration_takes_it_away(engine: Engine) -> None:
@@ -160,7 +167,6 @@ def test_what_is_there_is_returned_and_a_new_calibration_takes_it_away(engine: E
     assert engine.calibrate(texts=REQUEST.texts, tokens=600).certificate is None
 
 
-@pytest.mark.xfail(reason="a disk that fills up late is not told yet: to be mended", strict=False)
 def test_a_full_disk_leaves_no_certificate_or_the_one_that_was_there(engine: Engine) -> None:
     file_of(engine).unlink(missing_ok=True)
     for at in (0, 1, 1):  # the first group of prompts saved, the second, the certificate: what is saved is not lost

@@ -3,13 +3,14 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_ee import Engine
+from hetero_ee import Engine, SamplingParams
 from hetero_ee.decoding.scoring import score
 from hetero_ee.evaluation.open_mode import EngineMode
 from hetero_ee.planning.limits import Limits
@@ -56,7 +57,7 @@ class FakeFigure:
     def set(self, **_: Any) -> None: ...
     def set_title(self, title: str, **_: Any) -> None: ...
     def grid(self, **_: Any) -> None: ...
-    def legend(self) -> None: ...
+    def legend(self, **_: Any) -> None: ...
 
     def savefig(self, file: Path, *, format: str, **_: Any) -> None:
         file.write_text("\n".join([format, *self.lines]))
@@ -221,4 +222,13 @@ def test_an_early_exit_mode_scores_with_exits(converted_demo: None) -> None:
         mode = EngineMode(engine, emulates=True)
         text = engine.generate("Once upon a time", max_new_tokens=16).token_ids
         depths = [depth for _, depth in mode.score([1, *text], 1)]
+        ids = engine._encoded("Once upon a time")
+        written = mode.generate(ids, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        spoilt = [7 if place in (5, 20) else token_id for place, token_id in enumerate(written.token_ids)]
+        written = replace(written, token_ids=tuple(spoilt))
+        whole, sequence = [*ids, *written.token_ids], engine.executor.cache.open_new()
+        said = engine.executor.logits(Batch.of_sequence(sequence, 0, whole), range(len(ids) - 1, len(whole) - 1))
+        expected = said.argmax(-1).tolist()
+        n_changed = sum(ours != full for ours, full in zip(written.token_ids, expected, strict=True))
+        assert mode.n_changed(ids, written) == n_changed >= 2
     assert len(depths) == len(text) and min(depths) < max(depths) == engine.spec.n_layers

@@ -66,6 +66,7 @@ def unprivileged() -> list[str]:
     return command
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_home_that_may_not_be_read(name: str, locked: Path, cache: Path, tmp_path: Path) -> None:
     command = [*unprivileged(), sys.executable, "-m", "hetero_ee_cli", *COMMANDS[name]]
@@ -82,6 +83,7 @@ def test_a_configuration_that_may_not_be_read_is_said_to_be_there(cache: Path, t
     assert run.code == 2 and run.err == f"hetero-ee: the configuration {file} can't be read (Permission denied).\n"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_user_without_a_home(name: str, cache: Path, tmp_path: Path) -> None:
     run = ended([sys.executable, "-c", HOMELESS, *COMMANDS[name]], tmp_path, **folders(cache))

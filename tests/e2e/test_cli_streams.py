@@ -65,14 +65,14 @@ def test_an_encoding_without_the_signs_of_a_table(tmp_path: Path) -> None:
     program = f"""
 import sys
 from hetero_ee_cli.commands import bench
-from hetero_ee_cli.reports.bench_table import print_row
+from hetero_ee_cli.reports import bench_table
 from hetero_ee_cli.app import main
 row = dict(model_filename="m", model_type="m int4", model_size=1, model_n_params=1, n_threads=1, mode="full",
            test="pp1", avg_ts=1.0, stddev_ts=0.5, predicted_ts=None, acceptance=None, reading_shares=None,
            samples_ns=[1, 2])
 bench._rows = lambda *_, **__: iter([row])
 bench._compare_speed = lambda *_: None
-bench.footer = lambda rows: "caf\\u00e9"
+bench_table.footer = lambda rows: "caf\\u00e9"
 from hetero_ee_profiles.reference import reference_profile
 from hetero_ee_cli.commands import profile
 profile.profile_for = lambda *_, **__: reference_profile("{LAPTOP}")
@@ -97,6 +97,7 @@ def test_ctrl_c_while_the_command_line_is_imported(arguments: list[str]) -> None
     assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arguments", [["chat"], ["bench"], ["profile"]])
 def test_ctrl_c_while_torch_imports_numpy(arguments: list[str], tmp_path: Path) -> None:
     """torch forgets an exception that is raised meanwhile."""
@@ -185,6 +186,7 @@ def unsafe(shown: str) -> list[str]:
     return [c for c in OURS.sub("", shown) if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", ["generate", "run", "chat"])
 def test_generated_text_does_not_command_a_terminal(commanding: Path, command: str) -> None:
     words = ["generate", PROMPT, "-m", commanding] if command == "generate" else [command, commanding]
@@ -210,6 +212,7 @@ FAILURES: dict[str, tuple[Spoil, list[str]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FAILURES)
 def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(commanding, tmp_path / NAMED))
@@ -220,6 +223,7 @@ def test_names_in_errors_do_not_command_a_terminal(commanding: Path, tmp_path: P
     assert "\u202e" not in shown and CLIPBOARD not in shown
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("command", [["models"], ["doctor"], ["config", "show"], ["convert", "{}"], ["plan", "{}"]])
 def test_names_in_reports_do_not_command_a_terminal(
     commanding: Path, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch

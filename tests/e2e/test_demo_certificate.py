@@ -5,8 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_ee.calibration.certify import N_PROMPTS, TOKENS_A_PROMPT
+from hetero_ee import Engine
+from hetero_ee.calibration.certify import N_PROMPTS, PARAMS, RISKS, TOKENS_A_PROMPT, CertificateRun, by_group
+from hetero_ee.calibration.following import followed
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.exits.certificate import DELTA, Certificate, levels_of
+from hetero_ee.speculation.policies.certified import Certified
 from hetero_ee.weights.store.calibration_files import CERTIFICATE_FILE
 from tests.certificates import part_of
 from tests.e2e.test_demo_calibration import place
@@ -39,7 +43,7 @@ def test_at_five_percent_almost_half_of_the_tokens_exit_after_a_third_of_the_lay
     assert sum(together) > 0.6
 
 
-@pytest.mark.parametrize("risk", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("risk", RISKS)
 def test_the_other_half_of_the_prompts_keeps_the_promise(certificate: Certificate, risk: float) -> None:
     """200 random halves certify; on the other half, of any of these exit layers, the mean loss is at most the risk."""
     random, broken = np.random.default_rng(7), 0
@@ -50,6 +54,35 @@ def test_the_other_half_of_the_prompts_keeps_the_promise(certificate: Certificat
             loss_at(others, each, ours.certified_exit((each,), risk).threshold) > risk for each in EXIT_LAYERS
         )
     assert broken <= DELTA * N_SPLITS
+
+
+def test_along_its_own_texts_hardly_more_tokens_change_than_are_certified(certificate: Certificate) -> None:
+    assert [(each.risk, each.exit_layer) for each in certificate.on_policy] == [(risk, 6) for risk in RISKS]
+    for each in certificate.on_policy:
+        assert each.n_tokens > 4000 and each.n_exited / each.n_tokens > 0.25 and each.changed < each.risk
+
+
+def test_a_token_is_changed_where_the_full_model_would_choose_another(certificate: Certificate) -> None:
+    """The slow reference: each token that was given out, against the full model's after all before it."""
+    with Engine.from_pretrained(threads=1, profile="off") as engine:
+        assert engine.calibrations is not None
+        calibration, executor = engine.calibrations.find(), engine.executor
+        assert calibration is not None
+        ending, prompts = engine._ending(executor), [tuple(engine._encoded(each)) for each in ("Once upon", "The dog")]
+        run = CertificateRun(executor, ending, calibration, None, lambda: 0.0)
+        found = [*run._on_policy(certificate, by_group(prompts))][-1]
+        allowed = certificate.certified_exit([6], 0.05)
+        policy = Certified({6: run._heads[6].end}, allowed)
+        texts, known = followed(executor, ending, policy, prompts, PARAMS)
+        n_changed = 0
+        for text, prompt in zip(texts, prompts, strict=True):
+            for n in range(len(prompt), len(text)):
+                sequence = executor.cache.open_new()
+                said = executor.logits(Batch.of_sequence(sequence, 0, text[:n]), [n - 1])[0].argmax()
+                executor.cache.close(sequence)
+                n_changed += int(said) != text[n]
+    assert (found.n_tokens, found.n_exited) == (known.n_tokens, known.n_exited)
+    assert found.n_changed == n_changed > 0
 
 
 def loss_at(certificate: Certificate, exit_layer: int, threshold: float) -> float:

@@ -26,8 +26,6 @@ class Scripted:
     """A policy whose tokens exit where the script says: (sequence, position of the token that is given out) -> layers
     after which it is; also keeps what each exit was chosen from. The judge of every call is itself."""
 
-    name = "scripted"
-
     def __init__(self, depths: dict[tuple[int, int], int], n_layers: int) -> None:
         self._depths, self._n_layers = depths, n_layers
         self.told: list[tuple[int, int]] = []

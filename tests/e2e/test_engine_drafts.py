@@ -62,6 +62,7 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_texts_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine, sampling: dict[str, Any]) -> None:
     assert drafting.plan is not None
@@ -75,6 +76,7 @@ def test_texts_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine,
         assert all(statistics.known_after[depth] for depth in (6, 12))
 
 
+@pytest.mark.few(4)
 def test_replies_are_those_of_full_mode(full: dict[str, Engine], drafting: Engine) -> None:
     assert drafting.plan is not None
     with full[drafting.plan.kv_type].chat() as expected, drafting.chat() as found:

@@ -97,6 +97,7 @@ def test_exact_says_what_full_says(case: Case, models: Models) -> None:
 ASYNC = Case(7, "demo", "codebook", True, "exit", 1, 0.45, "threshold", False, "greedy", 1, "length", is_async=True)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("depth", [0.1, 0.55, 0.8])  # before the end of the GPU's layers, at it, and after it
 @pytest.mark.parametrize("n_drafts", [1, 3])
 @pytest.mark.parametrize(("rule", "sampling", "n_sequences"), [("threshold", "greedy", 3), ("always", "top-p", 1)])

@@ -7,6 +7,7 @@ import pytest
 from scripts.generate_first_evening import PAGE, STEPS, transcript, without_figures
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("converted_demo")
 def test_the_first_evening_is_as_its_page_says(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "home" / ".cache" / "hetero_ee"

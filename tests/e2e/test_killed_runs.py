@@ -17,9 +17,10 @@ from hetero_ee_profiles.records import from_json, read_record
 from tests.command_line import PROMPT, Ended
 from tests.killed_processes import ERR, OUT, started
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")]
 PATIENCE_S = 400
-N_KILLS = 5  # of runs of which each goes on from what the one before has left; behind them a run that may end
+# Of runs of which each goes on from what the one before has left; behind them a run that may end.
+SEEDS_AND_KILLS = [(3, 2), *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(20))]
 GENERATE = ("generate", PROMPT, "-n", 12, "--temp", 0, "-t", 1)
 PROFILE = ("profile", "--quick", "--json")
 
@@ -67,14 +68,15 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
     return ran.out, time.monotonic() - start_s
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", range(20))
-def test_a_first_generate_killed_at_any_moment(first: tuple[str, float], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
+def test_a_first_generate_killed_at_any_moment(
+    first: tuple[str, float], tmp_path: Path, seed: int, n_kills: int
+) -> None:
     """Conversion, measurement, plan and compilation, wherever the kills before have left them."""
     said, whole_s = first
     chance = random.Random(seed)
     n_killed = 0
-    while n_killed < N_KILLS:
+    while n_killed < n_kills:
         n_killed += killed(tmp_path, GENERATE, chance.random() * whole_s)
     for _ in range(2):
         ran = ended(tmp_path, GENERATE)
@@ -83,13 +85,12 @@ def test_a_first_generate_killed_at_any_moment(first: tuple[str, float], tmp_pat
         check_files(tmp_path)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", range(20))
-def test_a_profile_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "n_kills"), SEEDS_AND_KILLS)
+def test_a_profile_killed_at_any_moment(tmp_path: Path, seed: int, n_kills: int) -> None:
     """Measured again each time, first without an earlier profile, then beside one that stays in use."""
     chance = random.Random(seed)
     n_killed = 0
-    while n_killed < N_KILLS:
+    while n_killed < n_kills:
         n_killed += killed(tmp_path, (*PROFILE, "--refresh"), chance.random() * 8)
     ran = ended(tmp_path, PROFILE)
     assert ran.code == 0 and "Traceback" not in ran.err and "can't" not in ran.err, ran.err

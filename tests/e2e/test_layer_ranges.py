@@ -71,6 +71,7 @@ def test_every_split_gives_the_bits_of_one_pass(
     assert torch.equal(executor.to_logits(hidden[-1:]), executor.lm_head(executor.final_norm(expected[-1][-1:])))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(("exit_layer", "together"), [(0, 99), (1, 3), (1, 1), (2, 99)])
 def test_rows_that_waited_pass_together(
     executor: Executor, expected: list[torch.Tensor], sequences: list[int], exit_layer: int, together: int
@@ -87,6 +88,7 @@ def test_rows_that_waited_pass_together(
     assert torch.equal(torch.cat(outputs), torch.cat(expected))
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_gives_the_bits_of_one_pass(
     executor: Executor, expected: list[torch.Tensor], sequences: list[int], seed: int

@@ -26,7 +26,7 @@ CASES += [("llama-gelu", "int4", "fp16")]  # queries that don't end with a row b
 LOSSY = ("propagate", "copy", "holes")
 ERRORS = {("fp32", "fp32"): 1e-10, ("int4", "fp32"): 5e-3, ("int4", "fp16"): 5e-3, ("int4", "int8"): 2e-2}
 ONE_FIXTURE = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 Made = tuple[Model, Executor, float]  # and the squared error of its stored kind
 
@@ -97,6 +97,7 @@ def test_lazy_keys_and_values_are_those_of_one_pass(made: Made, texts: list[Exit
     close(executor)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", LOSSY)
 @ONE_FIXTURE
 @given(texts=exiting_texts(N_LAYERS))
@@ -123,6 +124,7 @@ def test_the_others_are_near_a_slow_reference(made: Made, kind: str, texts: list
     close(executor)
 
 
+@pytest.mark.few(6)
 @ONE_FIXTURE
 @given(st.data())
 def test_ended_texts_leave_no_ragged_layers(made: Made, data: st.DataObject) -> None:
@@ -182,6 +184,7 @@ def plan_of(model: Model, places: str, kv_type: str) -> Plan:
     return planned(model[0], overrides=PLACES[places], context_tokens=CONTEXT_TOKENS, kv_type=kv_type)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("places", PLACES)
 @ONE_FIXTURE

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from hetero_ee import Engine, UsageError
+from hetero_ee.calibration.following import MAX_WAITING, NEW_TOKENS, PROMPT_TOKENS, specee_depths
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Text
 from hetero_ee.planning.limits import Limits
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.speculation.drafts import DraftSampler
+from hetero_ee.speculation.early_exit import EarlyExits, generate_early
+from hetero_ee.speculation.exit_statistics import ExitCounts
 from hetero_ee.speculation.exits.features import exit_features
 from hetero_ee.speculation.exits.recent_exits import RecentExits
 from hetero_ee.speculation.policies.exit_head import exit_heads
@@ -61,7 +64,7 @@ def test_judged_as_the_paper_says(converted_demo: None, engine: Engine, with_dra
     first = calibration.schedule[0]
     heads = exit_heads(calibration, range(1 if with_draft_head else first, n_layers), compiled=True)
     ids = [token.token_id for token in engine.stream(PROMPT, max_new_tokens=N_NEW)]
-    prompt = engine._encoded(PROMPT)
+    prompt = engine._prompt_ids(PROMPT)
     stub = _Known([calibration, executor]) if with_draft_head else None
     policy = SpecEE(heads, calibration.schedule, n_layers, stub)  # type: ignore[arg-type]
     params = SamplingParams()
@@ -103,6 +106,23 @@ def test_judged_as_the_paper_says(converted_demo: None, engine: Engine, with_dra
         text.token_ids.append(token_id)
     executor.cache.close(sequence)
     assert n_exits > 5
+
+
+def test_followed_texts_are_those_of_one_at_a_time(engine: Engine) -> None:
+    calibration = engine.calibrations.find_or_warn(pytest.fail)  # type: ignore[union-attr]
+    assert calibration is not None
+    executor, n_layers = engine.executor, engine.spec.n_layers
+    chunks, ending = [tuple(engine._encoded(each)) for each in (PROMPT, "The dog")], engine._ending(engine.executor)
+    policy = SpecEE(exit_heads(calibration, range(4, n_layers), compiled=True), calibration.schedule, n_layers)
+    alone = np.zeros(n_layers + 1, int)
+    for chunk in chunks:
+        counts, params = ExitCounts(), SamplingParams(max_new_tokens=NEW_TOKENS)
+        exits = EarlyExits(policy, "lazy", MAX_WAITING)
+        asked = [list(chunk[:PROMPT_TOKENS])]
+        assert [*generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts)]
+        alone += np.array(counts.statistics(n_layers).depths)
+    assert specee_depths(executor, ending, calibration, chunks) == tuple(alone[1:])
+    assert sum(alone) > alone[-1] > 0
 
 
 class _Known:

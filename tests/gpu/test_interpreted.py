@@ -41,6 +41,7 @@ def outcome(case: ElementTree.Element) -> str:
     return "\n".join([f"FAILED {case.get('name')}", *problems]) if problems else f"passed {case.get('name')}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("long", [*LONG, None])
 def test_in_the_interpreter(long: str | None, tmp_path: Path) -> None:
     files = [file for file in FILES if (file.stem == long if long else file.stem not in LONG)]

@@ -58,6 +58,25 @@ def test_one_of_before_there_were_gates_opens_without_them(folder: Path) -> None
     assert [each.gate for each in found.exit_layers] == [None] * (SPEC.n_layers - 1)
 
 
+def test_one_of_before_exits_were_followed_promises_no_speed(folder: Path) -> None:
+    body = json.loads((folder / JSON_FILE).read_text())
+    del body["specee_depths"]
+    (folder / JSON_FILE).write_text(json.dumps(body))
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None and found.specee_depths == found.depth_statistics(is_drafted=True) == ()
+
+
+def test_what_exits_are_planned_by_is_what_was_counted(folder: Path) -> None:
+    """Of nine tokens 4, 0, 3, 1 and 1 have passed 1, 2, ... layers; judged are 1, 3 and what is near the last."""
+    found = read_calibration(folder, SPEC, KEY)
+    assert found is not None and found.specee_depths == (4, 0, 3, 1, 1)
+    [known] = found.depth_statistics(is_drafted=False)
+    assert known.exit_layers == (1, 2, 3, 4) and known.planned == (1, 3)
+    assert known.shares == pytest.approx((4 / 9, 0, 3 / 9, 1 / 9))
+    near = {2: 8 / 9, 4: 5 / 9}  # within two layers
+    assert known.judged == pytest.approx((1, 1 - (1 - near[2]) ** 5, 1, 1 - (1 - near[4]) ** 5))
+
+
 @pytest.mark.parametrize("name", ["first", "second", "first_bias", "second_bias"])
 def test_half_a_gate_is_refused(folder: Path, name: str) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop(f"exit_layers.2.gate.{name}"))
@@ -142,6 +161,11 @@ def test_another_versions_is_refused_before_anything_else(folder: Path, version:
         {"schedule": [2.0]},
         {"schedule": 2},
         {"schedule": None},
+        {"specee_depths": [1, 2]},
+        {"specee_depths": [0] * 5},
+        {"specee_depths": [1, -1, 1, 1, 1]},
+        {"specee_depths": [1, 1, 1, 1, 0.5]},
+        {"schedule": [], "specee_depths": [1] * 5},
     ],
     ids=str,
 )

@@ -25,6 +25,8 @@ from hetero_ee.planning.what_if import Request, what_if
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
+from hetero_ee.runtime.opening import Placement, _plans_again
+from hetero_ee.speculation.missing_kv import missing_kv
 from hetero_ee.speculation.waiting import WaitingToken, advance
 from hetero_ee_profiles.records import from_json, to_json
 from hetero_ee_profiles.reference import reference_profile
@@ -146,6 +148,17 @@ def test_what_candidates_and_a_draft_head_cost() -> None:
     )
 
 
+@pytest.mark.parametrize("places", ["half", "the CPU", "all"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_keys_and_values_that_are_made_cost_what_the_emulated_machine_takes(places: str, share: float) -> None:
+    limits = Limits(mode="specee", exit_kv="propagate", draft_length=4, context_tokens=1024, **PLACES[places])
+    known = Statistics(depths=(of_shares({16: share, 24: 0.0}),))
+    made = plan(SPEC, PROFILE, limits, known, predict_at_tokens=CONTEXT + 8)
+    seconds, moved = ran(made, [16 if share else SPEC.n_layers] * 16)
+    assert moved == pytest.approx({term.name: term.n_bytes for term in made.prediction.moved_terms})
+    assert 1 / seconds == pytest.approx(made.prediction.generated_tokens_per_s, rel=0.02)
+
+
 # What is planned.
 
 
@@ -169,6 +182,16 @@ def test_a_certificate_for_each_exit_layer_is_chosen_from_by_speed() -> None:
     assert step is not None and 1 / step.seconds_per_token == pytest.approx(made.prediction.generated_tokens_per_s)
     assert predicted_text_s(SPEC, PROFILE, made, known, 10, 20) is not None
     assert predicted_text_s(SPEC, PROFILE, made, Statistics(), 10, 20) is None
+
+
+def test_a_plan_made_again_keeps_the_exit_layers_that_there_are_heads_of() -> None:
+    """Without the GPU it would choose others."""
+    depths = tuple(DepthStatistics("certified", "", (n,), (share,)) for n, share in ((8, 0.5), (24, 0.95)))
+    known, limits = Statistics(depths=depths), Limits(mode="certified", context_tokens=1024, gpu_layers=24)
+    made = plan(SPEC, PROFILE, limits, known)
+    alone = plan(SPEC, PROFILE, replace(limits, gpu_layers=0), known)
+    smaller = _plans_again(SPEC, Placement(PROFILE, limits, None, known), made, pytest.fail).smaller
+    assert smaller is not None and alone.exit_layers != made.exit_layers == smaller(0, 1024).exit_layers
 
 
 @pytest.mark.parametrize("mode", EARLY_EXIT_MODES)
@@ -236,6 +259,7 @@ def ran(made: Plan, ends: list[int]) -> tuple[float, dict[str, float]]:
                 assert hidden is not None
                 executor.to_logits(hidden[-1:])
                 waiting.clear()
+            waiting = missing_kv(made.exit_kv or LAZY, executor).exited(waiting)
         moved = {name: (n - before.get(name, 0)) / len(ends) for name, n in executor.traffic.n_bytes.items()}
         return (timeline.now_s - start_s) / len(ends), {name: n for name, n in moved.items() if n}
     finally:

@@ -158,6 +158,7 @@ class Scripted:
     depth: int = 3
     n_cpu_passes: float = 3.0
     asked: list[SamplingParams] | None = None
+    changed: int = 0
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> Written:
         if self.asked is not None:
@@ -171,6 +172,9 @@ class Scripted:
         rest = (1 - self.chance) / 3
         for _ in token_ids[n_prompt_tokens:]:
             yield torch.tensor([rest, self.chance, rest, rest]).log(), self.depth
+
+    def n_changed(self, prompt: Sequence[int], written: Written) -> int:
+        return self.changed
 
 
 PROMPTS = ((1, 2), (3, 1))
@@ -200,6 +204,7 @@ def value(estimate: Estimate | None) -> float:
 def test_every_figure_by_hand() -> None:
     full = Scripted(SAID, 0.5, seconds=6.0)
     other = Scripted({PROMPTS[0]: [1, 2, 0, 0], PROMPTS[1]: [2, 2, 2, 2]}, 0.25, seconds=1.5, depth=2, n_cpu_passes=1.5)
+    other.changed = 1
     first, second = results({"full": full, "specee, holes": other}, Variant("specee", "holes"))
     assert (first.variant.name, second.variant.name) == ("full", "specee, holes")
     assert value(first.tokens_per_s) == pytest.approx(6 / 12) and value(second.tokens_per_s) == pytest.approx(6 / 3)
@@ -207,6 +212,7 @@ def test_every_figure_by_hand() -> None:
     assert value(first.identity) == 1.0 and value(second.identity) == 7 / 8
     assert first.first_divergences == (None, None) and second.first_divergences == (2, None)
     assert value(first.tokens_before_divergence) == 4.0 and value(second.tokens_before_divergence) == 3.0
+    assert value(first.changed) == 0.0 and value(second.changed) == 2 / 6  # the first token is the prompt's pass's
     # Of the four scored tokens three are token 1, the last is another.
     assert value(first.perplexity) == pytest.approx(((1 / 0.5) ** 3 * 6) ** 0.25)
     assert value(second.perplexity) == pytest.approx(4.0)

@@ -18,12 +18,12 @@ from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.predictor import ExitConfidence, ExitPredictor
-from hetero_ee.speculation.policies.calm import CalmPolicy, calm
+from hetero_ee.speculation.policies.calm import CalmPolicy
 from hetero_ee.speculation.policies.joint_gate import JointGatePolicy, joint_gate
-from hetero_ee.speculation.policies.patience import PatiencePolicy, patience
+from hetero_ee.speculation.policies.patience import PatiencePolicy
 from hetero_ee.speculation.policies.policy import ExitPolicy
-from hetero_ee.speculation.policies.q_exit import QExitPolicy, q_exit
-from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy, skipdecode
+from hetero_ee.speculation.policies.q_exit import QExitPolicy
+from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from tests.calibration_support import small_spec, some_calibration
 
 N_LAYERS, VOCABULARY, MAX_NEW = 9, 12, 10
@@ -229,15 +229,6 @@ def test_depths_that_rise_are_refused() -> None:
         SkipDecodePolicy({}, first=0.4, last=0.6)
     with pytest.raises(UsageError, match="from 1 to"):
         PatiencePolicy({}, patience=0)
-
-
-@pytest.mark.parametrize("make", [calm, joint_gate, patience, q_exit, skipdecode])
-def test_each_policy_is_made_from_a_calibration_and_named_as_its_mode(make: Any) -> None:
-    calibration = some_calibration(small_spec())
-    ends = {2: DraftEnd(judge=ExitConfidence(calibration.at(2).predictor, compiled=False))}
-    policy = make(calibration, ends)
-    assert policy.name == make.__name__.replace("_", "-")
-    assert list(policy.ends) == [2]
 
 
 def test_a_calibration_without_gates_is_refused() -> None:

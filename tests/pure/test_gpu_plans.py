@@ -226,6 +226,7 @@ def test_dense_weights_are_refused(tmp_path: Path) -> None:
         on_stand_in(*model, plan_of(model, "split"))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("kv_type", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("placement", ["all on the GPU", "split", "attention and FFN apart", "streamed"])
 def test_filled_keys_and_values_are_those_of_a_pass(model: Model, placement: str, kv_type: str) -> None:
@@ -251,6 +252,7 @@ def test_filled_keys_and_values_are_those_of_a_pass(model: Model, placement: str
     executor.close()
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("kind", MISSING_KV)
 @pytest.mark.parametrize("placement", ["all on the GPU", "split", "streamed"])
 def test_texts_that_exit_are_near_a_slow_reference(model: Model, placement: str, kind: str) -> None:

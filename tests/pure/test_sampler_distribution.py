@@ -69,6 +69,7 @@ def pair_fit(draw: Draw, params: SamplingParams, n_kept: int = 4) -> float:
     return p_value(pairs, np.outer(folded, folded).ravel())
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda subset: "+".join(subset) or "none")
 def test_every_combination_of_filters_draws_the_exact_distribution(subset: tuple[str, ...]) -> None:
     params = params_of(subset, seed=SUBSETS.index(subset))

@@ -19,7 +19,7 @@ from hetero_ee_cli.options.engine import EngineOptions, ModelArgument, RandomWei
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import Placed, PlacementOptions
 from hetero_ee_cli.options.planning import LimitOptions
-from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, footer, print_row, profile_date, whole_document
+from hetero_ee_cli.reports.bench_table import FORMATS, Row, columns, print_rows, profile_date
 from hetero_ee_cli.reports.run_report import draft_lines
 from hetero_ee_cli.terminal.output import say
 from hetero_ee_cli.terminal.progress import stage_progress
@@ -43,6 +43,22 @@ FULL, EXACT, ALL = "full", "exact", "all"
 EXACT_EXTRA_TOKENS = 2  # a text's begin token, and its first one, which is not timed
 
 Test = tuple[int, int, int]  # tokens of prompt, text and depth
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help="full, exact (on text of the model's own), or all for both. [default: full]",
+        autocompletion=one_of((FULL, EXACT, ALL)),
+    ),
+]
+SyntheticAcceptance = Annotated[
+    str | None,
+    typer.Option(
+        help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
+        "computes them, one with random weights where the model has none.",
+        metavar="RATES",
+    ),
+]
+Output = Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))]
 
 
 @with_options(
@@ -66,24 +82,9 @@ def bench(
         str | None, typer.Option("-t", "--threads", help="Numbers of CPU threads. [default: all cores]")
     ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times to run each test.")] = 5,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            help="full, exact (on text of the model's own), or all for both. [default: full]",
-            autocompletion=one_of((FULL, EXACT, ALL)),
-        ),
-    ] = None,
-    synthetic_acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="In exact mode, drafts are right this often, like 0.78, or 0.8,0.7,0.6 by position; a draft head "
-            "computes them, one with random weights where the model has none.",
-            metavar="RATES",
-        ),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("-o", "--output", help="md, csv, json or jsonl.", autocompletion=one_of(FORMATS))
-    ] = "md",
+    mode: Mode = None,
+    synthetic_acceptance: SyntheticAcceptance = None,
+    output: Output = "md",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     quick: Annotated[bool, typer.Option(help="Predict from a quick profile instead of a full one.")] = False,
     refresh: Annotated[bool, typer.Option(help="Measure this machine again even if a profile was kept.")] = False,
@@ -92,49 +93,28 @@ def bench(
 
     A machine without a full profile is measured first, which takes a few minutes. Nothing else should be running.
     """
-    prompts, texts, depths = _numbers(n_prompt, "-p"), _numbers(n_gen, "-n"), _numbers(n_depth, "-d")
+    lengths = [_numbers(text, flag) for text, flag in ((n_prompt, "-p"), (n_gen, "-n"), (n_depth, "-d"))]
     style = "json" if as_json else output
     rates = None if synthetic_acceptance is None else _rates(synthetic_acceptance)
     _check(style, repetitions, mode, random_weights, rates)
     if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)
+    opening = engine.arguments(model)
+    modes = (FULL, EXACT) if mode == ALL else (mode or (placed.plan.mode if placed.plan else FULL),)
+    runs = _Runs(_thread_counts(threads, opening["threads"]), modes, _tests(*lengths), repetitions)
+    runs.check_context(engine.ctx_size)
     with ending_at_once():
         from hetero_ee_cli.commands.profile import profile_for
-        from hetero_ee_profiles.host.process import processor_count, usable_threads
-
-    opening = engine.arguments(model)
-    asked, most = _numbers(threads, "-t") if threads else [], processor_count()
-    if not all(0 <= count <= most for count in asked):
-        raise UsageError(
-            f"-t is {threads}; expected 0 (one on each physical core) to {most}, this process's processors."
-        )
-    counts = [usable_threads(count) for count in asked or [opening["threads"]]]
-    tests = _tests(prompts, texts, depths)
-    modes = [FULL, EXACT] if mode == ALL else [mode or (placed.plan.mode if placed.plan else FULL)]
-    needed = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if EXACT in modes else 0)
-    if engine.ctx_size and engine.ctx_size < needed:
-        raise UsageError(f"-c is {engine.ctx_size} and the tests need {needed}; raise it, or lower -p, -n or -d.")
-    rows: list[Row] = []
     with stage_progress() as progress, ExitStack() as kept:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
-        profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=tuple(counts))
+        profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=runs.threads)
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, placed)
             placed = replace(placed, options=replace(placed.options, draft_head=head))
         subject = _Subject(spec, name, folder, opening["quantizer"], engine.ctx_size, profile, placed, progress, rates)
-        for n_threads in counts:
-            _compare_speed(profile, n_threads, progress)
-            for each in modes:
-                for row in _rows(subject, each, n_threads, tests, repetitions, of_both=mode == ALL):
-                    rows.append(row)
-                    if style in ("md", "jsonl"):
-                        print_row(rows, style)
+        print_rows(_measured(subject, runs), style)
     placement.write_trace(subject.spans, f"bench of {name}")
-    if style in ("json", "csv"):
-        print(whole_document(rows, style), end="")
-    if style == "md":
-        print(footer(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +131,26 @@ class _Subject:
     progress: Progress
     synthetic: "DraftRates | None" = None  # how often drafts are right; None: as often as they are
     spans: "list[Span]" = field(default_factory=list)  # of everything so far, if recorded
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What is run of it."""
+
+    threads: tuple[int, ...]
+    modes: tuple[str, ...]
+    tests: list[Test]
+    repetitions: int
+
+    def context_tokens(self, mode: str) -> int:
+        """That the longest test needs."""
+        return max(map(sum, self.tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
+
+    def check_context(self, n_tokens: int | None) -> None:
+        """Raises UsageError where a context of so many is too short; None: as long as it has to be."""
+        needed = max(map(self.context_tokens, self.modes))
+        if n_tokens and n_tokens < needed:
+            raise UsageError(f"-c is {n_tokens} and the tests need {needed}; raise it, or lower -p, -n or -d.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +176,36 @@ def _tests(prompts: list[int], texts: list[int], depths: list[int]) -> list[Test
     return [(n_prompt, n_gen, depth) for n_prompt, n_gen in pairs for depth in depths]
 
 
-def _rows(
-    subject: _Subject, mode: str, threads: int, tests: list[Test], repetitions: int, *, of_both: bool
-) -> Iterator[Row]:
+def _thread_counts(asked: str | None, usual: int) -> tuple[int, ...]:
+    """Those of -t, or the settings' number. Raises UsageError."""
+    with ending_at_once():
+        from hetero_ee_profiles.host.process import processor_count, usable_threads
+
+    counts, most = _numbers(asked, "-t") if asked else [], processor_count()
+    if not all(0 <= count <= most for count in counts):
+        raise UsageError(f"-t is {asked}; expected 0 (one on each physical core) to {most}, this process's processors.")
+    return tuple(usable_threads(count) for count in counts or [usual])
+
+
+def _measured(subject: _Subject, runs: _Runs) -> Iterator[Row]:
+    """The rows, as they are measured."""
+    for threads in runs.threads:
+        _compare_speed(subject.profile, threads, subject.progress)
+        for mode in runs.modes:
+            yield from _rows(subject, mode, threads, runs)
+
+
+def _rows(subject: _Subject, mode: str, threads: int, runs: _Runs) -> Iterator[Row]:
     """A row for each test, but for those of exact mode, where both are asked for, that full mode takes as long for."""
     from hetero_ee.decoding.benchmark import executor_s_per_layer
 
-    max_tokens = max(map(sum, tests)) + (EXACT_EXTRA_TOKENS if mode == EXACT else 0)
-    with _running(subject, mode, threads, max_tokens) as running:
+    with _running(subject, mode, threads, runs.context_tokens(mode)) as running:
         seconds = executor_s_per_layer(running.executor, time.perf_counter)
         executor_us = None if seconds is None else round(seconds * MICROSECONDS, 2)
-        for test in tests:
-            if of_both and mode == EXACT and test[0] and not running.sources:
+        for test in runs.tests:
+            if len(runs.modes) > 1 and mode == EXACT and test[0] and not running.sources:
                 continue
-            yield _row(running, subject, test, repetitions) | {"executor_us_per_layer": executor_us}
+            yield _row(running, subject, test, runs.repetitions) | {"executor_us_per_layer": executor_us}
 
 
 @contextmanager

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # texts named in the description
-SHOWN_RISKS = (0.01, 0.02, 0.05)
 
 
 @with_options(without={"profile": "nothing is planned for it"})
@@ -179,8 +178,10 @@ def _row(each: "ExitLayerCalibration") -> str:
 
 def _certified(certificate: "Certificate") -> "dict[float, list[CertifiedExit]]":
     """By risk, of each exit layer alone; none of a risk that so few prompts can't certify."""
+    from hetero_ee.calibration.certify import RISKS
+
     found = {}
-    for risk in SHOWN_RISKS:
+    for risk in RISKS:
         with suppress(UsageError):
             found[risk] = [certificate.certified_exit([each], risk) for each in certificate.exit_layers]
     return found
@@ -195,6 +196,11 @@ def _print_certificate(certificate: "Certificate | None") -> None:
     print("exit layer" + "".join(f"  {risk:>6.0%}" for risk in found))
     for row in zip(*found.values(), strict=True):
         print(f"{row[0].exit_layers[0]:10}" + "".join(f"  {each.shares[0]:6.3f}" for each in row))
+    for each in certificate.on_policy:
+        print(
+            f"texts of {each.n_tokens:,} tokens at a risk of {each.risk:.0%}, exits after layer {each.exit_layer}: "
+            f"{each.n_exited / each.n_tokens:.1%} exit, {each.changed:.2%} of all are not the full model's choice there"
+        )
 
 
 def _print_sparsity(curves: "SparsityCurves | None") -> None:
@@ -242,5 +248,6 @@ def _certificate_document(certificate: "Certificate") -> dict[str, Any]:
         "kv_type": certificate.kv_type,
         "n_prompts": certificate.n_prompts,
         "n_tokens": len(certificate.judgements),
+        "on_policy": [asdict(each) | {"changed": each.changed} for each in certificate.on_policy],
         "exits": [asdict(each) for found in risks.values() for each in found],
     }

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hetero_ee_cli.reports.run_report import reading_words
@@ -71,6 +72,19 @@ def columns(
         "tokens_per_pass": found.tokens_per_pass if found is not None and run.n_gen else None,
         "reading_shares": found.reading_shares(sum(run.samples_s)) if found is not None and run.n_prompt else None,
     }
+
+
+def print_rows(rows: Iterable[Row], style: str) -> None:
+    """A line for each as it is measured, or one document of all."""
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        if style in ("md", "jsonl"):
+            print_row(found, style)
+    if style in ("json", "csv"):
+        print(whole_document(found, style), end="")
+    if style == "md":
+        print(footer(found))
 
 
 def print_row(rows: list[Row], style: str) -> None:

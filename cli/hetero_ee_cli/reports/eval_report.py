@@ -19,6 +19,7 @@ COLUMNS = (  # of the table: title, field of ModeResult, how it is written
     ("x full", "speedup", PLAIN),
     ("same tokens", "identity", SHARE),
     ("same until", "tokens_before_divergence", RATE),
+    ("changed", "changed", SHARE),
     ("perplexity", "perplexity", PLAIN),
     ("KL, nats", "kl_nats", SMALL),
     ("doubled words", "doubled_words", SHARE),
@@ -62,8 +63,8 @@ def _finite(value: Any) -> Any:
 
 
 def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> None:
-    """Speed over the perplexity of held-out text, a line for each mode through its variants. Raises UsageError where
-    matplotlib is missing or the file can't be written."""
+    """Speed over the divergence from full mode (perplexity's interval is that of the texts' own difficulty), a line for
+    each mode through its variants. Raises UsageError where matplotlib is missing or the file can't be written."""
     from hetero_ee.calibration.plot import require_matplotlib, save_picture
 
     figure = require_matplotlib().Figure(figsize=(8, 5), layout="constrained")
@@ -77,16 +78,16 @@ def save_eval_plot(results: "Sequence[ModeResult]", title: str, file: Path) -> N
         for place, speed, words in points:
             axes.annotate(words, (place.value, speed.value), (4, 4), textcoords="offset points", fontsize="small")
     emulated = "emulated " if any(each.emulated_tokens_per_s for each in results) else ""
-    axes.set(xlabel="perplexity of held-out text", ylabel=f"{emulated}tokens/s", xscale="log", ylim=(0, None))
+    axes.set(xlabel="KL divergence from full mode, nats a token", ylabel=f"{emulated}tokens/s", ylim=(0, None))
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save_picture(figure, file)
 
 
 def _points(result: "ModeResult") -> "Iterator[tuple[Estimate, Estimate, str]]":
-    """Where it is drawn, and what is written there; nowhere if its perplexity is infinite."""
-    place, speed = result.perplexity, result.emulated_tokens_per_s or result.tokens_per_s
+    """Where it is drawn, and what is written there; nowhere if it is infinitely far away."""
+    place, speed = result.kl_nats, result.emulated_tokens_per_s or result.tokens_per_s
     if place is not None and speed is not None and math.isfinite(place.value):
         yield place, speed, result.variant.detail
 

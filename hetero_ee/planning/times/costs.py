@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, fill_product, kv_bytes_per_token
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
@@ -64,6 +64,18 @@ class Costs:
             seconds += self._attention_s(part, times, m, max(seen, m))
         if placement == "disk":
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
+        return seconds
+
+    def fill_s(self, part: Part, placement: str) -> float:
+        """One token's keys and values alone, of an attention: see fill_works in runtime/work.py."""
+        times, product = self._device(placement), fill_product(self.spec, part, on_gpu=placement in ON_GPU)
+        seconds = times.matmul_s(product.layout, product.n_rows, product.n_columns, 1)
+        seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, 1) / 2
+        if placement in STREAMED:
+            return max(seconds, self.copy_s(part))
+        if placement == "disk":
+            share = product.n_bytes / part.product_bytes
+            return max(seconds, share * part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
     def split_s(self, part: Part, gpu_share: float, active_share: float, m: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from hetero_ee.planning.limits import EXIT_KV
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.steps import Step, StepTimes
 
-WAITS = EXIT_KV[0]
+WAITS, MAKES = EXIT_KV[:2]  # tokens that exit; their keys and values, of the state at the exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,19 @@ class Passes:
 def early_step(times: StepTimes, known: DepthStatistics, most: int, exit_kv: str, draft_s: float = 0.0) -> Step:
     """The average round of an early-exit mode: tokens until one passes all layers. Where nothing waits, one token.
 
-    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one. Keys and values that are
-    made up are not in it.
+    times: of `most` tokens at least. draft_s: of a draft head, where candidates come from one. Keys and
+    values that are copied cost nothing here.
     """
     passes = Passes.of(known, most, exit_kv)
     chances, exit_layers = passes.chances, known.exit_layers
     seconds = chances[0] * times.before_s(exit_layers[0]) + (draft_s if known.is_drafted else 0.0)
     for number, (exit_layer, end) in enumerate(zip(exit_layers, (*exit_layers[1:], None), strict=True)):
         seconds += chances[number] * _judging_s(times, known, number)
+        exited = chances[number] - chances[number + 1]
         if known.looks(number):
-            seconds += (chances[number] - chances[number + 1]) * times.exit_head_s(exit_layer)
+            seconds += exited * times.exit_head_s(exit_layer)
+        if exit_kv == MAKES:
+            seconds += exited * times.fill_s(exit_layer)
         for m, n_passes in enumerate(passes.batches[number + 1], 1):
             later_s = 0.0 if end is None else times.verify_s(end, m)
             seconds += n_passes * (times.verify_s(exit_layer, m) - later_s)

@@ -13,7 +13,6 @@ from hetero_ee.speculation.exits.predictor import ExitPredictor
 from hetero_ee.speculation.exits.recent_exits import N_LAST, RADIUS
 
 MAX_DRAFTS = 8  # drafts in one simulated draft-verify step
-N_ROUNDS = 4  # of working out where tokens exit by where they are judged, and the other way round
 NO_EXIT = 2.0  # a threshold that no probability reaches
 FREQUENCY = "active_share"  # ends the names of activations that say how often FFN neurons are active
 
@@ -126,6 +125,7 @@ class Calibration:
     schedule: tuple[int, ...]  # exit layers worth judging tokens at, ascending; empty where that is not known
     depths: DepthMetrics
     activations: Mapping[str, NDArray[np.float32]]  # means per token by name, see calibration/activations.py
+    specee_depths: tuple[int, ...] = ()  # tokens by depth 1..n_layers in mode specee; (): not measured
 
     def at(self, exit_layer: int) -> ExitLayerCalibration:
         """exit_layer: 1 to n_layers - 1."""
@@ -158,39 +158,27 @@ class Calibration:
         return ExitStatistics(self._source, self.n_layers, rates)
 
     def depth_statistics(self, *, is_drafted: bool) -> tuple[DepthStatistics, ...]:
-        """Of mode specee: tokens are judged at the schedule's exit layers and near the text's last exits, and exit at
-        the first that judges them from where on their gate is open. Nothing where there is no schedule.
+        """Of mode specee: tokens exit as they did without a draft head, and are judged at the schedule's exit layers
+        and near the text's last exits. Nothing where that was not measured.
 
         is_drafted: a draft head gives candidates, so that any exit layer may judge.
         """
-        if not self.schedule:
+        if not self.specee_depths:
             return ()
-        opens = np.array(self.depths.histogram) / sum(self.depths.histogram)
-        layers = range(1 if is_drafted else self.schedule[0], self.n_layers)
-        judged, exits = np.array([float(layer in self.schedule) for layer in layers]), np.zeros(0)
-        for _ in range(N_ROUNDS):
-            exits = _exits(opens, layers, judged)
-            for number, layer in enumerate(layers):
-                near = sum(exits[n] for n, other in enumerate((*layers, self.n_layers)) if abs(other - layer) <= RADIUS)
-                judged[number] = 1.0 if layer in self.schedule else 1 - max(0.0, 1 - near) ** N_LAST
-        shares = tuple(exits[:-1].tolist())
-        made = DepthStatistics("specee", self._source, tuple(layers), shares, True, is_drafted, tuple(judged.tolist()))
+        layers, n_tokens = range(1 if is_drafted else self.schedule[0], self.n_layers), sum(self.specee_depths)
+        shares = tuple(self.specee_depths[layer - 1] / n_tokens for layer in layers)
+        judged = tuple(1.0 if layer in self.schedule else self._chance_near(layer) for layer in layers)
+        made = DepthStatistics("specee", self._source, tuple(layers), shares, True, is_drafted, judged)
         return (replace(made, schedule=self.schedule),)
+
+    def _chance_near(self, exit_layer: int) -> float:
+        """That one of a text's last exits was near this exit layer."""
+        near = sum(self.specee_depths[max(0, exit_layer - RADIUS - 1) : exit_layer + RADIUS])
+        return float(1 - (1 - near / sum(self.specee_depths)) ** N_LAST)
 
     @property
     def _source(self) -> str:
         return f"calibration on {self.text.description}"
-
-
-def _exits(opens: NDArray[np.float64], layers: range, judged: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Shares of tokens that exit at each of these layers and, last, of those that never do. opens: by depth from 1 on;
-    judged: the chance of that at each layer."""
-    found, waiting = [], float(opens[: layers.start - 1].sum())
-    for layer, chance in zip(layers, judged, strict=True):
-        waiting += float(opens[layer - 1])
-        found.append(waiting * chance)
-        waiting -= found[-1]
-    return np.array([*found, waiting + float(opens[-1])])
 
 
 def _check_shares(*shares: float) -> None:

@@ -59,6 +59,26 @@ class CertifiedExit:
     bound: float  # on the mean loss, with the confidence that this set of exit layers is tested with; at most the risk
 
 
+@dataclass(frozen=True, slots=True)
+class OnPolicy:
+    """What a certificate does not promise, measured: tokens along texts that exit after one exit layer."""
+
+    risk: float
+    exit_layer: int
+    n_tokens: int  # of these texts, without each one's first
+    n_exited: int
+    n_changed: int  # that the full model would not have chosen after the same text
+
+    def __post_init__(self) -> None:
+        if self.n_tokens < 1 or not 0 <= self.n_changed <= self.n_exited <= self.n_tokens:
+            raise ValueError(f"{self.n_changed} of {self.n_exited} exits of {self.n_tokens} tokens are changed")
+
+    @property
+    def changed(self) -> float:
+        """The share of all tokens."""
+        return self.n_changed / self.n_tokens
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Certificate:
     """Of each token judged, at each exit layer: how sure the exit was, and whether it was right. Tokens lie prompt by
@@ -72,6 +92,7 @@ class Certificate:
     prompt_lengths: NDArray[np.uint16]  # (n_prompts,) tokens
     n_tokens: NDArray[np.uint16]  # (n_prompts,): judged of each, 0 where its text ended at once
     judgements: NDArray[np.uint8]  # (sum of n_tokens, n_exit_layers): level x 2, + 1 where it was right
+    on_policy: tuple[OnPolicy, ...] = ()  # by risk
 
     def __post_init__(self) -> None:
         shape = (int(self.n_tokens.sum()), len(self.exit_layers))

@@ -18,7 +18,6 @@ from hetero_ee.runtime.choice import all_finite
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
 
 MAX_DECAY = 1000.0
@@ -36,18 +35,9 @@ class CalmPolicy:
         require_number("threshold", self.threshold, 0, 1)
         require_number("decay", self.decay, 0, MAX_DECAY)
 
-    @property
-    def name(self) -> str:
-        return "calm"
-
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_CalmJudge":
         """See ExitPolicy."""
         return _CalmJudge(executor, sampler, self)
-
-
-def calm(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> CalmPolicy:
-    """The policy as it is where nobody says otherwise."""
-    return CalmPolicy(ends)
 
 
 def margin(logits: Tensor) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import UsageError, shown
-from hetero_ee.runtime.drafted import Drafted, DraftEnd
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 
@@ -39,6 +39,23 @@ class HeadJudge:
         """t / N: tokens of the text that are there, 0 to 1 of the most that there may be."""
         n_tokens = len(text.token_ids) - text.n_prompt_tokens
         return n_tokens / max(1, n_tokens + self._sampler.n_left(text))
+
+
+class ThresholdJudge(HeadJudge):
+    """A token exits where its confidence reaches the threshold."""
+
+    def __init__(
+        self, executor: Executor, sampler: DraftSampler, ends: Mapping[int, DraftEnd], threshold: float
+    ) -> None:
+        super().__init__(executor, sampler, ends)
+        self._threshold = threshold
+
+    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
+        found = self.drafted(exit_layer, hidden, texts)
+        return [  # a confidence of NaN reaches no threshold
+            each.token_id if each.token_id != NO_TOKEN and each.confidence >= self._threshold else None
+            for each in found
+        ]
 
 
 def require_number(name: str, value: object, low: float, high: float) -> None:

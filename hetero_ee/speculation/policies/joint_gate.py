@@ -3,19 +3,16 @@
 Source: JEI-DNN (arXiv 2310.09163, section 3); see calibration/gate_fitting.py for what is theirs and what is not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import UsageError
-from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
+from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits.predictor import ExitConfidence
-from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
+from hetero_ee.speculation.policies.head_judge import ThresholdJudge, require_number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,13 +25,9 @@ class JointGatePolicy:
     def __post_init__(self) -> None:
         require_number("threshold", self.threshold, 0, 1)
 
-    @property
-    def name(self) -> str:
-        return "joint-gate"
-
-    def judging(self, executor: Executor, sampler: DraftSampler) -> "_JointGateJudge":
+    def judging(self, executor: Executor, sampler: DraftSampler) -> ThresholdJudge:
         """See ExitPolicy."""
-        return _JointGateJudge(executor, sampler, self)
+        return ThresholdJudge(executor, sampler, self.ends, self.threshold)
 
 
 def joint_gate(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> JointGatePolicy:
@@ -51,16 +44,3 @@ def _gated(calibration: Calibration, exit_layer: int, end: DraftEnd) -> DraftEnd
         )
     compiled = isinstance(end.judge, ExitConfidence) and end.judge.is_compiled
     return replace(end, judge=ExitConfidence(gate, compiled=compiled))
-
-
-class _JointGateJudge(HeadJudge):
-    def __init__(self, executor: Executor, sampler: DraftSampler, policy: JointGatePolicy) -> None:
-        super().__init__(executor, sampler, policy.ends)
-        self._threshold = policy.threshold
-
-    def judge(self, exit_layer: int, hidden: Tensor, texts: Sequence[Text]) -> list[int | None]:
-        found = self.drafted(exit_layer, hidden, texts)
-        return [  # a confidence of NaN reaches no threshold
-            token_id if token_id != NO_TOKEN and confidence >= self._threshold else None
-            for token_id, confidence in found
-        ]

@@ -16,7 +16,6 @@ from hetero_ee.planning.limits import is_whole
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.policies.head_judge import HeadJudge
 
 MAX_PATIENCE = 1000
@@ -33,18 +32,9 @@ class PatiencePolicy:
         if not is_whole(self.patience, 1, MAX_PATIENCE):
             raise UsageError(f"patience is {shown(self.patience)}; expected a whole number from 1 to {MAX_PATIENCE}.")
 
-    @property
-    def name(self) -> str:
-        return "patience"
-
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_PatienceJudge":
         """See ExitPolicy."""
         return _PatienceJudge(executor, sampler, self)
-
-
-def patience(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> PatiencePolicy:
-    """The policy as it is where nobody says otherwise."""
-    return PatiencePolicy(ends)
 
 
 class _PatienceJudge(HeadJudge):

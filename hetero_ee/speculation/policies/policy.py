@@ -34,11 +34,6 @@ class ExitJudge(Protocol):
 class ExitPolicy(Protocol):
     """One model's, for all its texts."""
 
-    @property
-    def name(self) -> str:
-        """The mode's."""
-        ...
-
     def judging(self, executor: Executor, sampler: DraftSampler) -> ExitJudge:
         """For the texts of one call. Raises UsageError where they are sampled as the policy can't judge them."""
         ...

@@ -15,7 +15,6 @@ from hetero_ee.decoding.texts import Text
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
 
 
@@ -29,18 +28,9 @@ class QExitPolicy:
     def __post_init__(self) -> None:
         require_number("quantile", self.quantile, 0, 1)
 
-    @property
-    def name(self) -> str:
-        return "q-exit"
-
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_QExitJudge":
         """See ExitPolicy."""
         return _QExitJudge(executor, sampler, self)
-
-
-def q_exit(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> QExitPolicy:
-    """The policy as it is where nobody says otherwise."""
-    return QExitPolicy(ends)
 
 
 class _QExitJudge(HeadJudge):

@@ -16,7 +16,6 @@ from hetero_ee.errors import UsageError
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
-from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.policies.head_judge import HeadJudge, require_number
 
 
@@ -34,18 +33,9 @@ class SkipDecodePolicy:
         if self.last > self.first:
             raise UsageError(f"last is {self.last:g}, more than first, {self.first:g}; depths have to fall.")
 
-    @property
-    def name(self) -> str:
-        return "skipdecode"
-
     def judging(self, executor: Executor, sampler: DraftSampler) -> "_SkipDecodeJudge":
         """See ExitPolicy."""
         return _SkipDecodeJudge(executor, sampler, self)
-
-
-def skipdecode(calibration: Calibration, ends: Mapping[int, DraftEnd]) -> SkipDecodePolicy:
-    """The policy as it is where nobody says otherwise."""
-    return SkipDecodePolicy(ends)
 
 
 class _SkipDecodeJudge(HeadJudge):

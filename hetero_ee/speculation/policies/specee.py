@@ -36,8 +36,6 @@ class SpecEE:
     """heads: of the exit layers that may judge; schedule: those that always do; draft: where candidates come from,
     None for the first layer that judges."""
 
-    name = "specee"
-
     def __init__(
         self, heads: ExitHeads, schedule: Sequence[int], n_layers: int, draft: DraftCandidates | None = None
     ) -> None:

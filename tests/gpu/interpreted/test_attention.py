@@ -121,6 +121,7 @@ SHAPES = [(1, 1, 8), (2, 3, 20), (1, 8, 64), (3, 2, 12), (1, 5, 16), (2, 4, 80),
 MIXED = [(0, 69), (1, 0), (2, 32), (0, 63), (0, 64)]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", SHAPES)
 def test_accurate_for_every_shape(heads: tuple[int, int, int], window: int | None) -> None:
@@ -139,6 +140,7 @@ def test_accurate_for_every_kind_and_fp16_output_is_rounded(kind: str) -> None:
     assert_same_bits(mixed.attend(pages, dtype=torch.float16), found.half())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_length_from_1_to_70(window: int | None) -> None:
     lengths = case(2, "fp16", (1, 2, 8), window, [70], [(0, position) for position in range(70)])
@@ -146,6 +148,7 @@ def test_every_length_from_1_to_70(window: int | None) -> None:
     assert lengths.fits(lengths.attend(pages), pages)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [None, 100, 300, 1000])
 def test_contexts_of_several_parts(window: int | None) -> None:
     lengths = [3 * PART_TOKENS - 5, PART_TOKENS, PART_TOKENS + 1]
@@ -154,6 +157,7 @@ def test_contexts_of_several_parts(window: int | None) -> None:
     assert long.fits(long.attend(pages), pages)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_depend_on_the_row_alone(kind: str) -> None:
     """Neither on m nor on the other rows, the order of pages, the longest context or what the workspace held."""
@@ -168,6 +172,7 @@ def test_bits_depend_on_the_row_alone(kind: str) -> None:
         assert_same_bits(mixed.attend(others, some, workspace=workspace), whole[some])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_moves_no_block_s_edge(kind: str) -> None:
     """Positions before the window, made to weigh exactly 0, may as well be seen."""
@@ -255,6 +260,7 @@ def test_a_neighbour_s_scale_is_caught(part: int) -> None:
 SHARING = [("fp32", (1, 1, 8)), ("fp16", (1, 2, 12)), ("int8", (1, 1, 12)), ("int8", (2, 2, 8))]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("kind", "heads"), SHARING)
 def test_rows_that_share_a_program_have_the_bits_of_one_row(
@@ -301,6 +307,7 @@ def test_a_page_beyond_32_bits_of_elements() -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("heads", [(2, 1, 16), (1, 2, 8), (1, 4, 16), (1, 3, 8)])
 def test_a_prompts_rows_have_the_bits_of_one_row(heads: tuple[int, int, int], window: int | None) -> None:

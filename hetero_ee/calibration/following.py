@@ -1,0 +1,45 @@
+"""Texts that go on from prompts in an early-exit mode, and what their tokens do, counted."""
+
+from collections.abc import Sequence
+
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.texts import Ending
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.early_exit import EarlyExits, generate_early
+from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
+from hetero_ee.speculation.exits.calibration import Calibration
+from hetero_ee.speculation.policies.exit_head import exit_heads
+from hetero_ee.speculation.policies.policy import ExitPolicy
+from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.weights.model_weights import UNQUANTIZED
+
+MAX_WAITING = 7  # tokens of such a text
+N_TEXTS, PROMPT_TOKENS, NEW_TOKENS = 16, 16, 64  # of mode specee
+
+
+def followed(
+    executor: Executor, ending: Ending, policy: ExitPolicy, prompts: Sequence[Chunk], params: SamplingParams
+) -> tuple[list[list[int]], ExitStatistics]:
+    """The texts, prompts included, with exact keys and values; they share every pass."""
+    texts, counts = [[*prompt] for prompt in prompts], ExitCounts()
+    exits = EarlyExits(policy, "lazy", MAX_WAITING)
+    asked = [[*prompt] for prompt in prompts]
+    for token in generate_early(executor, asked, params, ending, lambda ids: "", lambda: 0.0, exits, counts):
+        texts[token.sequence].append(token.token_id)
+    return texts, counts.statistics(executor.spec.n_layers)
+
+
+def specee_depths(
+    executor: Executor, ending: Ending, calibration: Calibration, chunks: Sequence[Chunk]
+) -> tuple[int, ...]:
+    """Tokens by the layers that they passed, 1 to all, in mode specee without a draft head; () where it has no exit
+    layers. chunks: whose beginnings the texts go on from."""
+    if not calibration.schedule:
+        return ()
+    n_layers, schedule = calibration.n_layers, calibration.schedule
+    heads = exit_heads(calibration, range(schedule[0], n_layers), compiled=executor.weights.quantizer != UNQUANTIZED)
+    prompts = [chunk[:PROMPT_TOKENS] for chunk in chunks[:N_TEXTS]]
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    _, found = followed(executor, ending, SpecEE(heads, schedule, n_layers), prompts, params)
+    return found.depths[1:] if found.n_tokens else ()

@@ -1,0 +1,55 @@
+"""Prompts: what a model goes on from, as callers give it and as token ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from hetero_ee.errors import UsageError, shown
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.limits import is_whole
+from hetero_ee.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]  # text, or token ids
+PromptList = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
+
+
+def listed(prompt: Prompt | PromptList) -> tuple[list[Prompt], bool]:
+    """Each prompt, and whether it was one, not a list. Raises UsageError."""
+    given: Any = prompt
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray) or (not given and given != ""):
+        raise UsageError(f"prompt is {shown(given)}; expected text, a list of token ids, or a list of several.")
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [cast(Prompt, given)] if is_one else list(given), is_one
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Reads prompts for one model."""
+
+    tokenizer: Tokenizer
+    spec: ModelSpec
+
+    def ids(self, prompt: Prompt, most_tokens: int) -> list[int]:
+        """Its token ids, fewer than the most_tokens that a context holds. Raises UsageError."""
+        ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        if len(ids) >= most_tokens:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens and the context holds {most_tokens}, one of them new; "
+                f"shorten it or raise the context size (this model's own is {self.spec.max_context_tokens})."
+            )
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        if not text:
+            raise UsageError("the prompt is empty; give some text to go on from.")
+        ids = self.tokenizer.encode(text)
+        if not ids:
+            raise UsageError(f"the prompt {shown(text)} has no token this model knows; give other text.")
+        return ids
+
+    def _checked(self, given: list[int]) -> list[int]:
+        ids = list(given) if isinstance(given, list | tuple) else []
+        if not ids or not all(is_whole(each, 0, self.spec.vocab_size - 1) for each in ids):
+            expected = f"text, or a list of token ids from 0 to {self.spec.vocab_size - 1}"
+            raise UsageError(f"prompt is {shown(given)}; expected {expected}.")
+        return ids
