@@ -222,7 +222,7 @@ def test_an_early_exit_mode_scores_with_exits(converted_demo: None) -> None:
         mode = EngineMode(engine, emulates=True)
         text = engine.generate("Once upon a time", max_new_tokens=16).token_ids
         depths = [depth for _, depth in mode.score([1, *text], 1)]
-        ids = engine._encoded("Once upon a time")
+        ids = engine._tokenizer.encode("Once upon a time")
         written = mode.generate(ids, SamplingParams(max_new_tokens=40, ignore_eos=True))
         spoilt = [7 if place in (5, 20) else token_id for place, token_id in enumerate(written.token_ids)]
         written = replace(written, token_ids=tuple(spoilt))

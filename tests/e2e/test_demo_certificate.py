@@ -68,7 +68,10 @@ def test_a_token_is_changed_where_the_full_model_would_choose_another(certificat
         assert engine.calibrations is not None
         calibration, executor = engine.calibrations.find(), engine.executor
         assert calibration is not None
-        ending, prompts = engine._ending(executor), [tuple(engine._encoded(each)) for each in ("Once upon", "The dog")]
+        ending, prompts = (
+            engine._ending(executor),
+            [tuple(engine._tokenizer.encode(each)) for each in ("Once upon", "The dog")],
+        )
         run = CertificateRun(executor, ending, calibration, None, lambda: 0.0)
         found = [*run._on_policy(certificate, by_group(prompts))][-1]
         allowed = certificate.certified_exit([6], 0.05)

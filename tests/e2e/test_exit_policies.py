@@ -9,7 +9,7 @@ from hetero_ee import Engine
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending
-from hetero_ee.speculation.early_exit import EarlyExits, generate_early
+from hetero_ee.speculation.early_exit import EarlyExits, generate_early, score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.exits_opening import POLICIES, PolicyRequest
 
@@ -25,15 +25,18 @@ def engine(demo: Any) -> Iterator[Engine]:
         yield engine
 
 
-def texts_of(engine: Engine, mode: str, prompts: list[str], **sampling: Any) -> tuple[list[list[int]], ExitStatistics]:
+def exits_of(engine: Engine, mode: str) -> EarlyExits:
     assert engine.calibrations is not None
     calibration = engine.calibrations.find()
     assert calibration is not None
     plan: Any = type("Plan", (), {"exit_layers": ()})
-    policy = POLICIES[mode](PolicyRequest(calibration, plan, compiled=True))
+    return EarlyExits(POLICIES[mode](PolicyRequest(calibration, plan, compiled=True)), "lazy", 16)
+
+
+def texts_of(engine: Engine, mode: str, prompts: list[str], **sampling: Any) -> tuple[list[list[int]], ExitStatistics]:
     counts, params = ExitCounts(), SamplingParams(N_NEW, ignore_eos=True).changed(**sampling)
     ending, ids = Ending(frozenset(), engine.context_tokens), [engine._tokenizer.encode(prompt) for prompt in prompts]
-    exits = EarlyExits(policy, "lazy", 16)
+    exits = exits_of(engine, mode)
     found: list[GeneratedToken] = [
         *generate_early(engine.executor, ids, params, ending, lambda ids: "", lambda: 0.0, exits, counts)
     ]
@@ -48,6 +51,17 @@ def test_tokens_exit_and_texts_of_a_batch_are_what_they_are_alone(engine: Engine
     assert statistics.n_exited > 0.1 * statistics.n_tokens
     assert statistics.mean_depth < engine.spec.n_layers - 0.5
     assert texts_of(engine, mode, PROMPTS[:1])[0] == together[:1]
+
+
+@pytest.mark.parametrize("mode", ["calm", "skipdecode"])
+def test_a_text_is_scored_as_it_was_made(engine: Engine, mode: str) -> None:
+    """Where exits go by how far a text is."""
+    [text], statistics = texts_of(engine, mode, PROMPTS[:1])
+    ids = engine._tokenizer.encode(PROMPTS[0])
+    scored = [*score_early(engine.executor, [*ids, *text], len(ids), exits_of(engine, mode), ExitCounts())]
+    assert [int(logits.argmax()) for logits, _ in scored] == text
+    depths = [depth for _, depth in scored[1:]]
+    assert tuple(map(depths.count, range(engine.spec.n_layers + 1))) == statistics.depths
 
 
 @pytest.mark.parametrize("mode", NEIGHBOURS)

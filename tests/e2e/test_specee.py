@@ -112,7 +112,10 @@ def test_followed_texts_are_those_of_one_at_a_time(engine: Engine) -> None:
     calibration = engine.calibrations.find_or_warn(pytest.fail)  # type: ignore[union-attr]
     assert calibration is not None
     executor, n_layers = engine.executor, engine.spec.n_layers
-    chunks, ending = [tuple(engine._encoded(each)) for each in (PROMPT, "The dog")], engine._ending(engine.executor)
+    chunks, ending = (
+        [tuple(engine._tokenizer.encode(each)) for each in (PROMPT, "The dog")],
+        engine._ending(engine.executor),
+    )
     policy = SpecEE(exit_heads(calibration, range(4, n_layers), compiled=True), calibration.schedule, n_layers)
     alone = np.zeros(n_layers + 1, int)
     for chunk in chunks:
