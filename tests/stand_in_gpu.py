@@ -32,7 +32,7 @@ class StandInGpu:
 
     def __init__(
         self,
-        driver_bytes: int = 2**28,
+        driver_bytes: int = 2**25,
         usable_bytes: int | None = None,
         l2_bytes: int = 2**16,
         fail: str = "",

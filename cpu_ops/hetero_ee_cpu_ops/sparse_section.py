@@ -30,7 +30,7 @@ from hetero_ee_cpu_ops.row_unit import (
     weigh_pair,
 )
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
-from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
+from hetero_ee_cpu_ops.simd.bytes import prefetch, prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     load16,
     load_lanes,
@@ -91,8 +91,10 @@ def _next_block(arguments: int, block: int, end: int, rows: int) -> Any:
             write_integer(neuron, rows + 8 * count)
             count += is_active
         block += 1
-    for at in range(count, BLOCK if count else 0):
-        write_integer(word(rows, count - 1), rows + 8 * at)
+    if count:
+        last = word(rows, count - 1)
+        for at in range(count, BLOCK):
+            write_integer(last, rows + 8 * at)
     return count, block
 
 
@@ -115,6 +117,9 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
         neuron = word(frame + NOW, at)
         codes = word(arguments, UP + CODES) + neuron * UNIT_BYTES * n_units
         scales = word(arguments, UP + SCALES) + neuron * 4 * n_units
+        soon = word(frame + NOW, min(at + 2, BLOCK - 1))
+        scales_soon = word(arguments, UP + SCALES) + soon * 4 * n_units
+        soon = word(arguments, UP + CODES) + soon * UNIT_BYTES * n_units
         down = word(arguments, DOWN + CODES) + neuron * UNIT_BYTES * n_units
         down_scales = word(arguments, DOWN + SCALES) + neuron * 4 * n_units
         x = word(arguments, INPUT_CODES) + stride * first
@@ -123,8 +128,10 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
         for start in range(0, n_units, STRIP_UNITS):
             if first == 0:
                 prefetch_far(down_scales + 4 * start)
+                prefetch(scales_soon + 4 * start)
                 for line in range(4):
                     prefetch_far(down + UNIT_BYTES * start + 64 * line)
+                    prefetch(soon + UNIT_BYTES * start + 64 * line)
             weights = _scales(scales + 4 * start, word(arguments, UP + SCALES_END))
             for token in range(len(tokens)):
                 inputs = load16(x_scales + token * scales_stride + 8 * start, F32)
@@ -216,9 +223,11 @@ def _clear(address: int, n_bytes: int) -> None:
 
 @compiled(nogil=True)
 def _pair_of_one(sums: Any, arguments: int, lines: int, here: int, weights: int) -> Any:
-    """Adds a pair of rows to sums, and asks for what lies there in two rows of the next block."""
+    """Adds a pair of rows to sums, and asks for what lies there four pairs on, and in two rows of the next block."""
     prefetch_far(word(lines, AHEAD // 8) + here)
     prefetch_far(word(lines, AHEAD // 8 + 1) + here)
+    prefetch(word(lines, 8) + here)
+    prefetch(word(lines, 9) + here)
     table = word(arguments, DOWN + TABLE)
     return add_pair(sums, word(lines, 0) + here, word(lines, 1) + here, table, weights)
 
