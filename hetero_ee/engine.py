@@ -25,14 +25,7 @@ from hetero_ee.runtime.devices.timeline import Span
 from hetero_ee.runtime.devices.traffic import TextTraffic
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement
-from hetero_ee.runtime.placement_request import (
-    FindProfile,
-    PlacementRequest,
-    requested_folder,
-    requested_limits,
-    requested_plan,
-    requested_profile,
-)
+from hetero_ee.runtime.placement_request import FindProfile, PlacementRequest
 from hetero_ee.runtime.text_meter import TextMeter
 from hetero_ee.sparsity.job import SparsityOutcome, calibrate_sparsity
 from hetero_ee.sparsity.request import SparsityRequest
@@ -142,16 +135,8 @@ class Engine:
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
         pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
-        asked_limits, limits_name = requested_limits(limits, pins, emulates=emulate)
-        request = PlacementRequest(
-            plan=requested_plan(plan),
-            limits=asked_limits,
-            limits_name=limits_name,
-            profile=requested_profile(profile),
-            draft_head=requested_folder(draft_head),
-            emulates=emulate,
-            traces=traces,
-            context_tokens=context_tokens,
+        request = PlacementRequest.asked(
+            plan, limits, pins, profile, draft_head, emulates=emulate, traces=traces, context_tokens=context_tokens
         )
         folder = model_folder(model, cache_folder(), revision=revision, offline=offline, progress=tell)
         threads = running_threads(threads, tell)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hetero_ee.config.settings import AUTO, OFF, read_settings
 from hetero_ee.errors import UsageError, shown
@@ -37,6 +37,32 @@ class PlacementRequest:
     emulates: bool
     traces: bool
     context_tokens: int
+
+    @classmethod
+    def asked(
+        cls,
+        plan: Plan | str | Path | None,
+        limits: Limits | None,
+        pins: Mapping[str, Any],
+        profile: AskedProfile | Path | None,
+        draft_head: str | Path | None,
+        *,
+        emulates: bool,
+        traces: bool,
+        context_tokens: int,
+    ) -> Self:
+        """Of arguments of Engine.from_pretrained; pins: those that `limits` may hold in their place."""
+        asked_limits, name = _limits(limits, pins, emulates=emulates)
+        return cls(
+            plan=_plan(plan),
+            limits=asked_limits,
+            limits_name=name,
+            profile=_profile(profile),
+            draft_head=_folder(draft_head),
+            emulates=emulates,
+            traces=traces,
+            context_tokens=context_tokens,
+        )
 
     def __post_init__(self) -> None:
         if not isinstance(self.emulates, bool):
@@ -123,7 +149,7 @@ class PlacementRequest:
             )
 
 
-def requested_limits(limits: Limits | None, pins: Mapping[str, Any], *, emulates: bool) -> tuple[Limits | None, str]:
+def _limits(limits: Limits | None, pins: Mapping[str, Any], *, emulates: bool) -> tuple[Limits | None, str]:
     """Limits as they were given, or made of those arguments of Engine.from_pretrained that are not None; and the name
     of the argument, the first of several. On this machine, threads are those that can run. Raises UsageError."""
     if limits is not None and not isinstance(limits, Limits):
@@ -153,7 +179,7 @@ def _limit(name: str, value: Any) -> tuple[str, Any]:
     return f"{name}_bytes", int(value * GIB)
 
 
-def requested_profile(profile: AskedProfile | Path | None) -> AskedProfile:
+def _profile(profile: AskedProfile | Path | None) -> AskedProfile:
     """The profile, read where it is named; None: as the settings say. Raises UsageError."""
     if profile is None:
         setting: str = read_settings().value("profile")
@@ -168,7 +194,7 @@ def requested_profile(profile: AskedProfile | Path | None) -> AskedProfile:
     return profile
 
 
-def requested_plan(plan: Plan | str | Path | None) -> Plan | None:
+def _plan(plan: Plan | str | Path | None) -> Plan | None:
     """The plan, read where it is a file. Raises UsageError."""
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -177,7 +203,7 @@ def requested_plan(plan: Plan | str | Path | None) -> Plan | None:
     return Plan.load(Path(plan))
 
 
-def requested_folder(draft_head: str | Path | None) -> Path | None:
+def _folder(draft_head: str | Path | None) -> Path | None:
     """Where a draft head that was named lies. Raises UsageError where no folder is there."""
     if draft_head is None:
         return None
