@@ -57,7 +57,8 @@ WEIGHT_BYTES = PAIRS * FACTOR_BYTES  # of a token in 16 groups
 OFFSET_BYTES = PAIRS // PAIRS_A_SUM * FACTOR_BYTES
 NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
 AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order
-RESULT = 32 * BLOCK
+CURSOR = 32 * BLOCK  # which of them is asked for, its next strip; strips in a step
+RESULT = CURSOR + 32
 HIDDEN = RESULT + 32
 FACTORS = HIDDEN + PASS_TOKENS * PRODUCTS
 DOTS = FACTORS + PASS_TOKENS * FACTOR_BYTES
@@ -129,8 +130,9 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
             if first == 0:
                 prefetch_far(down_scales + 4 * start)
                 prefetch(scales_soon + 4 * start)
-                for line in range(4):
+                for line in range(0, 4, 2):
                     prefetch_far(down + UNIT_BYTES * start + 64 * line)
+                for line in range(4):
                     prefetch(soon + UNIT_BYTES * start + 64 * line)
             weights = _scales(scales + 4 * start, word(arguments, UP + SCALES_END))
             for token in range(len(tokens)):
@@ -222,10 +224,23 @@ def _clear(address: int, n_bytes: int) -> None:
 
 
 @compiled(nogil=True)
+def _ask(frame: int, n_strips: int) -> None:
+    """Asks for some more strips of the next block's rows, row after row: as memory has them, its prefetcher helps."""
+    row, strip = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
+    for _ in range(word(frame + CURSOR, 2)):
+        at = word(frame + LINES + AHEAD, min(row, BLOCK - 1)) + UNIT_BYTES * STRIP_UNITS * strip
+        for line in range(0, UNIT_BYTES * STRIP_UNITS, 64):
+            prefetch_far(at + line)
+        strip += 1
+        is_next = strip == n_strips
+        row, strip = row + is_next, 0 if is_next else strip
+    write_integer(row, frame + CURSOR)
+    write_integer(strip, frame + CURSOR + 8)
+
+
+@compiled(nogil=True)
 def _pair_of_one(sums: Any, arguments: int, lines: int, here: int, weights: int) -> Any:
-    """Adds a pair of rows to sums, and asks for what lies there four pairs on, and in two rows of the next block."""
-    prefetch_far(word(lines, AHEAD // 8) + here)
-    prefetch_far(word(lines, AHEAD // 8 + 1) + here)
+    """Adds a pair of rows to sums, and asks for what lies there four pairs on."""
     prefetch(word(lines, 8) + here)
     prefetch(word(lines, 9) + here)
     table = word(arguments, DOWN + TABLE)
@@ -236,6 +251,7 @@ def _pair_of_one(sums: Any, arguments: int, lines: int, here: int, weights: int)
 def _pairs_of_one(cells: Any, arguments: int, frame: int, pair: int, n_pairs: int, unit: int) -> None:
     """Adds the pairs of rows from `pair` on, four at most, in len(cells) / 2 units from `unit` on: the only token's."""
     here, at = UNIT_BYTES * unit, unit % STRIP_UNITS
+    _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS)
     weights, lines = frame + WEIGHTS + FACTOR_BYTES * pair + 8 * at, frame + LINES + 16 * pair
     sums = start_sums(cells, frame + OFFSETS + FACTOR_BYTES * (pair // PAIRS_A_SUM) + 8 * at)
     n = min(n_pairs - pair, PAIRS_A_SUM)
@@ -272,9 +288,9 @@ def _units_of_many(cells: Any, arguments: int, frame: int, count: int, unit: int
     for pair in range(n_pairs):
         lines, unpacked = frame + LINES + 16 * pair, frame + UNPACKED + PAIR_BYTES * pair
         first, second = word(lines, 0) + UNIT_BYTES * unit, word(lines, 1) + UNIT_BYTES * unit
-        prefetch_far(word(lines, AHEAD // 8) + UNIT_BYTES * unit)
-        prefetch_far(word(lines, AHEAD // 8 + 1) + UNIT_BYTES * unit)
         unpack_pair(cells, first, second, table, unpacked)
+        if pair % PAIRS_A_SUM == 0:
+            _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS)
     out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
     for token in range(word(arguments, N_TOKENS)):
         weights, offsets = (
@@ -313,15 +329,17 @@ def _block(arguments: int, frame: int, count: int, following: int) -> None:
     for at in range(BLOCK):
         write_integer(codes + word(frame + NOW, at) * row_bytes, frame + LINES + 8 * at)
         write_integer(ahead + word(frame + NEXT, at) * row_bytes, frame + LINES + AHEAD + 8 * at)
+    n_asked = following * ((n_units + STRIP_UNITS - 1) // STRIP_UNITS)
+    n_steps = ((count + 2 * PAIRS_A_SUM - 1) // (2 * PAIRS_A_SUM)) * ((n_units + 1) // 2)
+    write_integer(0, frame + CURSOR)
+    write_integer(0, frame + CURSOR + 8)
+    write_integer((n_asked + n_steps - 1) // n_steps, frame + CURSOR + 16)
     for start in range(0, n_units, STRIP_UNITS):
         for token in range(n_tokens):
             _weigh(arguments, frame, count, token, start)
         end = min(start + STRIP_UNITS, n_units)
         for at in range(following):
             prefetch_far(scales_ahead + word(frame + NEXT, at) * scale_bytes + 4 * start)
-        for at in range(count, following):
-            for line in range(UNIT_BYTES * start, UNIT_BYTES * end, 64):
-                prefetch_far(word(frame + LINES + AHEAD, at) + line)
         if n_tokens == 1:
             _strip_of_one(arguments, frame, count, start, end)
         else:
