@@ -130,9 +130,8 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
             if first == 0:
                 prefetch_far(down_scales + 4 * start)
                 prefetch(scales_soon + 4 * start)
-                for line in range(0, 4, 2):
-                    prefetch_far(down + UNIT_BYTES * start + 64 * line)
                 for line in range(4):
+                    prefetch_far(down + UNIT_BYTES * start + 64 * line)
                     prefetch(soon + UNIT_BYTES * start + 64 * line)
             weights = _scales(scales + 4 * start, word(arguments, UP + SCALES_END))
             for token in range(len(tokens)):
