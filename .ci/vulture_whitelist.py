@@ -34,4 +34,4 @@ vram_bytes  # of a profile's machine: another card's memory makes the profile fo
 
 # For sparsity, which follows.
 _.neuron_frequencies
-SparseFfn, _.from_section
+_.from_section
