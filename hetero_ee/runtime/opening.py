@@ -23,6 +23,7 @@ from hetero_ee.runtime.growth import Growth
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -74,11 +75,11 @@ def open_on_cpu(
     *,
     cache: CpuKvCache | None = None,
 ) -> HostExecutor:
-    """What runs these weights: the CPU kernels where they are in tiles, the reference for others. To be closed.
+    """What runs these weights: the CPU kernels where they are quantized, the reference for others. To be closed.
 
     cache: of some layers alone, see HostExecutor.
     """
-    if not _are_tiles(weights):
+    if not all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values()):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder(), progress)
     from hetero_ee.runtime.executors.cpu import (  # the kernels look where to be cached when imported
