@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.core.registry import cpu_target
 
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.runtime.batch import Batch
@@ -24,7 +25,7 @@ from hetero_ee.weights.random_weights import random_weights
 from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.kv_table import DTYPES, SequenceCache, kv_table
-from hetero_ee_cpu_ops.simd.bytes import zeros
+from hetero_ee_cpu_ops.simd.bytes import target_has, zeros
 from hetero_ee_cpu_ops.simd.tuples import add_products, store_tile
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
@@ -34,12 +35,21 @@ PROMPTS = ((128, 1), (2048, 1), (2048, 4))  # context, query heads a key head
 PROMPT_TOKENS = 128
 KAPPA_TOKENS, KAPPA_CONTEXT, KAPPA_LAYERS = (1, 2, 4, 8, 16), 2048, 3
 ROWS, CELLS, F32 = (0,) * 2, (0,) * 4, np.float32(0)  # a tile that registers hold on every target
-FMA_STEPS, FMA_CHAINS = 20_000, 3
+FMA_STEPS = 20_000
 
 
 @compiled
-def _multiply_adds(address: int, n: int) -> None:
-    """n times twelve multiply-adds of 16 lanes that wait for nothing but themselves."""
+def _four_chains(address: int, n: int) -> None:
+    """n times four multiply-adds of 16 lanes that wait for nothing but themselves: 8 of AVX2's 16 registers."""
+    totals = zeros(CELLS)
+    for _ in range(n):
+        totals = add_products(totals, ROWS, address, 64, address + 128, 64, F32)
+    store_tile(totals, ROWS, address + 512, 128)
+
+
+@compiled
+def _twelve_chains(address: int, n: int) -> None:
+    """The same with twelve, 12 of AVX-512's 32 registers."""
     a, b, c = zeros(CELLS), zeros(CELLS), zeros(CELLS)
     for _ in range(n):
         a = add_products(a, ROWS, address, 64, address + 128, 64, F32)
@@ -72,9 +82,11 @@ def attention_metrics(threads: int, passes: int) -> dict[str, Any]:
 
 def fma_gflops_of_one_thread() -> float:
     data = np.zeros(512, np.float32)
-    _multiply_adds(data.ctypes.data, 1)
-    seconds = median_s([lambda: _multiply_adds(data.ctypes.data, FMA_STEPS)], 20)
-    return FMA_CHAINS * len(CELLS) * 32 * FMA_STEPS / seconds / 1e9
+    is_wide = target_has(cpu_target.target_context, "avx512f")
+    multiply_adds, n = (_twelve_chains, 12) if is_wide else (_four_chains, 4)
+    multiply_adds(data.ctypes.data, 1)
+    seconds = median_s([lambda: multiply_adds(data.ctypes.data, FMA_STEPS)], 20)
+    return n * 32 * FMA_STEPS / seconds / 1e9
 
 
 def decode_gbps(pool: ThreadPool, memory: Any, kind: str, group: int, context: int, passes: int) -> float:
