@@ -11,23 +11,19 @@ import numpy as np
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.row_unit import (
-    PAIR_BYTES,
-    PAIRS_A_SUM,
+    QUAD_BYTES,
     UNIT_INPUT_BYTES,
-    add_pair,
+    add_quad,
     add_unit,
-    add_unpacked_pair,
-    add_wide,
+    add_unpacked_quad,
     finish_sums,
-    finish_wide,
-    keep_wide,
     larger,
     start_sums,
     step_size,
     steps_a_unit,
     store_offsets,
-    unpack_pair,
-    weigh_pair,
+    unpack_quad,
+    weigh_quad,
 )
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import prefetch, prefetch_far, word, zeros
@@ -42,19 +38,20 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.simd.tuples import store_sums
+from hetero_ee_cpu_ops.simd.tuples import load_tile, store_sums
 
 BLOCK = 64  # neurons whose weights share their steps
 PASS_TOKENS = 8  # their rows are read once; more pass after pass
 STRIP_GROUPS = 16  # a register of scales
 STRIP_UNITS = STRIP_GROUPS // 2
+AHEAD_BYTES = 64  # of a row of down, asked for into the first level
+FOUR = (0,) * 4
 F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
 # Offsets in a chunk's frame, in bytes.
 PRODUCTS = 64 * 4  # bytes of one token's h in a block
 FACTOR_BYTES = 4 * STRIP_GROUPS
-PAIRS = BLOCK // 2
-WEIGHT_BYTES = PAIRS * FACTOR_BYTES  # of a token in 16 groups
-OFFSET_BYTES = PAIRS // PAIRS_A_SUM * FACTOR_BYTES
+QUADS = BLOCK // 4
+WEIGHT_BYTES = QUADS * FACTOR_BYTES  # of a token in 16 groups
 NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
 AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order
 CURSOR = 32 * BLOCK  # which of them is asked for, its next strip; strips in a step
@@ -62,11 +59,10 @@ RESULT = CURSOR + 32
 HIDDEN = RESULT + 32
 FACTORS = HIDDEN + PASS_TOKENS * PRODUCTS
 DOTS = FACTORS + PASS_TOKENS * FACTOR_BYTES
-WIDE = DOTS + 64
-WEIGHTS = WIDE + 4 * UNIT_COLUMNS * STRIP_UNITS
+WEIGHTS = DOTS + 64
 OFFSETS = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
-UNPACKED = OFFSETS + PASS_TOKENS * OFFSET_BYTES
-VALUES = UNPACKED + PAIRS * PAIR_BYTES
+UNPACKED = OFFSETS + PASS_TOKENS * FACTOR_BYTES
+VALUES = UNPACKED + QUADS * QUAD_BYTES
 FRAME_BYTES = VALUES + BLOCK * FACTOR_BYTES
 # Indices in the argument array: RowMatrix.words of up and of down, then what belongs to both and to the call.
 UP, DOWN = 0, 5
@@ -182,38 +178,20 @@ def _weigh(arguments: int, frame: int, count: int, token: int, start: int) -> No
     """One token's weights of the listed rows in the 16 groups from unit `start` on."""
     row_bytes, end = 4 * word(arguments, N_UNITS), word(arguments, DOWN + SCALES_END)
     scales, hidden = word(arguments, DOWN + SCALES) + 4 * start, frame + HIDDEN + PRODUCTS * token
-    largest = spread(F32)
-    for at in range((count + 1) & -2):
+    largest, n_rows = spread(F32), (count + 3) & -4
+    for at in range(n_rows):
         row = _scales(scales + word(frame + NOW, at) * row_bytes, end)
         row = multiply(row, spread(read_float(hidden + 4 * at)))
         store16(row, frame + VALUES + FACTOR_BYTES * at)
         largest = larger(largest, row)
-    steps = steps_a_unit(largest)
+    steps, total = steps_a_unit(largest), spread(F32)
     store16(step_size(largest), frame + FACTORS + FACTOR_BYTES * token)
-    weights, offsets = frame + WEIGHTS + WEIGHT_BYTES * token, frame + OFFSETS + OFFSET_BYTES * token
-    for first in range(0, count, 2 * PAIRS_A_SUM):
-        total = spread(F32)
-        for at in range(first, min(count, first + 2 * PAIRS_A_SUM), 2):
-            one = load16(frame + VALUES + FACTOR_BYTES * at, F32)
-            other = load16(frame + VALUES + FACTOR_BYTES * (at + 1), F32)
-            total = weigh_pair(one, other, steps, total, weights)
-            weights += FACTOR_BYTES
-        store_offsets(total, offsets)
-        offsets += FACTOR_BYTES
-
-
-@compiled(nogil=True)
-def _finish(sums: Any, frame: int, is_first: bool, is_last: bool, at: int, factors: int, out: int) -> None:
-    """Sums of up to four pairs into the block's, and the block's into the section's; at: the strip's unit."""
-    totals, factors = frame + WIDE + 4 * UNIT_COLUMNS * at, factors + 8 * at
-    if is_first and is_last:
-        finish_sums(sums, factors, out)
-    elif is_first:
-        keep_wide(sums, totals)
-    elif is_last:
-        finish_wide(sums, totals, factors, out)
-    else:
-        add_wide(sums, totals)
+    weights = frame + WEIGHTS + WEIGHT_BYTES * token
+    for at in range(0, n_rows, 4):
+        values = load_tile(FOUR, FOUR, frame + VALUES + FACTOR_BYTES * at, FACTOR_BYTES)
+        total = weigh_quad(values, steps, total, weights)
+        weights += FACTOR_BYTES
+    store_offsets(total, frame + OFFSETS + FACTOR_BYTES * token)
 
 
 @compiled(nogil=True)
@@ -238,80 +216,36 @@ def _ask(frame: int, n_strips: int) -> None:
 
 
 @compiled(nogil=True)
-def _pair_of_one(sums: Any, arguments: int, lines: int, here: int, weights: int) -> Any:
-    """Adds a pair of rows to sums, and asks for what lies there four pairs on."""
-    prefetch(word(lines, 8) + here)
-    prefetch(word(lines, 9) + here)
-    table = word(arguments, DOWN + TABLE)
-    return add_pair(sums, word(lines, 0) + here, word(lines, 1) + here, table, weights)
+def _unit_of_one(arguments: int, frame: int, count: int, unit: int) -> None:
+    """Adds the listed rows' columns in one unit to the sums of the only token."""
+    at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
+    weights, lines = frame + WEIGHTS + 8 * at, frame + LINES
+    sums = start_sums(FOUR, frame + OFFSETS + 8 * at)
+    for _ in range((count + 3) // 4):
+        for row in range(4):
+            prefetch(word(lines, row) + here + AHEAD_BYTES)
+        sums = add_quad(sums, lines, here, table, weights)
+        weights += FACTOR_BYTES
+        lines += 32
+    finish_sums(sums, frame + FACTORS + 8 * at, word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit)
 
 
 @compiled(nogil=True)
-def _pairs_of_one(cells: Any, arguments: int, frame: int, pair: int, n_pairs: int, unit: int) -> None:
-    """Adds the pairs of rows from `pair` on, four at most, in len(cells) / 2 units from `unit` on: the only token's."""
-    here, at = UNIT_BYTES * unit, unit % STRIP_UNITS
-    _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS)
-    weights, lines = frame + WEIGHTS + FACTOR_BYTES * pair + 8 * at, frame + LINES + 16 * pair
-    sums = start_sums(cells, frame + OFFSETS + FACTOR_BYTES * (pair // PAIRS_A_SUM) + 8 * at)
-    n = min(n_pairs - pair, PAIRS_A_SUM)
-    if n == PAIRS_A_SUM:  # as a loop, sums would wander from register to register
-        sums = _pair_of_one(sums, arguments, lines, here, weights)
-        sums = _pair_of_one(sums, arguments, lines + 16, here, weights + FACTOR_BYTES)
-        sums = _pair_of_one(sums, arguments, lines + 32, here, weights + 2 * FACTOR_BYTES)
-        sums = _pair_of_one(sums, arguments, lines + 48, here, weights + 3 * FACTOR_BYTES)
-    else:
-        for _ in range(n):
-            sums = _pair_of_one(sums, arguments, lines, here, weights)
-            weights += FACTOR_BYTES
-            lines += 16
-    out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
-    _finish(sums, frame, pair == 0, pair + n == n_pairs, at, frame + FACTORS, out)
-
-
-@compiled(nogil=True)
-def _strip_of_one(arguments: int, frame: int, count: int, start: int, end: int) -> None:
-    """Adds the listed rows' units start .. end - 1, one strip of them, to the sums of the only token."""
-    n_pairs = (count + 1) // 2
-    for pair in range(0, n_pairs, PAIRS_A_SUM):
-        for unit in range(start, end - 1, 2):
-            _pairs_of_one((0, 0, 0, 0), arguments, frame, pair, n_pairs, unit)
-        if end & 1:
-            _pairs_of_one((0, 0), arguments, frame, pair, n_pairs, end - 1)
-
-
-@compiled(nogil=True)
-def _units_of_many(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
-    """Adds the listed rows' columns in len(cells) / 2 units from `unit` on to the sums of every token; entries are
-    unpacked once for all."""
-    n_pairs, table, at = (count + 1) // 2, word(arguments, DOWN + TABLE), unit % STRIP_UNITS
-    for pair in range(n_pairs):
-        lines, unpacked = frame + LINES + 16 * pair, frame + UNPACKED + PAIR_BYTES * pair
-        first, second = word(lines, 0) + UNIT_BYTES * unit, word(lines, 1) + UNIT_BYTES * unit
-        unpack_pair(cells, first, second, table, unpacked)
-        if pair % PAIRS_A_SUM == 0:
-            _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS)
+def _unit_of_many(arguments: int, frame: int, count: int, unit: int) -> None:
+    """The same of every token; entries are unpacked once for all."""
+    at, here, n_quads = unit % STRIP_UNITS, UNIT_BYTES * unit, (count + 3) // 4
+    for quad in range(n_quads):
+        lines, unpacked = frame + LINES + 32 * quad, frame + UNPACKED + QUAD_BYTES * quad
+        unpack_quad(lines, here, word(arguments, DOWN + TABLE), unpacked)
     out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
     for token in range(word(arguments, N_TOKENS)):
-        weights, offsets = (
-            frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at,
-            frame + OFFSETS + OFFSET_BYTES * token + 8 * at,
-        )
-        for start in range(0, n_pairs, PAIRS_A_SUM):
-            sums, end = start_sums(cells, offsets), min(n_pairs, start + PAIRS_A_SUM)
-            for pair in range(start, end):
-                sums = add_unpacked_pair(sums, frame + UNPACKED + PAIR_BYTES * pair, weights)
-                weights += FACTOR_BYTES
-            offsets += FACTOR_BYTES
-            _finish(sums, frame, start == 0, end == n_pairs, at, frame + FACTORS + FACTOR_BYTES * token, out)
+        weights = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at
+        sums = start_sums(FOUR, frame + OFFSETS + FACTOR_BYTES * token + 8 * at)
+        for quad in range(n_quads):
+            sums = add_unpacked_quad(sums, frame + UNPACKED + QUAD_BYTES * quad, weights)
+            weights += FACTOR_BYTES
+        finish_sums(sums, frame + FACTORS + FACTOR_BYTES * token + 8 * at, out)
         out += word(arguments, SUMS_STRIDE)
-
-
-@compiled(nogil=True)
-def _strip_of_many(arguments: int, frame: int, count: int, start: int, end: int) -> None:
-    for unit in range(start, end - 1, 2):
-        _units_of_many((0, 0, 0, 0), arguments, frame, count, unit)
-    if end & 1:
-        _units_of_many((0, 0), arguments, frame, count, end - 1)
 
 
 @compiled(nogil=True)
@@ -319,9 +253,9 @@ def _block(arguments: int, frame: int, count: int, following: int) -> None:
     """Adds the listed neurons' share to the section's sums; the next block has `following`, 0 for none."""
     n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
     _hidden(arguments, frame, count)
-    if count & 1:
-        for token in range(n_tokens):
-            write_float(F32, frame + HIDDEN + PRODUCTS * token + 4 * count)
+    for token in range(n_tokens):
+        for at in range(count, (count + 3) & -4):
+            write_float(F32, frame + HIDDEN + PRODUCTS * token + 4 * at)
     row_bytes, scale_bytes = UNIT_BYTES * n_units, 4 * n_units
     codes, then = word(arguments, DOWN + CODES), UP if word(arguments, UP + CODES) else DOWN
     ahead, scales_ahead = word(arguments, then + CODES), word(arguments, then + SCALES)
@@ -329,20 +263,21 @@ def _block(arguments: int, frame: int, count: int, following: int) -> None:
         write_integer(codes + word(frame + NOW, at) * row_bytes, frame + LINES + 8 * at)
         write_integer(ahead + word(frame + NEXT, at) * row_bytes, frame + LINES + AHEAD + 8 * at)
     n_asked = following * ((n_units + STRIP_UNITS - 1) // STRIP_UNITS)
-    n_steps = ((count + 2 * PAIRS_A_SUM - 1) // (2 * PAIRS_A_SUM)) * ((n_units + 1) // 2)
     write_integer(0, frame + CURSOR)
     write_integer(0, frame + CURSOR + 8)
-    write_integer((n_asked + n_steps - 1) // n_steps, frame + CURSOR + 16)
+    write_integer((n_asked + n_units - 1) // n_units, frame + CURSOR + 16)
     for start in range(0, n_units, STRIP_UNITS):
         for token in range(n_tokens):
             _weigh(arguments, frame, count, token, start)
         end = min(start + STRIP_UNITS, n_units)
         for at in range(following):
             prefetch_far(scales_ahead + word(frame + NEXT, at) * scale_bytes + 4 * start)
-        if n_tokens == 1:
-            _strip_of_one(arguments, frame, count, start, end)
-        else:
-            _strip_of_many(arguments, frame, count, start, end)
+        for unit in range(start, end):
+            _ask(frame, (n_units + STRIP_UNITS - 1) // STRIP_UNITS)
+            if n_tokens == 1:
+                _unit_of_one(arguments, frame, count, unit)
+            else:
+                _unit_of_many(arguments, frame, count, unit)
 
 
 @compiled(nogil=True)
