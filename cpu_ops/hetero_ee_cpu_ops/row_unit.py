@@ -5,16 +5,16 @@ The dot product of one unit (64 columns) of a row with activations, for several 
 interleaved byte by byte, so that both are the same step, four products of bytes for each of 16 sums.
 All sums are exact integers, so every instruction set gives the same bits.
 
-x86 multiplies unsigned by signed bytes: entries are moved up by 32, and -32 times the sum of what they are multiplied
-by is where sums begin. On AVX2 two products are added in 16 bits: 2 x 64 x 127 = 16,256 fits.
+x86 multiplies unsigned by signed bytes: activations are moved up by 128, or entries by 32 before weights, and sums
+begin at minus what that adds. On AVX2 two products are added in 16 bits: 2 x 255 x 32 and 2 x 64 x 127 fit.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from hetero_ee_cpu_ops.simd.bytes import (
@@ -42,7 +42,6 @@ from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
 SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
 WEIGHT_LIMIT = 127
 QUAD_BYTES = 256  # of four rows' unpacked entries in a unit
-UNIT_INPUT_BYTES = 128  # of activations: 64 codes, 16 words
 SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
 I8X64 = ir.VectorType(I8, 64)
 
@@ -54,23 +53,23 @@ def _pick(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
 # Dot products.
 
 
-def _dot_256(context: Any, builder: Any, entries: Any, x: Any, total: Any) -> Any:
+def _dot_256(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
     """8 sums."""
     if target_has(context, "avxvnni"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, entries, x])
-    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [entries, x])
+        return call(builder, "llvm.x86.avx512.vpdpbusd.256", total.type, [total, a, b])
+    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [a, b])
     words = call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [pairs, constant(pairs.type, 1)])
     return builder.add(words, total)
 
 
-def _dot_neon(context: Any, builder: Any, entries: Any, x: Any, total: Any) -> Any:
+def _dot_neon(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
     """4 sums."""
-    return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, entries, x])
+    return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", total.type, [total, a, b])
 
 
-def _dot_portable(builder: Any, entries: Any, x: Any, total: Any) -> Any:
-    wide = ir.VectorType(I16, entries.type.count)
-    products = builder.mul(builder.sext(entries, wide), builder.sext(x, wide))  # four: at most 4 x 32 x 127 = 16,256
+def _dot_portable(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    wide = ir.VectorType(I16, a.type.count)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))  # four: at most 4 x 32 x 127 = 16,256
     for _ in range(2):
         lanes = list(range(0, products.type.count, 2))
         odd = [lane + 1 for lane in lanes]
@@ -78,31 +77,25 @@ def _dot_portable(builder: Any, entries: Any, x: Any, total: Any) -> Any:
     return builder.add(total, builder.sext(products, total.type))
 
 
-def _dot(context: Any, builder: Any, entries: Any, x: Any, total: Any) -> Any:
-    """total plus the 16 int32 sums of four products each of 64 bytes; entries moved up on x86, where total pays it."""
+def _dot(context: Any, builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """total plus the 16 int32 sums of four products each of 64 bytes; x86 takes `a` as unsigned."""
     if target_has(context, "avx512vnni"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, entries, x])
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, a, b])
     dot, n = (_dot_256, 2) if target_has(context, "avx2") else (_dot_neon, 4)
     if n == 4 and not target_has(context, "dotprod"):
-        return _dot_portable(builder, entries, x, total)
-    pieces = zip(*(parts(builder, value, n) for value in (entries, x, total)), strict=True)
+        return _dot_portable(builder, a, b, total)
+    pieces = zip(*(parts(builder, value, n) for value in (a, b, total)), strict=True)
     return joined(builder, [dot(context, builder, *piece) for piece in pieces])
 
 
 @intrinsic
-def offset_unit(typing: Any, x: Any) -> Any:
-    """After a unit's 64 activation codes at x, what its 16 sums begin with where entries are moved up by 32: int32."""
+def move_up(typing: Any, x: Any) -> Any:
+    """A unit's 64 activation codes at x as add_unit reads them: moved up by 128 where products take one unsigned."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if target_has(context, "avx2"):
-            offsets = []
-            for codes in parts(builder, load(builder, arguments[0], I8X64), 2):
-                limits = constant(codes.type, NARROW_LIMIT)
-                pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 16), [limits, codes])
-                minus = constant(pairs.type, -1)
-                offsets.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [pairs, minus]))
-            at = builder.add(arguments[0], ir.Constant(I64, 64))
-            builder.store(joined(builder, offsets), pointer(builder, at, I32X16)).align = 4
+            moved = builder.xor(load(builder, arguments[0], I8X64), constant(I8X64, -128))
+            builder.store(moved, pointer(builder, arguments[0], I8X64)).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -121,21 +114,21 @@ def _two_factors(context: Any, builder: Any, address: Any, offset: int) -> Any:
 def add_unit(typing: Any, totals: Any, codes: Any, table: Any, x: Any, stride: Any, factors: Any) -> Any:
     """totals[t] (f32x16) plus one unit's 16 sums times its groups' factors, for every token t.
 
-    codes: address of the unit's 32 bytes; table: RowMatrix's; x: address of token 0's 64 codes with offset_unit's words
-    after them, the next token's `stride` bytes on; factors: address of token 0's two fp32, the next token's 64 on.
+    codes: address of the unit's 32 bytes; table: RowMatrix's; x: address of token 0's 64 codes after move_up, the next
+    token's `stride` bytes on; factors: address of token 0's two fp32, the next token's 64 on.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, codes_, table_, x_, stride_, factors_ = arguments
-        signed = 0 if target_has(context, "avx2") else SIGNED_TABLE
-        entries = load(builder, table_, ir.VectorType(I8, 32), signed)
-        codes_of = nibbles(builder, load(builder, codes_, entries.type))
-        entries = joined(builder, [lookup16(context, builder, entries, half) for half in codes_of])
-        is_offset = target_has(context, "avx2")
+        table_entries = load(builder, table_, ir.VectorType(I8, 32), SIGNED_TABLE)
+        codes_of = nibbles(builder, load(builder, codes_, table_entries.type))
+        entries = joined(builder, [lookup16(context, builder, table_entries, half) for half in codes_of])
+        start = constant(I32X16, 0)
+        if target_has(context, "avx2"):
+            start = builder.neg(_dot(context, builder, constant(I8X64, -128), entries, start))
         results = []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
-            start = load(builder, x_, I32X16, 64) if is_offset else constant(I32X16, 0)
-            sums = _dot(context, builder, entries, load(builder, x_, I8X64), start)
+            sums = _dot(context, builder, load(builder, x_, I8X64), entries, start)
             factor = _two_factors(context, builder, factors_, 64 * row)
             operands = [builder.sitofp(sums, F32X16), factor, total]
             results.append(call(builder, "llvm.fma.v16f32", F32X16, operands))
@@ -148,12 +141,23 @@ def add_unit(typing: Any, totals: Any, codes: Any, table: Any, x: Any, stride: A
 # Sums of weighted rows.
 
 
-def _quad(context: Any, builder: Any, lines: Sequence[Any], table: Any) -> list[Any]:
+@intrinsic
+def widest_strip(typing: Any) -> Any:
+    """A tuple as long as the sums of as many units as registers hold at once: four a unit."""
+    kind = types.UniTuple(types.int64, 8 if target_has(cpu_target.target_context, "avx512f") else 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_constant_null(kind)
+
+    return kind(), codegen
+
+
+def _quad(context: Any, builder: Any, lines: Any, offset: Any, table: Any) -> list[Any]:
     """Four rows' entries in a unit, 16 columns each: of a column its four rows side by side."""
     kind = ir.VectorType(I8, 32)
-    pairs = [joined(builder, [load(builder, line, kind) for line in lines[at : at + 2]]) for at in (0, 2)]
-    moved = 0 if target_has(context, "avx2") else SIGNED_TABLE
-    entries = load(builder, table, I8X64, moved)
+    rows = [builder.add(load(builder, lines, I64, 8 * row), offset) for row in range(4)]
+    pairs = [joined(builder, [load(builder, row, kind) for row in rows[at : at + 2]]) for at in (0, 2)]
+    entries = load(builder, table, I8X64, 0 if target_has(context, "avx2") else SIGNED_TABLE)
     found: list[list[Any]] = [[], []]
     for first in (0, 16):
         lanes = [32 * row + column for column in range(first, first + 16) for row in range(4)]
@@ -162,63 +166,69 @@ def _quad(context: Any, builder: Any, lines: Sequence[Any], table: Any) -> list[
     return found[0] + found[1]
 
 
-def _weighted(context: Any, builder: Any, sums: Any, quad: list[Any], weights: Any) -> Any:
-    """The tuple of sums plus the quad's entries times its weights."""
-    totals = cgutils.unpack_tuple(builder, sums)
-    words = [splat(builder, I32X16, load(builder, weights, I32, 4 * group)) for group in range(2)]
-    results = []
-    for at, (total, entries) in enumerate(zip(totals, quad, strict=True)):
-        weight = builder.bitcast(words[at // 2], I8X64)
-        total = _dot(context, builder, entries, weight, builder.bitcast(total, I32X16))
+def _each_group(builder: Any, address: Any, n_sums: int) -> list[Any]:
+    """For each of n sums of 16 columns the word of its group of 32."""
+    words = [splat(builder, I32X16, load(builder, address, I32, 4 * group)) for group in range(n_sums // 2)]
+    return [words[at // 2] for at in range(n_sums)]
+
+
+def _weighted(context: Any, builder: Any, sums: Any, entries: list[Any], weights: Any) -> list[Any]:
+    """The tuple of sums plus a quad's entries times its weights."""
+    results, words = [], _each_group(builder, weights, len(entries))
+    for total, entry, word in zip(cgutils.unpack_tuple(builder, sums), entries, words, strict=True):
+        total = _dot(context, builder, entry, builder.bitcast(word, I8X64), builder.bitcast(total, I32X16))
         results.append(builder.bitcast(total, F32X16))
     return results
 
 
 @intrinsic
 def start_sums(typing: Any, cells: Any, offsets: Any) -> Any:
-    """Sums of no rows for a unit's 64 columns, four f32x16 that carry int32; offsets: address of its groups' words."""
+    """Sums of no rows in some units, for each of len(cells) 16 columns' int32, carried as f32x16.
+
+    offsets: address of a word for each of the units' groups.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        words = [constant(I32X16, 0)] * cells.count
         if target_has(context, "avx2"):
-            words = [splat(builder, I32X16, load(builder, arguments[1], I32, 4 * group)) for group in range(2)]
-        else:
-            words = [constant(I32X16, 0)] * 2
-        sums = [builder.bitcast(words[at // 2], F32X16) for at in range(4)]
+            words = _each_group(builder, arguments[1], cells.count)
+        sums = [builder.bitcast(value, F32X16) for value in words]
         return context.make_tuple(builder, signature.return_type, sums)
 
-    return types.UniTuple(f32x16, 4)(cells, types.intp), codegen
+    return types.UniTuple(f32x16, cells.count)(cells, types.intp), codegen
 
 
 @intrinsic
 def add_quad(typing: Any, sums: Any, lines: Any, here: Any, table: Any, weights: Any) -> Any:
-    """Sums plus four rows' entries times their weights in one unit.
+    """Sums plus four rows' entries times their weights in the units of the sums.
 
-    lines: address of the rows' addresses; here: the unit's bytes in a row; weights: address of 4 bytes, a row each, for
-    each of the unit's groups.
+    lines: address of the rows' addresses; here: the first unit's bytes in a row; weights: address of 4 bytes, a row
+    each, for each of the units' groups.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums_, lines_, here_, table_, weights_ = arguments
-        rows = [builder.add(load(builder, lines_, I64, 8 * row), here_) for row in range(4)]
-        quad = _quad(context, builder, rows, table_)
-        return context.make_tuple(builder, signature.return_type, _weighted(context, builder, sums_, quad, weights_))
+        entries = []
+        for unit in range(sums.count // 4):
+            entries += _quad(context, builder, lines_, builder.add(here_, ir.Constant(I64, 32 * unit)), table_)
+        return context.make_tuple(builder, signature.return_type, _weighted(context, builder, sums_, entries, weights_))
 
     return sums(sums, *([types.intp] * 4)), codegen
 
 
 @intrinsic
-def unpack_quad(typing: Any, lines: Any, here: Any, table: Any, buffer: Any) -> Any:
-    """Four rows' entries in one unit at `buffer`, QUAD_BYTES, for add_unpacked_quad; the rest as for add_quad."""
+def unpack_quad(typing: Any, cells: Any, lines: Any, here: Any, table: Any, buffer: Any) -> Any:
+    """Four rows' entries in len(cells) / 4 units at `buffer`, QUAD_BYTES a unit, for add_unpacked_quad."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lines_, here_, table_, buffer_ = arguments
-        rows = [builder.add(load(builder, lines_, I64, 8 * row), here_) for row in range(4)]
-        for value in _quad(context, builder, rows, table_):
-            builder.store(value, pointer(builder, buffer_, value.type)).align = 1
-            buffer_ = builder.add(buffer_, ir.Constant(I64, 64))
+        _, lines_, here_, table_, buffer_ = arguments
+        for unit in range(cells.count // 4):
+            for value in _quad(context, builder, lines_, builder.add(here_, ir.Constant(I64, 32 * unit)), table_):
+                builder.store(value, pointer(builder, buffer_, value.type)).align = 1
+                buffer_ = builder.add(buffer_, ir.Constant(I64, 64))
         return context.get_dummy_value()
 
-    return types.void(*([types.intp] * 4)), codegen
+    return types.void(cells, *([types.intp] * 4)), codegen
 
 
 @intrinsic
@@ -227,15 +237,15 @@ def add_unpacked_quad(typing: Any, sums: Any, buffer: Any, weights: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums_, buffer_, weights_ = arguments
-        quad = [load(builder, buffer_, I8X64, 64 * number) for number in range(4)]
-        return context.make_tuple(builder, signature.return_type, _weighted(context, builder, sums_, quad, weights_))
+        entries = [load(builder, buffer_, I8X64, 64 * number) for number in range(sums.count)]
+        return context.make_tuple(builder, signature.return_type, _weighted(context, builder, sums_, entries, weights_))
 
     return sums(sums, types.intp, types.intp), codegen
 
 
 @intrinsic
 def finish_sums(typing: Any, sums: Any, factors: Any, out: Any) -> Any:
-    """out[column] += sum x factor, the unit's 64 fp32 at `out`, one factor for each of its two groups at `factors`."""
+    """out[column] += sum x factor, the units' fp32 at `out`, one factor for each of their groups at `factors`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums_, factors_, out_ = arguments
@@ -276,7 +286,7 @@ step_size = operation(
 def weigh_quad(typing: Any, values: Any, steps: Any, total: Any, address: Any) -> Any:
     """The weights rint(value x steps) of four rows in 16 groups, 4 bytes a group at `address` as add_quad reads them.
 
-    values: four f32x16; steps: f32x16. Returns total, carried as f32x16, with the weights added to its words' low 16 bits.
+    values: four f32x16; steps: f32x16. Returns total, carried as f32x16, with the weights added to its low 16 bits.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.quantize import GROUP, quantize_group
-from hetero_ee_cpu_ops.row_unit import UNIT_INPUT_BYTES, offset_unit
+from hetero_ee_cpu_ops.row_unit import move_up
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
 from hetero_ee_cpu_ops.simd.bytes import word
 from hetero_ee_cpu_ops.simd.floats import (
@@ -88,10 +88,10 @@ def _quantize(arguments: int, index: int) -> None:
     codes = word(arguments, INPUT_CODES) + index * word(arguments, CODES_STRIDE)
     scales = word(arguments, INPUT_SCALES) + index * word(arguments, SCALES_STRIDE)
     for group in range(n_groups):
-        at = codes + group // 2 * UNIT_INPUT_BYTES + group % 2 * GROUP
+        at = codes + group * GROUP
         quantize_group(x + group * GROUP * 4, at, scales + 4 * group, dropped, dropped + 4, dropped + 8)
         if group & 1:
-            offset_unit(at - GROUP)
+            move_up(at - GROUP)
 
 
 def _fold(arguments: int, index: int) -> None:
@@ -122,7 +122,7 @@ def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: An
     """Pass after pass; `arguments` comes with the matrices' part filled."""
     n_units, n_sections, address = arguments[N_UNITS], arguments[N_SECTIONS], arguments.ctypes.data
     arguments[INPUT], arguments[ACTIVE], arguments[OUTPUT] = x.ctypes.data, active.ctypes.data, out.ctypes.data
-    codes_stride = UNIT_INPUT_BYTES * n_units + 64
+    codes_stride = UNIT_COLUMNS * n_units + 64
     scales_stride = 8 * n_units + FACTOR_BYTES
     arguments[CODES_STRIDE], arguments[SCALES_STRIDE] = codes_stride, scales_stride
     arguments[SUMS_STRIDE] = 4 * UNIT_COLUMNS * n_units + 64
@@ -175,7 +175,7 @@ class SparseFfn:
         arguments[RESULT_FACTOR] = int(np.float32(factor).view(np.int32))
         x = active if up is None else _whole_units(x, down.n_units)
         tokens = min(m, PASS_TOKENS)
-        codes = np.empty(PASS_TOKENS * ((UNIT_INPUT_BYTES + 8) * down.n_units + 64 + FACTOR_BYTES), np.uint8)
+        codes = np.empty(PASS_TOKENS * ((UNIT_COLUMNS + 8) * down.n_units + 64 + FACTOR_BYTES), np.uint8)
         sums = np.empty(8 * MAX_SECTIONS + n_sections * tokens * (256 * down.n_units + 64), np.uint8)
         out = np.empty((m, down.n_columns), np.float32)
         functions = self._functions or self.compile()

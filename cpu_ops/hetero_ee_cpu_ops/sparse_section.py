@@ -12,7 +12,6 @@ from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.row_unit import (
     QUAD_BYTES,
-    UNIT_INPUT_BYTES,
     add_quad,
     add_unit,
     add_unpacked_quad,
@@ -24,6 +23,7 @@ from hetero_ee_cpu_ops.row_unit import (
     store_offsets,
     unpack_quad,
     weigh_quad,
+    widest_strip,
 )
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
 from hetero_ee_cpu_ops.simd.bytes import prefetch, prefetch_far, word, zeros
@@ -50,11 +50,11 @@ F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
 # Offsets in a chunk's frame, in bytes.
 PRODUCTS = 64 * 4  # bytes of one token's h in a block
 FACTOR_BYTES = 4 * STRIP_GROUPS
-QUADS = BLOCK // 4
+QUADS, MOST_UNITS = BLOCK // 4, 2  # of a strip's units in registers at once
 WEIGHT_BYTES = QUADS * FACTOR_BYTES  # of a token in 16 groups
 NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
 AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order
-CURSOR = 32 * BLOCK  # which of them is asked for, its next strip; strips in a step
+CURSOR = 32 * BLOCK  # which of them is asked for, its next strip; strips with each unit
 RESULT = CURSOR + 32
 HIDDEN = RESULT + 32
 FACTORS = HIDDEN + PASS_TOKENS * PRODUCTS
@@ -62,7 +62,7 @@ DOTS = FACTORS + PASS_TOKENS * FACTOR_BYTES
 WEIGHTS = DOTS + 64
 OFFSETS = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
 UNPACKED = OFFSETS + PASS_TOKENS * FACTOR_BYTES
-VALUES = UNPACKED + QUADS * QUAD_BYTES
+VALUES = UNPACKED + QUADS * QUAD_BYTES * MOST_UNITS
 FRAME_BYTES = VALUES + BLOCK * FACTOR_BYTES
 # Indices in the argument array: RowMatrix.words of up and of down, then what belongs to both and to the call.
 UP, DOWN = 0, 5
@@ -135,14 +135,14 @@ def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -
                 store16(multiply(weights, inputs), frame + FACTORS + FACTOR_BYTES * token)
             if n_units - start >= STRIP_UNITS:
                 for unit in range(STRIP_UNITS):
-                    here, factors = x + UNIT_INPUT_BYTES * unit, frame + FACTORS + 8 * unit
+                    here, factors = x + UNIT_COLUMNS * unit, frame + FACTORS + 8 * unit
                     totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
             else:
                 for unit in range(n_units - start):
-                    here, factors = x + UNIT_INPUT_BYTES * unit, frame + FACTORS + 8 * unit
+                    here, factors = x + UNIT_COLUMNS * unit, frame + FACTORS + 8 * unit
                     totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
             codes += STRIP_UNITS * UNIT_BYTES
-            x += STRIP_UNITS * UNIT_INPUT_BYTES
+            x += STRIP_UNITS * UNIT_COLUMNS
         store_sums(totals, tokens, frame + DOTS, 4)
         for token in range(len(tokens)):
             gate = read_float(active + 4 * (token * n_neurons + neuron))
@@ -201,10 +201,10 @@ def _clear(address: int, n_bytes: int) -> None:
 
 
 @compiled(nogil=True)
-def _ask(frame: int, n_strips: int) -> None:
-    """Asks for some more strips of the next block's rows, row after row: as memory has them, its prefetcher helps."""
+def _ask(frame: int, n_strips: int, n_units: int) -> None:
+    """Asks for so much of the next block's rows, row after row: as memory has them, its prefetcher helps."""
     row, strip = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
-    for _ in range(word(frame + CURSOR, 2)):
+    for _ in range(n_units * word(frame + CURSOR, 2)):
         at = word(frame + LINES + AHEAD, min(row, BLOCK - 1)) + UNIT_BYTES * STRIP_UNITS * strip
         for line in range(0, UNIT_BYTES * STRIP_UNITS, 64):
             prefetch_far(at + line)
@@ -216,11 +216,11 @@ def _ask(frame: int, n_strips: int) -> None:
 
 
 @compiled(nogil=True)
-def _unit_of_one(arguments: int, frame: int, count: int, unit: int) -> None:
-    """Adds the listed rows' columns in one unit to the sums of the only token."""
+def _units_of_one(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
+    """Adds the listed rows' columns in len(cells) / 4 units from `unit` on to the sums of the only token."""
     at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
     weights, lines = frame + WEIGHTS + 8 * at, frame + LINES
-    sums = start_sums(FOUR, frame + OFFSETS + 8 * at)
+    sums = start_sums(cells, frame + OFFSETS + 8 * at)
     for _ in range((count + 3) // 4):
         for row in range(4):
             prefetch(word(lines, row) + here + AHEAD_BYTES)
@@ -231,21 +231,31 @@ def _unit_of_one(arguments: int, frame: int, count: int, unit: int) -> None:
 
 
 @compiled(nogil=True)
-def _unit_of_many(arguments: int, frame: int, count: int, unit: int) -> None:
+def _units_of_many(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
     """The same of every token; entries are unpacked once for all."""
     at, here, n_quads = unit % STRIP_UNITS, UNIT_BYTES * unit, (count + 3) // 4
+    unpacked_bytes = QUAD_BYTES * (len(cells) // 4)
     for quad in range(n_quads):
-        lines, unpacked = frame + LINES + 32 * quad, frame + UNPACKED + QUAD_BYTES * quad
-        unpack_quad(lines, here, word(arguments, DOWN + TABLE), unpacked)
+        lines, unpacked = frame + LINES + 32 * quad, frame + UNPACKED + unpacked_bytes * quad
+        unpack_quad(cells, lines, here, word(arguments, DOWN + TABLE), unpacked)
     out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
     for token in range(word(arguments, N_TOKENS)):
         weights = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at
-        sums = start_sums(FOUR, frame + OFFSETS + FACTOR_BYTES * token + 8 * at)
+        sums = start_sums(cells, frame + OFFSETS + FACTOR_BYTES * token + 8 * at)
         for quad in range(n_quads):
-            sums = add_unpacked_quad(sums, frame + UNPACKED + QUAD_BYTES * quad, weights)
+            sums = add_unpacked_quad(sums, frame + UNPACKED + unpacked_bytes * quad, weights)
             weights += FACTOR_BYTES
         finish_sums(sums, frame + FACTORS + FACTOR_BYTES * token + 8 * at, out)
         out += word(arguments, SUMS_STRIDE)
+
+
+@compiled(nogil=True)
+def _units(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
+    _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS, len(cells) // 4)
+    if word(arguments, N_TOKENS) == 1:
+        _units_of_one(cells, arguments, frame, count, unit)
+    else:
+        _units_of_many(cells, arguments, frame, count, unit)
 
 
 @compiled(nogil=True)
@@ -272,12 +282,13 @@ def _block(arguments: int, frame: int, count: int, following: int) -> None:
         end = min(start + STRIP_UNITS, n_units)
         for at in range(following):
             prefetch_far(scales_ahead + word(frame + NEXT, at) * scale_bytes + 4 * start)
-        for unit in range(start, end):
-            _ask(frame, (n_units + STRIP_UNITS - 1) // STRIP_UNITS)
-            if n_tokens == 1:
-                _unit_of_one(arguments, frame, count, unit)
-            else:
-                _unit_of_many(arguments, frame, count, unit)
+        unit, cells = start, widest_strip()
+        while end - unit >= len(cells) // 4:
+            _units(cells, arguments, frame, count, unit)
+            unit += len(cells) // 4
+        while unit < end:
+            _units(FOUR, arguments, frame, count, unit)
+            unit += 1
 
 
 @compiled(nogil=True)
