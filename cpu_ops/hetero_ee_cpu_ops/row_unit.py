@@ -42,6 +42,9 @@ from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
 SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
 WEIGHT_LIMIT = 127
 QUAD_BYTES = 256  # of four rows' unpacked entries in a unit
+COLUMNS = [
+    16 * half + 4 * quarter + lane for quarter in range(4) for half in range(2) for lane in range(4)
+]  # of two 16s
 SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
 I8X64 = ir.VectorType(I8, 64)
 
@@ -152,16 +155,26 @@ def widest_strip(typing: Any) -> Any:
     return kind(), codegen
 
 
+def _zipped(builder: Any, first: Any, second: Any) -> list[Any]:
+    """The lower and the upper halves of each 16 bytes of both, their elements in turn: what x86 and Arm have for it."""
+    count, half = first.type.count, 64 // first.type.element.width
+    halves = []
+    for begin in (0, half):
+        lanes = [at + n for at in range(begin, count, 2 * half) for lane in range(half) for n in (lane, count + lane)]
+        halves.append(_pick(builder, first, second, lanes))
+    return halves
+
+
 def _quad(context: Any, builder: Any, lines: Any, offset: Any, table: Any) -> list[Any]:
-    """Four rows' entries in a unit, 16 columns each: of a column its four rows side by side."""
-    kind = ir.VectorType(I8, 32)
-    rows = [builder.add(load(builder, lines, I64, 8 * row), offset) for row in range(4)]
-    pairs = [joined(builder, [load(builder, row, kind) for row in rows[at : at + 2]]) for at in (0, 2)]
+    """Four rows' entries in a unit, of a column its four rows side by side, 16 columns each as COLUMNS has them."""
+    kind, words = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
+    rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), offset), kind) for row in range(4)]
+    pairs = [[builder.bitcast(half, words) for half in _zipped(builder, *rows[at : at + 2])] for at in (0, 2)]
+    quarters = [builder.bitcast(part, kind) for both in zip(*pairs, strict=True) for part in _zipped(builder, *both)]
     entries = load(builder, table, I8X64, 0 if target_has(context, "avx2") else SIGNED_TABLE)
     found: list[list[Any]] = [[], []]
-    for first in (0, 16):
-        lanes = [32 * row + column for column in range(first, first + 16) for row in range(4)]
-        for nibble, codes in enumerate(nibbles(builder, _pick(builder, *pairs, lanes))):
+    for at in (0, 2):
+        for nibble, codes in enumerate(nibbles(builder, joined(builder, quarters[at : at + 2]))):
             found[nibble].append(lookup16(context, builder, entries, codes))
     return found[0] + found[1]
 
@@ -249,7 +262,10 @@ def finish_sums(typing: Any, sums: Any, factors: Any, out: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums_, factors_, out_ = arguments
-        for at, value in enumerate(cgutils.unpack_tuple(builder, sums_)):
+        values = cgutils.unpack_tuple(builder, sums_)
+        for at in range(sums.count):
+            pair = values[at & -2 : (at & -2) + 2]
+            value = _pick(builder, *pair, [COLUMNS.index(16 * (at % 2) + column) for column in range(16)])
             factor = splat(builder, F32X16, load(builder, factors_, F32, at // 2 * 4))
             value = builder.sitofp(builder.bitcast(value, I32X16), F32X16)
             total = call(builder, "llvm.fma.v16f32", F32X16, [value, factor, load(builder, out_, F32X16, 64 * at)])

@@ -91,6 +91,9 @@ def lookup16(context: Any, builder: Any, table: Any, indices: Any) -> Any:
         return call(builder, "llvm.x86.avx512.pshuf.b.512", indices.type, [table, indices])
     if indices.type.count == 32 and target_has(context, "avx2"):
         return call(builder, "llvm.x86.avx2.pshuf.b", indices.type, [table, indices])
+    if target_has(context, "avx2"):
+        halves = zip(parts(builder, table, 2), parts(builder, indices, 2), strict=True)
+        return joined(builder, [lookup16(context, builder, *half) for half in halves])
     if target_has(context, "dotprod"):
         n = indices.type.count // 16
         first = parts(builder, table, n)[0]
