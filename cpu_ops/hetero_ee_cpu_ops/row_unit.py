@@ -42,9 +42,7 @@ from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
 SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
 WEIGHT_LIMIT = 127
 QUAD_BYTES = 256  # of four rows' unpacked entries in a unit
-COLUMNS = [
-    16 * half + 4 * quarter + lane for quarter in range(4) for half in range(2) for lane in range(4)
-]  # of two 16s
+COLUMNS = [16 * half + 4 * quarter + lane for quarter in range(4) for half in range(2) for lane in range(4)]
 SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
 I8X64 = ir.VectorType(I8, 64)
 
@@ -264,8 +262,8 @@ def finish_sums(typing: Any, sums: Any, factors: Any, out: Any) -> Any:
         sums_, factors_, out_ = arguments
         values = cgutils.unpack_tuple(builder, sums_)
         for at in range(sums.count):
-            pair = values[at & -2 : (at & -2) + 2]
-            value = _pick(builder, *pair, [COLUMNS.index(16 * (at % 2) + column) for column in range(16)])
+            first, second = values[at & -2 : (at & -2) + 2]
+            value = _pick(builder, first, second, [COLUMNS.index(16 * (at % 2) + column) for column in range(16)])
             factor = splat(builder, F32X16, load(builder, factors_, F32, at // 2 * 4))
             value = builder.sitofp(builder.bitcast(value, I32X16), F32X16)
             total = call(builder, "llvm.fma.v16f32", F32X16, [value, factor, load(builder, out_, F32X16, 64 * at)])
