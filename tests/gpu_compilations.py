@@ -14,6 +14,7 @@ from hetero_ee_kernels import (
     norm,
     quantize,
     sliced_head,
+    sparse_ffn,
 )
 from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
 from hetero_ee_kernels.tile_group import SLOTS
@@ -25,7 +26,8 @@ KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
 
 def every_compilation() -> Iterator[Compilation]:
     """Of all files, in alphabetical order."""
-    for listed in (_activate, _attention, _draft, _embed, _kv_write, _matmul, _norm, _quantize, _sliced_head):
+    files = (_activate, _attention, _draft, _embed, _kv_write, _matmul, _norm, _quantize, _sliced_head, _sparse_ffn)
+    for listed in files:
         yield from listed()
 
 
@@ -235,4 +237,34 @@ def _sliced_head() -> list[Compilation]:
         )
         for kind, name in KINDS
         for isa in (PTX, GCN)
+    ]
+
+
+def _sparse_ffn() -> list[Compilation]:
+    """The four launches for an FFN of 11008 neurons; the first with and without what a threshold needs."""
+    listing = {"active_ptr": "*fp32", "neurons_ptr": "*i32", "hidden_ptr": "*fp32", "counts_ptr": "*i32"}
+    skipping = {"least_ptr": "*fp32", "may_skip_ptr": "*i32", "n_used_ptr": "*i64"}
+    matrix = {"words_ptr": "*i32", "scales_ptr": "*i32", "table_ptr": "*i32"}
+    lists = {"neurons_ptr": "*i32", "counts_ptr": "*i32", "hidden_ptr": "*fp32"}
+    hidden = matrix | lists | {"codes_ptr": "*i32", "code_scales_ptr": "*fp32", "factor": "fp32"}
+    hidden |= dict.fromkeys(("n_units", "n_quads", "n_blocks", "one"), "i32")
+    sections = matrix | lists | {"sums_ptr": "*fp32"}
+    sections |= dict.fromkeys(("m", "n_units", "n_blocks", "n_sections", "n_section_blocks", "one"), "i32")
+    fold = {"sums_ptr": "*fp32", "out_ptr": "*fp32", "factor": "fp32"}
+    fold |= dict.fromkeys(("m", "n_columns", "n_padded", "n_sections"), "i32")
+    size, n_neurons = {"UNITS": sparse_ffn.UNITS, "ROWS": sparse_ffn.ROWS}, {"N": 11008}
+    of_hidden = {"NEURONS": sparse_ffn.NEURONS, "UNROLLED": sparse_ffn.UNROLLED}
+    n_warps = sparse_ffn.N_WARPS
+    return [
+        Compilation("sparse_list", sparse_ffn.list_kernel, listing, n_neurons | dict.fromkeys(skipping), 1),
+        Compilation("sparse_list_by_thresholds", sparse_ffn.list_kernel, listing | skipping, n_neurons, 1),
+        *(
+            compilation
+            for isa, ending in ((PTX, ""), (GCN, "_amd"))
+            for compilation in (
+                Compilation(f"sparse_hidden{ending}", sparse_ffn.hidden_kernel, hidden, of_hidden, 1, True, isa),
+                Compilation(f"sparse_sections{ending}", sparse_ffn.sections_kernel, sections, size, n_warps, True, isa),
+            )
+        ),
+        Compilation("sparse_fold", sparse_ffn.fold_kernel, fold, {"FOLDED": sparse_ffn.FOLDED}, 2),
     ]

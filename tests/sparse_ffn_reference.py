@@ -3,6 +3,7 @@
 Written apart from the kernel: the bits must agree.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,14 @@ from hetero_ee_cpu_ops.rows import RowMatrix
 F32 = np.float32
 LINEAR = tuple(range(-8, 8))
 FITTED = (-32, -24, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 19, 25, 32)
+SETS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda active: active * 0,
+    "one": lambda active: active * (np.arange(active.shape[1]) == active.shape[1] // 2),
+    "all": lambda active: active,
+    "alternating": lambda active: active * (np.arange(active.shape[1]) % 2),
+    "even blocks": lambda active: active * (np.arange(active.shape[1]) // 64 % 2 == 0),
+    "another for each token": lambda active: active * ((np.arange(active.size).reshape(active.shape) % 7) == 0),
+}
 
 
 @dataclass
@@ -35,10 +44,13 @@ class Rows:
         scales[:, -(-k // 32) :] = 0
         return cls(codes, scales, exponent, codebook, k)
 
-    def matrix(self) -> RowMatrix:
+    def packed(self) -> tuple[Any, Any]:
+        """Codes as they are stored, and scales."""
         units = self.codes.reshape(len(self.codes), -1, 2, 32)
-        packed = np.ascontiguousarray((units[:, :, 0] | units[:, :, 1] << 4).reshape(len(self.codes), -1))
-        return RowMatrix(packed, self.scales, self.exponent, self.codebook, self.n_columns)
+        return np.ascontiguousarray((units[:, :, 0] | units[:, :, 1] << 4).reshape(len(self.codes), -1)), self.scales
+
+    def matrix(self) -> RowMatrix:
+        return RowMatrix(*self.packed(), self.exponent, self.codebook, self.n_columns)
 
     def entries(self) -> Any:
         return np.array(self.codebook, np.int64)[self.codes]

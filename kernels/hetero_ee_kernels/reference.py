@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
+from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FP16_LARGEST = 65504.0
+NEURON_BLOCK = 64  # whose weights share their steps
 SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
 
 
@@ -254,3 +256,58 @@ def judged(logits: Any, first: Any, first_bias: Any, second: Any, second_bias: A
     softmax = torch.softmax(largest, 0)
     inner = torch.relu(torch.mv(first, torch.cat([largest, softmax, softmax])) + first_bias)
     return torch.sigmoid(inner @ second + second_bias[0])
+
+
+def sparse_ffn(
+    x: Any,
+    active: Any,
+    up: RowMatrix | None,
+    down: RowMatrix,
+    out: Any = None,
+    *,
+    least: Any = None,
+    may_skip: Any = None,
+    n_used: Any = None,
+) -> Any:
+    """One row at a time, its active neurons alone; what the definition rounds is rounded, all sums are in float64."""
+    out = active.new_empty(len(active), down.n_columns) if out is None else out
+    for row, token in enumerate(active):
+        is_active, skips = token != 0, may_skip is not None and bool(may_skip[row])
+        if least is not None and skips:
+            is_active &= ~(token.abs() < least)
+        neurons = is_active.nonzero()[:, 0]
+        if n_used is not None and skips:
+            n_used += len(neurons)
+        h = token[neurons]
+        if up is not None:
+            h = h * (_row_products(x[row : row + 1], up, neurons).float() * up.factor)
+        out[row] = _neurons_sum(h, down, neurons).float() * down.factor
+    return out
+
+
+def _row_products(x: Any, up: RowMatrix, rows: Any) -> Any:
+    """Of x (1, K), quantized, with these rows, without their exponent, float64."""
+    codes, scales = (part[0, : 2 * up.n_units] for part in _quantized(x))
+    sums = (_row_entries(up, rows) * codes.int()).sum(-1)
+    return (sums.double() * up.scales[rows].double() * scales.double()).sum(-1)
+
+
+def _neurons_sum(h: Any, down: RowMatrix, rows: Any) -> Any:
+    """The sum of h times these rows, without their exponent, float64 (K): h times scale is rounded in its block."""
+    n_blocks, block = -(-down.n_rows // NEURON_BLOCK), rows // NEURON_BLOCK
+    values = h[:, None] * down.scales[rows].float()
+    where = block[:, None].expand(values.shape)
+    largest = values.new_zeros(n_blocks, values.shape[1]).scatter_reduce_(0, where, values.abs(), "amax")
+    is_zero, top = largest < SMALLEST, torch.full_like(largest, 127.0)
+    codes = (values * torch.where(is_zero, 0.0, top / largest)[block]).round().nan_to_num(0.0).int()
+    sums = torch.zeros((n_blocks, values.shape[1], 32), dtype=torch.int32, device=h.device)
+    sums.index_add_(0, block, _row_entries(down, rows) * codes[:, :, None])
+    factors = torch.where(is_zero, 0.0, largest / top)
+    return (sums.double() * factors.double()[:, :, None]).sum(0).flatten()[: down.n_columns]
+
+
+def _row_entries(weight: RowMatrix, rows: Any) -> Any:
+    """int32 (rows, groups, 32)."""
+    units = weight.codes[rows].view(len(rows), -1, 32)
+    codes = torch.stack([units & 15, units >> 4], dim=2).view(len(rows), 2 * weight.n_units, 32)
+    return torch.tensor(weight.codebook, dtype=torch.int32, device=codes.device)[codes.int()]

@@ -1,6 +1,6 @@
 """The sparse FFN against its definition in plain numpy, bit for bit, and against float64 on dequantized weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,9 @@ from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.cpu_support import assert_same_bits, teams
-from tests.sparse_ffn_reference import FITTED, LINEAR, Rows, reference, section_sums
+from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference, section_sums
 
 SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056), (2500, 128))  # the last: two blocks a section
-SETS: dict[str, Callable[[Any], Any]] = {
-    "none": lambda active: active * 0,
-    "one": lambda active: active * (np.arange(active.shape[1]) == active.shape[1] // 2),
-    "all": lambda active: active,
-    "alternating": lambda active: active * (np.arange(active.shape[1]) % 2),
-    "even blocks": lambda active: active * (np.arange(active.shape[1]) // 64 % 2 == 0),
-    "another for each token": lambda active: active * ((np.arange(active.size).reshape(active.shape) % 7) == 0),
-}
 
 
 class Case:

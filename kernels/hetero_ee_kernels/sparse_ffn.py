@@ -1,0 +1,381 @@
+"""y[m, K] = 2^d sum over neurons n of h[m, n] down[n], h = active x (2^u up[n] . x): inactive neurons are not read.
+
+up and down: int4 rows (row_matrix.py), N neurons, K columns; active fp32 (m, N): each neuron's activated gate, 0 where
+it is skipped. Arithmetic, order and so all bits are those of the CPU's sparse_ffn.py, whose docstring defines them:
+what a token gets depends neither on m nor on the other tokens, nor on the device.
+
+Four launches, whatever is active: `list` writes which neurons of each block of 64 a token needs, and how many;
+`hidden` multiplies their rows of up with x; `sections` adds up their rows of down, blocks in order, integer sums inside
+a block; `fold` adds the sections up. Every token has programs of its own, which read its own neurons. Those of the same
+weights follow each other, so that what several tokens need comes from the L2 cache.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hetero_ee_kernels.checks import UNFUSED, check
+from hetero_ee_kernels.quantize import SMALLEST, quantize
+from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
+from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, dot4, join4, load_table
+from hetero_ee_kernels.tile_matrix import CODEBOOK
+
+BLOCK = tl.constexpr(64)  # neurons whose weights share their steps
+KIND = tl.constexpr(CODEBOOK)  # codes of -8 .. 7 are looked up, too
+MAX_SECTIONS = 32
+PASS_TOKENS = 16  # a prompt's sums of sections would take hundreds of MB at once
+NEURONS, UNROLLED = 16, 4  # a program of `hidden`; units whose rows it asks for at once
+UNITS, ROWS, N_WARPS = 4, 16, 4  # of columns and of neurons in a step of `sections`
+FOLDED = 256  # columns a program
+
+
+@triton.jit
+def list_kernel(
+    active_ptr: tl.tensor,
+    least_ptr: tl.tensor,
+    may_skip_ptr: tl.tensor,
+    neurons_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    n_used_ptr: tl.tensor,
+    N: tl.constexpr,
+) -> None:
+    """Of a token and block: numbers and activations of the active neurons, in order, and how many they are."""
+    n_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    place = token * n_blocks + tl.program_id(1)
+    neuron = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = neuron < N
+    active = tl.load(active_ptr + token * N + neuron, mask=inside, other=0.0)
+    is_active = active != 0.0
+    if least_ptr is not None:
+        least = tl.load(least_ptr + neuron, mask=inside, other=0.0)
+        is_active &= tl.where(tl.abs(active) < least, tl.load(may_skip_ptr + token) == 0, True)
+    ones = is_active.to(tl.int32)
+    at = place * BLOCK + tl.cumsum(ones, 0) - 1
+    tl.store(neurons_ptr + at, neuron, mask=is_active)
+    tl.store(hidden_ptr + at, active, mask=is_active)
+    count = tl.sum(ones, 0)
+    tl.store(counts_ptr + place, count)
+    if n_used_ptr is not None:
+        tl.atomic_add(n_used_ptr, tl.where(tl.load(may_skip_ptr + token) != 0, count, 0).to(tl.int64))
+
+
+@triton.jit
+def scales_of(at: tl.tensor) -> Any:
+    """Of a unit's two groups, from the word that holds both."""
+    pair = tl.load(at)
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_units", "n_quads", "n_blocks", "one"])
+def hidden_kernel(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    code_scales_ptr: tl.tensor,
+    neurons_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    factor: tl.tensor,
+    n_units: tl.tensor,
+    n_quads: tl.tensor,
+    n_blocks: tl.tensor,
+    one: tl.tensor,
+    NEURONS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    ISA: tl.constexpr,
+) -> None:
+    """hidden x 2^u up . x for NEURONS of a block's active neurons. one: 1, unknown to the compiler."""
+    token = tl.program_id(0).to(tl.int64)
+    place = token * n_blocks + tl.program_id(1)
+    slot = tl.program_id(2) * NEURONS + tl.arange(0, NEURONS)
+    count = tl.load(counts_ptr + place)
+    if tl.program_id(2) * NEURONS < count:
+        at = place * BLOCK + tl.minimum(slot, count - 1)
+        neuron = tl.load(neurons_ptr + at).to(tl.int64)
+        word = tl.arange(0, 8)
+        words_at = words_ptr + neuron[:, None] * (8 * n_units) + word[None, :]
+        scales_at = scales_ptr + neuron * n_units
+        codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 8 + word // 4
+        code_scales_at = code_scales_ptr + token // 2 * n_quads * 8 + token % 2 * 4
+        table = load_table(table_ptr, ((slot * (one - 1))[:, None] + 0 * word[None, :]), KIND)
+        low = tl.zeros((NEURONS, 8), tl.float32)  # lanes 0 to 7 of the 16 that a neuron's sums have
+        high = tl.zeros((NEURONS, 8), tl.float32)
+        for unit in tl.range(0, n_units, loop_unroll_factor=UNROLLED):
+            first, second = codebook_entries(tl.load(words_at + 8 * unit), table, ISA)
+            codes = codes_at + unit // 2 * 32 + unit % 2 * 4
+            first = dot4(first, tl.load(codes)[None, :], tl.full((NEURONS, 8), MAGIC_BITS, tl.int32), ISA)
+            second = dot4(second, tl.load(codes + 2)[None, :], tl.full((NEURONS, 8), MAGIC_BITS, tl.int32), ISA)
+            first = first.to(tl.float32, bitcast=True) - MAGIC
+            second = second.to(tl.float32, bitcast=True) - MAGIC
+            scale, next_scale = scales_of(scales_at + unit)
+            code_scales = code_scales_at + unit // 2 * 8 + unit % 2 * 2
+            low = tl.fma(first, tl.broadcast_to((scale * tl.load(code_scales))[:, None], low.shape), low)
+            next_scale = next_scale * tl.load(code_scales + 1)
+            high = tl.fma(second, tl.broadcast_to(next_scale[:, None], high.shape), high)
+        lanes = low + high
+        for _ in tl.static_range(3):  # l with l + 4, then + 2, + 1
+            halves = tl.reshape(lanes, (NEURONS, 2, lanes.shape[1] // 2))
+            one_half, other = tl.split(tl.permute(halves, (0, 2, 1)))
+            lanes = one_half + other
+        hidden_at = hidden_ptr + at
+        product = tl.load(hidden_at) * (tl.reshape(lanes, (NEURONS,)) * factor)
+        tl.store(hidden_at, product, mask=slot < count)
+
+
+@triton.jit
+def weighed(totals: tl.tensor, entries: tl.tensor, weights: tl.tensor) -> Any:
+    """Integer totals of 4 columns plus their signed bytes times the weights."""
+    return (
+        totals[0] + ((entries << 24) >> 24) * weights,
+        totals[1] + ((entries << 16) >> 24) * weights,
+        totals[2] + ((entries << 8) >> 24) * weights,
+        totals[3] + (entries >> 24) * weights,
+    )
+
+
+@triton.jit
+def added_up(sums: tl.tensor, totals: tl.tensor, factor: tl.tensor) -> Any:
+    """Sums of 4 columns plus a block's totals over all its rows times the factor (units,)."""
+    factor = tl.broadcast_to(factor[:, None], sums[0].shape)
+    return (
+        tl.fma(tl.sum(totals[0], 0).to(tl.float32), factor, sums[0]),
+        tl.fma(tl.sum(totals[1], 0).to(tl.float32), factor, sums[1]),
+        tl.fma(tl.sum(totals[2], 0).to(tl.float32), factor, sums[2]),
+        tl.fma(tl.sum(totals[3], 0).to(tl.float32), factor, sums[3]),
+    )
+
+
+@triton.jit
+def magnitude(x: tl.tensor) -> Any:
+    """The bits of |x|, which are ordered as the numbers are, Inf and NaN at the top."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def steps_of(largest: tl.tensor) -> Any:
+    """127 / M and M / 127 of groups whose largest magnitude has these bits."""
+    largest = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    tiny = largest < SMALLEST
+    top = tl.full(largest.shape, 127.0, tl.float32)
+    inverse = tl.where(tiny, 0.0, tl.div_rn(top, tl.where(tiny, 1.0, largest)))
+    return inverse, tl.where(tiny, 0.0, tl.div_rn(largest, top))
+
+
+@triton.jit
+def rounded(x: tl.tensor) -> Any:
+    """x of -127 to 127 to the nearest integer, ties to even; NaN to 0."""
+    return tl.where(x == x, (x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, 0)
+
+
+@triton.jit(do_not_specialize=["m", "n_units", "n_blocks", "n_sections", "n_section_blocks", "one"])
+def sections_kernel(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    neurons_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    m: tl.tensor,
+    n_units: tl.tensor,
+    n_blocks: tl.tensor,
+    n_sections: tl.tensor,
+    n_section_blocks: tl.tensor,
+    one: tl.tensor,
+    UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ISA: tl.constexpr,
+) -> None:
+    """A token's sum over one section of neurons, in UNITS of columns: two groups each."""
+    token = (tl.program_id(0) % m).to(tl.int64)
+    section = tl.program_id(0) // m % n_sections
+    unit = tl.program_id(0) // m // n_sections * UNITS + tl.arange(0, UNITS)
+    here = tl.minimum(unit, n_units - 1)
+    row, word = tl.arange(0, ROWS), tl.arange(0, 8)
+    words_at = words_ptr + 8 * here[None, :, None] + word[None, None, :]
+    zeros = tl.zeros((ROWS, UNITS, 8), tl.int32)
+    table = load_table(table_ptr, zeros + (row * (one - 1))[:, None, None], KIND)
+    nothing = tl.zeros((UNITS, 8), tl.float32)
+    low = (nothing, nothing, nothing, nothing)
+    high = (nothing, nothing, nothing, nothing)
+    first = section * n_section_blocks
+    for block in range(first, tl.minimum(first + n_section_blocks, n_blocks)):
+        place = token * n_blocks + block
+        count = tl.load(counts_ptr + place)
+        if count > 0:
+            largest = tl.zeros((ROWS, UNITS), tl.int32)
+            next_largest = tl.zeros((ROWS, UNITS), tl.int32)
+            for start in range(0, count, ROWS):
+                at = place * BLOCK + tl.minimum(start + row, count - 1)
+                neuron, h = tl.load(neurons_ptr + at).to(tl.int64), tl.load(hidden_ptr + at)
+                scale, next_scale = scales_of(scales_ptr + neuron[:, None] * n_units + here[None, :])
+                largest = tl.maximum(largest, magnitude(h[:, None] * scale))
+                next_largest = tl.maximum(next_largest, magnitude(h[:, None] * next_scale))
+            inverse, factor = steps_of(largest)
+            next_inverse, next_factor = steps_of(next_largest)
+            totals = (zeros, zeros, zeros, zeros)
+            next_totals = (zeros, zeros, zeros, zeros)
+            for start in range(0, count, ROWS):
+                at = place * BLOCK + tl.minimum(start + row, count - 1)
+                neuron, h = tl.load(neurons_ptr + at).to(tl.int64), tl.load(hidden_ptr + at)
+                h = tl.where(start + row < count, h, 0.0)
+                scale, next_scale = scales_of(scales_ptr + neuron[:, None] * n_units + here[None, :])
+                weights = rounded(h[:, None] * scale * inverse[None, :])
+                next_weights = rounded(h[:, None] * next_scale * next_inverse[None, :])
+                words = tl.load(words_at + (neuron * (8 * n_units))[:, None, None])
+                entries, next_entries = codebook_entries(words, table, ISA)
+                totals = weighed(totals, entries, weights[:, :, None])
+                next_totals = weighed(next_totals, next_entries, next_weights[:, :, None])
+            low = added_up(low, totals, factor)
+            high = added_up(high, next_totals, next_factor)
+    out_at = (section * m + token) * (n_units * 64) + unit * 64
+    out_at = sums_ptr + (out_at[:, None] + 4 * word[None, :])[:, :, None] + tl.arange(0, 4)[None, None, :]
+    tl.store(out_at, join4(low), mask=(unit < n_units)[:, None, None])
+    tl.store(out_at + 32, join4(high), mask=(unit < n_units)[:, None, None])
+
+
+@triton.jit(do_not_specialize=["m", "n_columns", "n_padded", "n_sections"])
+def fold_kernel(
+    sums_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    factor: tl.tensor,
+    m: tl.tensor,
+    n_columns: tl.tensor,
+    n_padded: tl.tensor,
+    n_sections: tl.tensor,
+    FOLDED: tl.constexpr,
+) -> None:
+    """A token's sections, from the last to the first."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * FOLDED + tl.arange(0, FOLDED)
+    inside = column < n_columns
+    total = tl.zeros((FOLDED,), tl.float32)
+    for back in range(1, n_sections + 1):
+        total += tl.load(sums_ptr + ((n_sections - back) * m + token) * n_padded + column, mask=inside, other=0.0)
+    tl.store(out_ptr + token * n_columns + column, total * factor, mask=inside)
+
+
+def sparse_ffn(
+    x: Any,
+    active: Any,
+    up: RowMatrix | None,
+    down: RowMatrix,
+    out: Any = None,
+    *,
+    least: Any = None,
+    may_skip: Any = None,
+    n_used: Any = None,
+) -> Any:
+    """x fp32 (m, K), active fp32 (m, N); out: fp32 (m, K), allocated where None. Returns out.
+
+    Without up x is not read and may be None. least: fp32 (N,), below which an |active| counts as 0 for rows whose
+    may_skip, int32 (m,), is not 0. n_used: int64 (1,), to which the active neurons of those rows are added.
+    Raises ValueError for operands that don't fit.
+    """
+    m = len(active)
+    out = active.new_empty(m, down.n_columns) if out is None else out
+    check_operands(x, active, up, down, out, least, may_skip, n_used)
+    for first in range(0, m, PASS_TOKENS):
+        rows = slice(first, min(first + PASS_TOKENS, m))
+        skip = None if may_skip is None else may_skip[rows]
+        listed = _listed(active[rows], least, skip, n_used)
+        if up is not None:
+            _multiply(x[rows], up, *listed)
+        _add_up(down, *listed, out[rows])
+    return out
+
+
+def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
+    """Numbers of active neurons (m, blocks, 64), int32, their activations, and how many of each 64 there are."""
+    m, n_neurons = active.shape
+    n_blocks = -(-n_neurons // BLOCK.value)
+    neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=active.device)
+    hidden, counts = torch.empty_like(neurons, dtype=torch.float32), neurons.new_empty(m, n_blocks)
+    list_kernel[(m, n_blocks)](
+        active, least, may_skip, neurons, hidden, counts, n_used, n_neurons, num_warps=1, **UNFUSED
+    )
+    return neurons, hidden, counts
+
+
+def _multiply(x: Any, up: RowMatrix, neurons: Any, hidden: Any, counts: Any) -> None:
+    m, n_blocks = counts.shape
+    codes, code_scales = quantize(x)
+    hidden_kernel[(m, n_blocks, BLOCK.value // NEURONS)](
+        up.words,
+        up.scale_pairs,
+        up.table,
+        codes.view(torch.int32),
+        code_scales,
+        neurons,
+        counts,
+        hidden,
+        up.factor,
+        up.n_units,
+        codes.shape[1],
+        n_blocks,
+        1,
+        NEURONS=NEURONS,
+        UNROLLED=UNROLLED,
+        ISA=up.isa,
+        num_warps=1,
+        **UNFUSED,
+    )
+
+
+def _add_up(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, out: Any) -> None:
+    m, n_blocks = counts.shape
+    size = -(-n_blocks // MAX_SECTIONS)
+    n_sections, n_padded = -(-n_blocks // size), UNIT_COLUMNS * down.n_units
+    sums = torch.empty((n_sections, m, n_padded), dtype=torch.float32, device=out.device)
+    sections_kernel[(m * n_sections * -(-down.n_units // UNITS),)](
+        down.words,
+        down.scale_pairs,
+        down.table,
+        neurons,
+        counts,
+        hidden,
+        sums,
+        m,
+        down.n_units,
+        n_blocks,
+        n_sections,
+        size,
+        1,
+        UNITS=UNITS,
+        ROWS=ROWS,
+        ISA=down.isa,
+        num_warps=N_WARPS,
+        **UNFUSED,
+    )
+    grid = (m, -(-down.n_columns // FOLDED))
+    fold_kernel[grid](
+        sums, out, down.factor, m, down.n_columns, n_padded, n_sections, FOLDED=FOLDED, num_warps=2, **UNFUSED
+    )
+
+
+def check_operands(
+    x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, out: Any, least: Any, may_skip: Any, n_used: Any
+) -> None:
+    """Raises ValueError."""
+    if up is not None and (up.n_rows, up.n_columns) != (down.n_rows, down.n_columns):
+        raise ValueError(f"up has {up.n_rows} rows of {up.n_columns} columns, down {down.n_rows} of {down.n_columns}.")
+    m = len(active)
+    check("active", active, (m, down.n_rows))
+    check("out", out, (m, down.n_columns))
+    if up is not None:
+        check("x", x, (m, down.n_columns))
+    if least is not None:
+        check("least", least, (down.n_rows,))
+    if (least is not None or n_used is not None) and may_skip is None:
+        raise ValueError("least and n_used say something of rows that may skip neurons: may_skip is needed.")
+    if may_skip is not None:
+        check("may_skip", may_skip, (m,), torch.int32)
+    if n_used is not None:
+        check("n_used", n_used, (1,), torch.int64)

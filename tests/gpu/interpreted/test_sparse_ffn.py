@@ -1,0 +1,156 @@
+"""The sparse FFN: bit for bit its definition, as the CPU's kernel is; and near the plain torch reference."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_ee_kernels import reference
+from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.sparse_ffn import sparse_ffn
+from tests import sparse_ffn_reference as definition
+from tests.gpu_support import DEVICE, Guarded, assert_same_bits
+from tests.gpu_tiles import nmse
+from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows
+
+BOUND = 1e-9
+
+
+def matrix(rows: Rows) -> RowMatrix:
+    codes, scales = rows.packed()
+    here = (torch.from_numpy(part).to(DEVICE) for part in (codes, scales))
+    return RowMatrix(*here, rows.exponent, rows.codebook, rows.n_columns)
+
+
+class Case:
+    """An FFN's matrices and the inputs of m tokens."""
+
+    def __init__(self, shape: tuple[int, int], m: int, *, is_gated: bool = True) -> None:
+        random, (n, k) = np.random.default_rng(m), shape
+        self.up = Rows.random(shape, FITTED, -12, m) if is_gated else None
+        self.down = Rows.random(shape, LINEAR if m % 2 else FITTED, -11, m + 1)
+        self.x = random.standard_normal((m, k), np.float32)
+        self.active = random.standard_normal((m, n), np.float32)
+        self.up_matrix, self.down_matrix = matrix(self.up) if self.up else None, matrix(self.down)
+
+    def run(self, active: Any, operation: Any = sparse_ffn, tokens: Any = slice(None), **more: Any) -> torch.Tensor:
+        x, active = (torch.tensor(each[tokens], device=DEVICE) for each in (self.x, active))
+        found: torch.Tensor = operation(x if self.up else None, active, self.up_matrix, self.down_matrix, **more)
+        return found
+
+    def expected(self, active: Any) -> torch.Tensor:
+        return torch.from_numpy(definition.reference(self.x, active, self.up, self.down)).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_awkward_active_sets_have_the_definitions_bits(name: str) -> None:
+    """The CPU's kernel has the same, see tests/cpu/test_sparse_ffn.py."""
+    case = Case((100, 64), 2)
+    active = SETS[name](case.active).astype(np.float32)
+    out = Guarded((2, 64))
+    assert case.run(active, out=out.tensor) is out.tensor
+    assert_same_bits(out.check(), case.expected(active))
+
+
+@pytest.mark.parametrize(("shape", "m", "is_gated"), [((1, 32), 1, True), ((70, 200), 2, True), ((64, 64), 17, False)])
+def test_bits_of_any_shape_are_the_definitions(shape: tuple[int, int], m: int, is_gated: bool) -> None:
+    case = Case(shape, m, is_gated=is_gated)
+    assert_same_bits(case.run(case.active), case.expected(case.active))
+
+
+def test_sections_of_two_blocks() -> None:
+    case = Case((2100, 32), 1, is_gated=False)
+    active = SETS["even blocks"](case.active).astype(np.float32)
+    active[:, :1024] *= np.arange(1024) % 50 == 0
+    assert_same_bits(case.run(active), case.expected(active))
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others() -> None:
+    case = Case((65, 32), 8)
+    active = SETS["another for each token"](case.active).astype(np.float32)
+    together = case.run(active)
+    for m in range(1, 8):
+        assert_same_bits(case.run(active, tokens=slice(8 - m, 8)), together[8 - m :])
+
+
+def test_rows_of_inactive_neurons_are_not_read() -> None:
+    """Whatever lies there."""
+    case = Case((100, 64), 2)
+    active = SETS["alternating"](case.active).astype(np.float32)
+    expected = case.run(active)
+    assert case.up_matrix is not None
+    for weight in (case.up_matrix, case.down_matrix):
+        weight.scales[::2] = float("nan")
+    assert_same_bits(case.run(active), expected)
+
+
+@pytest.mark.parametrize("operation", [sparse_ffn, reference.sparse_ffn], ids=["kernel", "reference"])
+def test_thresholds_skip_neurons_of_rows_that_may(operation: Any) -> None:
+    case = Case((100, 64), 3, is_gated=False)
+    least = np.abs(case.active).mean(0)
+    may_skip, n_used = np.array([1, 0, 1], np.int32), torch.tensor([5], device=DEVICE)
+    more = {name: torch.from_numpy(part).to(DEVICE) for name, part in (("least", least), ("may_skip", may_skip))}
+    found = case.run(case.active, operation, n_used=n_used, **more)
+    active = np.where((may_skip[:, None] == 1) & (np.abs(case.active) < least), np.float32(0), case.active)
+    assert_same_bits(found, case.run(active, operation))
+    assert n_used.item() == 5 + np.count_nonzero(active[[0, 2]])
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_the_plain_reference_is_near(is_gated: bool) -> None:
+    case = Case((100, 60), 2, is_gated=is_gated)
+    active = SETS["another for each token"](case.active).astype(np.float32)
+    expected = case.run(active, reference.sparse_ffn)
+    assert nmse(case.run(active), expected) <= BOUND
+    assert_same_bits(case.run(active, reference.sparse_ffn, slice(1, 2)), expected[1:2])
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    case = Case((70, 64), 5)
+    active = np.maximum(case.active, 0)
+    case.x[0] = 0
+    case.x[1, 40], case.x[2, 3] = np.nan, np.inf
+    active[3, 7], active[4] = np.nan, active[4] * 1e-32
+    found, expected = case.run(active), case.expected(active)
+    assert torch.equal(found.isnan(), expected.isnan()) and found[3].isnan().all()
+    assert_same_bits(found.nan_to_num(), expected.nan_to_num())
+    nearly = case.run(active, reference.sparse_ffn)
+    assert torch.equal(nearly.isnan(), expected.isnan())
+
+
+def test_the_largest_sums_stay_exact() -> None:
+    case = Case((64, 64), 2)
+    case.down.codes[:], case.down.scales[:], case.down.codebook = 15, 1, FITTED
+    case.down_matrix, case.up, case.up_matrix = matrix(case.down), None, None
+    active = np.full_like(case.active, 127)
+    assert_same_bits(case.run(active), case.expected(active))
+    assert case.run(active)[0, 0] == 64 * 127 * 32 * 2.0**case.down.exponent
+
+
+def test_wrong_operands_are_refused() -> None:
+    case = Case((64, 64), 2)
+    with pytest.raises(ValueError, match="active is"):
+        case.run(case.active[:, :32])
+    case.x = case.x[:, :32]
+    with pytest.raises(ValueError, match="x is"):
+        case.run(case.active)
+    with pytest.raises(ValueError, match="may_skip is needed"):
+        Case((64, 64), 1).run(case.active[:1], n_used=torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    case.up_matrix = matrix(Rows.random((32, 64), FITTED, 0, 0))
+    with pytest.raises(ValueError, match="up has 32 rows"):
+        case.run(case.active)
+
+
+def test_wrong_matrices_are_refused() -> None:
+    codes, scales = Rows.random((8, 64), FITTED, 0, 0).packed()
+    good = torch.from_numpy(codes), torch.from_numpy(scales), 0, FITTED, 64
+    for wrong, message in (
+        ((good[0][:, :16], *good[1:]), "codes are"),
+        ((good[0], good[1].float(), *good[2:]), "scales are"),
+        ((*good[:3], (-64, *FITTED[1:]), 64), "the codebook"),
+        ((*good[:4], 100), "codes are"),
+        ((good[0].T.contiguous().T, *good[1:]), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RowMatrix(*wrong)
