@@ -162,7 +162,7 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
     statistics = knowledge.statistics(spec, profile, threads, request.risk)
-    placement = request.placement(profile, files.weights.quantizer, statistics, neuron_major=spec.neuron_major)
+    placement = request.placement(profile, files.weights.quantizer, statistics)
     opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
     opened = replace(opened, placement=placement)
     try:

@@ -1,19 +1,26 @@
 """What the tests of activation sparsity share: small random models laid out neuron by neuron, and text for them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import all_tensors, decoder_blocks
+from hetero_ee.models.blocks import BlockKind, all_tensors, decoder_blocks, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves
 from hetero_ee.sparsity.dealing import SHARES
-from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.model_weights import ModelWeights, as_stored, is_quantized
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import DenseWeight
+from tests.executor_support import Model
 from tests.families import config_of
+
+NEURONS = Quantization(matrices="rtn", neuron_major=True)
 
 
 def sparse_model(family: str, seed: int = 0) -> tuple[ModelSpec, ModelWeights]:
@@ -30,6 +37,23 @@ def sparse_model(family: str, seed: int = 0) -> tuple[ModelSpec, ModelWeights]:
             drawn *= torch.randn(len(drawn), 1, generator=random).exp() * 0.1 * (1 + int(tensor.name.split(".")[1]))
         weights.matrices[tensor.name] = DenseWeight(drawn / tensor.shape[1] ** 0.5)
     return spec, weights
+
+
+def stored_by_neurons(folder: Path) -> Model:
+    """The checkpoint in `folder` as a store in it, int4 and neuron-major."""
+    spec = read_spec(folder)
+    weights = open_store(convert(folder, spec, folder / "store", NEURONS), spec)
+    return as_stored(spec, weights), weights
+
+
+def with_least(model: Model, share: float) -> Model:
+    """Activations below about this share's quantile don't count; nothing is left out at 0."""
+    spec, weights = model
+    if not share:
+        return model
+    blocks = [block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN]
+    least = {least_activations(block): torch.full((spec.ffn_size,), 0.3 * share) for block in blocks}
+    return spec, replace(weights, vectors=weights.vectors | least)
 
 
 def random_chunks(spec: ModelSpec, n_chunks: int = 16, n_tokens: int = 40, seed: int = 0) -> list[Chunk]:

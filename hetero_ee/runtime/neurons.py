@@ -21,6 +21,9 @@ class NeuronCounts:
         self.n_used += int(np.count_nonzero(active[rows]))
         self.n_neurons += int(rows.sum()) * active.shape[1]
 
+    def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
+        return NeuronCounts(self.n_used + other.n_used, self.n_neurons + other.n_neurons)
+
     def since(self, before: "NeuronCounts") -> float | None:
         """The share used since then; None where no token passed."""
         n_neurons = self.n_neurons - before.n_neurons

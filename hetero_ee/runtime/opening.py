@@ -79,7 +79,7 @@ def open_on_cpu(
 
     cache: of some layers alone, see HostExecutor.
     """
-    if not all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values()):
+    if not _are_quantized(weights):
         return ReferenceExecutor(spec, weights, max_tokens, cache=cache)
     kernels = use_kernel_cache(cache_folder(), progress)
     from hetero_ee.runtime.executors.cpu import (  # the kernels look where to be cached when imported
@@ -228,7 +228,7 @@ def _found_gpu(
             f"the plan, made for {plan.hardware}, puts parts on a GPU that can't be used here; make one for this "
             "machine, or try it out with hetero-ee simulate."
         )
-    if not _are_tiles(weights):
+    if not _are_quantized(weights):
         raise UsageError(
             "the plan puts parts on the GPU, which multiplies int4 and int8 weights only; choose another quantizer "
             "than none, or plan with gpu_layers 0."
@@ -266,8 +266,9 @@ def _on_gpu(
     return Opened(executor, clock, plan, recorder.spans if recorder is not None else list, lambda: executor.inner)
 
 
-def _are_tiles(weights: ModelWeights) -> bool:
-    return all(isinstance(weight, TileWeight) for weight in weights.matrices.values())
+def _are_quantized(weights: ModelWeights) -> bool:
+    """In the layouts that kernels multiply."""
+    return all(isinstance(weight, TileWeight | RowWeight) for weight in weights.matrices.values())
 
 
 def _emulated(

@@ -116,23 +116,15 @@ class PlacementRequest:
             check_emulates(self.plan, profile)
         return profile
 
-    def placement(
-        self, profile: HardwareProfile | None, quantizer: str, statistics: Statistics, *, neuron_major: bool = False
-    ) -> Placement:
-        """Of a profile, a plan or both. Raises UsageError for a GPU that is asked for neuron-major FFNs."""
+    def placement(self, profile: HardwareProfile | None, quantizer: str, statistics: Statistics) -> Placement:
+        """Of a profile, a plan or both."""
         limits = Limits()
         if profile is not None:
             limits = self.limits or limits
             if self.context_tokens:
                 limits = replace(limits, context_tokens=self.context_tokens)
         wants_gpu = limits.gpu_layers is not None or limits.vram_budget_bytes is not None or limits.overrides
-        if neuron_major:
-            if wants_gpu and limits.gpu_layers != 0:
-                raise UsageError(
-                    "sparse FFNs run on the CPU alone so far; leave out --sparsity, or the wish for a GPU."
-                )
-            limits = replace(limits, gpu_layers=0)
-        elif quantizer == UNQUANTIZED:  # as without a plan, on the CPU unless a GPU is asked for, without such kernels
+        if quantizer == UNQUANTIZED:  # as without a plan, on the CPU unless a GPU is asked for, without such kernels
             kv_type = limits.kv_type or default_kv_type(quantizer)
             gpu_layers = limits.gpu_layers if self.emulates or wants_gpu else 0
             limits = replace(limits, kv_type=kv_type, gpu_layers=gpu_layers)

@@ -1,6 +1,5 @@
 """Neuron-major models: the same weights as the checkpoint's, the same logits as the reference, skipped or not."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,21 +8,16 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import BlockKind, decoder_blocks, least_activations
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.weights.checkpoint import Checkpoint
-from hetero_ee.weights.model_weights import as_stored
-from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.rows import RowWeight
-from hetero_ee.weights.store.conversion import convert
-from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.verification import verify
 from tests.executor_support import Model, hidden_alone, on_kernels, reference
 from tests.families import random_model, save_checkpoint
+from tests.sparse_models import NEURONS, stored_by_neurons, with_least
 
-NEURONS = Quantization(matrices="rtn", neuron_major=True)
 FAMILIES = {"llama-relu": {}, "opt": {}, "qwen2": {}, "phi3": {"hidden_size": 96}}
 IDS = list(range(3, 33))
 
@@ -36,9 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
-    spec = read_spec(folder)
-    weights = open_store(convert(folder, spec, folder / "store", NEURONS), spec)
-    return as_stored(spec, weights), weights
+    return stored_by_neurons(folder)
 
 
 def test_a_store_has_the_checkpoint_s_weights(folder: Path, model: Model) -> None:
@@ -92,16 +84,6 @@ def test_a_token_s_bits_depend_on_it_alone(model: Model, share: float, kernels: 
     sequence = alone.cache.open_new()
     one_by_one = [alone.hidden(Batch.of_sequence(sequence, at, [token])) for at, token in enumerate(IDS)]
     assert torch.equal(hidden_alone(executor, IDS), torch.cat(one_by_one))
-
-
-def with_least(model: Model, share: float) -> Model:
-    """Activations below about this share's quantile don't count; nothing is left out at 0."""
-    spec, weights = model
-    if not share:
-        return model
-    blocks = [block for block in decoder_blocks(spec) if block.kind is BlockKind.FFN]
-    least = {least_activations(block): torch.full((spec.ffn_size,), 0.3 * share) for block in blocks}
-    return spec, replace(weights, vectors=weights.vectors | least)
 
 
 def test_generation_skips_zeros_and_is_refused_where_there_are_none(

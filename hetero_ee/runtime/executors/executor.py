@@ -164,6 +164,11 @@ class BlockExecutor(HeadExecutor, Protocol):
 
     cache: LayeredCache[Any]
 
+    @property
+    def neurons(self) -> NeuronCounts:
+        """Of the FFNs that it computed, see Executor.neurons."""
+        ...
+
     def embed(self, batch: Batch) -> Tensor:
         """(m, hidden) before the first layer. Raises ValueError for tokens that are none."""
         ...

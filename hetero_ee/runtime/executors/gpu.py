@@ -1,6 +1,6 @@
 """What a plan runs on a GPU: blocks whose weights stay there, blocks with borrowed weights, and the head.
 
-The host waits for the GPU in `attend_uploaded` alone.
+The host waits for the GPU in `attend_uploaded` and `neurons` alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +20,7 @@ from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
+from hetero_ee.runtime.neurons import NeuronCounts
 from hetero_ee.weights.model_weights import ModelWeights
 
 
@@ -27,7 +28,7 @@ class GpuExecutor(BlockExecutor):
     """blocks: whose weights stay on the GPU. cache: of the layers attended there, on that GPU.
 
     n_rows: of one pass, see SegmentRoom. visits: the kind of keys and values that are uploaded from a CpuKvCache, None
-    for none. Matrices must be in tiles.
+    for none. Matrices must be in tiles, or rows of neurons.
     """
 
     cache: GpuKvCache
@@ -139,6 +140,11 @@ class GpuExecutor(BlockExecutor):
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
         return self.linear(normed, self._model_blocks[-1].tensors["tokens"].name)
+
+    @property
+    def neurons(self) -> NeuronCounts:
+        """See BlockExecutor.neurons. The host waits for the GPU."""
+        return NeuronCounts(int(self._room.n_used.item()), self._room.n_neurons)
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""

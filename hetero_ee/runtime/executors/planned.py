@@ -7,6 +7,7 @@ chunk while the CPU is still in the last one's later layers.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -228,7 +229,12 @@ class PlannedExecutor(Executor):
 
     @property
     def neurons(self) -> NeuronCounts:
-        return self._cpu_executor.neurons
+        """See Executor.neurons. Of sparse FFNs on a GPU the host waits for what runs there."""
+        counted = NeuronCounts()
+        for on_gpu in (False, True)[: len(self._executors) if self.spec.neuron_major else 0]:
+            executor, device = self._executor(on_gpu)
+            counted += device.run([], partial(getattr, executor, "neurons"))[0]
+        return counted
 
     @property
     def traffic(self) -> Traffic:

@@ -31,6 +31,7 @@ class SegmentBuffers:
     delta: Tensor
     slots: Tensor
     positions: Tensor
+    may_skip: Tensor
 
     def first(self, m: int) -> "SegmentBuffers":
         return SegmentBuffers(*(getattr(self, name)[:m] for name in self.__slots__))
@@ -40,7 +41,8 @@ class SegmentRoom:
     """For segments whose keys and values lie in this cache, or in one of the same context and heads.
 
     n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: the rotary angles, None
-    for a model without; workspace: of attention; turned_by: of the rows in the buffers, see Batch.
+    for a model without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used, n_neurons:
+    see NeuronCounts; the former is counted on the device.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
@@ -50,20 +52,29 @@ class SegmentRoom:
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self.buffers = _buffers(spec, self.device, n_rows)
         self.turned_by: Tensor | None = None
+        self.n_used, self.n_neurons = torch.zeros(1, dtype=torch.int64, device=self.device), 0
 
     def place(
-        self, hidden: Tensor, slots: Sequence[int], positions: Sequence[int], turned_by: Sequence[int] | None = None
+        self,
+        hidden: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        may_skip: Sequence[bool] | None = None,
+        turned_by: Sequence[int] | None = None,
     ) -> None:
         """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them.
 
-        turned_by: see Batch. It gets memory of its own, which no recorded launch may read.
+        may_skip: see Batch, where FFNs are neuron-major. turned_by: see Batch; it gets memory of its own, which no
+        recorded launch may read.
         """
         some = self.buffers.first(len(slots))
         some.x.copy_(hidden)
         pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
-        numbers = torch.tensor([slots, positions], **pinned)
+        numbers = torch.tensor([slots, positions, *([] if may_skip is None else [may_skip])], **pinned)
         some.slots.copy_(numbers[0], non_blocking=True)
         some.positions.copy_(numbers[1], non_blocking=True)
+        if may_skip is not None:
+            some.may_skip.copy_(numbers[2], non_blocking=True)
         self.turned_by = None
         if turned_by is not None:
             self.turned_by = torch.tensor(turned_by, **pinned).to(self.device, non_blocking=True)
@@ -77,8 +88,8 @@ def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:
 
 
 def _buffers(spec: ModelSpec, device: Any, n_rows: int) -> SegmentBuffers:
-    inner = spec.ffn_size * (2 if spec.gated else 1)
+    inner = spec.ffn_size * (2 if spec.gated and not spec.neuron_major else 1)
     widths = (spec.hidden_size, spec.hidden_size, spec.query_size + 2 * spec.kv_size, spec.query_size)
     floats = [torch.zeros(n_rows, width, device=device) for width in (*widths, inner, spec.ffn_size, spec.hidden_size)]
-    integers = [torch.zeros(n_rows, dtype=torch.int32, device=device) for _ in range(2)]
+    integers = [torch.zeros(n_rows, dtype=torch.int32, device=device) for _ in range(3)]
     return SegmentBuffers(*floats, *integers)

@@ -15,6 +15,7 @@ NAMES = (
     "kv_write",
     "attention",
     "sliced_head",
+    "sparse_ffn",
     "draft",
     "matmul_int4",
     "matmul_int8",
@@ -37,6 +38,7 @@ class GpuOperations:
     kv_write: Callable[..., Any]
     attention: Callable[..., Any]
     sliced_head: Callable[..., Any]
+    sparse_ffn: Callable[..., Any]
     draft: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]

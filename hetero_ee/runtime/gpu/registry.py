@@ -122,6 +122,7 @@ IMPLEMENTATIONS = (
     _INT4[1],
     *_pair("matmul_int8", "matmul:matmul"),
     *_pair("sliced_head", "sliced_head:sliced_head"),
+    *_pair("sparse_ffn", "sparse_ffn:sparse_ffn"),
     *_pair("draft", "draft:draft"),
     *_pair("embed", "embed:embed"),
     *_pair("rms_norm", "norm:rms_norm"),

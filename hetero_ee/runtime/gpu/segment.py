@@ -71,8 +71,8 @@ class Replays:
 class GpuSegment:
     """Attentions and FFNs of a model that follow each other. cache: holds their layers; open sequences there.
 
-    Weights must be in tiles; those of a GpuWeights, and a room, are shared with other segments. recorder: None runs
-    every launch by itself, see `recorder_for`.
+    Weights must be in tiles, neurons in rows; those of a GpuWeights, and a room, are shared with other segments.
+    recorder: None runs every launch by itself, see `recorder_for`.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class GpuSegment:
         self._device = cache.pages.codes.device
         self._blocks = list(blocks)
         self._attends = any(block.kind is BlockKind.ATTENTION for block in blocks)
+        self._n_neurons = sum(block.kind is BlockKind.FFN for block in blocks) * spec.ffn_size * spec.neuron_major
         if isinstance(weights, ModelWeights):
             weights = GpuWeights(weights, blocks, operations, self._device)
         self._weights, self._room = weights, room or SegmentRoom(spec, cache)
@@ -102,6 +103,7 @@ class GpuSegment:
         The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes. What
         turns by positions of its own is launched one by one.
         """
+        self._room.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
             for rows, m in self._placed(hidden, batch):
@@ -129,10 +131,12 @@ class GpuSegment:
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
             )
         slots = self.cache.slots(batch) if self._attends else [0] * len(batch)
+        may_skip = batch.may_skip().tolist() if self.spec.neuron_major else None
         for first in range(0, len(batch), self._room.n_rows):
             rows = slice(first, min(first + self._room.n_rows, len(batch)))
             turned_by = None if batch.turned_by is None else batch.turned_by[rows]
-            self._room.place(hidden[rows], slots[rows], batch.positions[rows], turned_by)
+            skips = may_skip[rows] if may_skip is not None else None
+            self._room.place(hidden[rows], slots[rows], batch.positions[rows], skips, turned_by)
             yield rows, rows.stop - first
 
     def _compute(self, m: int) -> None:
@@ -168,9 +172,24 @@ class GpuSegment:
 
     def _feed_forward(self, block: Block, b: SegmentBuffers) -> None:
         spec = self.spec
+        if spec.neuron_major:
+            self._sum_neurons(block, b)
+            return
         self._multiply(b.normed, block, "gate_up" if spec.gated else "up", b.inner)
         self._ops.activate(b.inner, spec.activation, b.active, gated=spec.gated, threshold=spec.activation_threshold)
         self._multiply(b.active, block, "down", b.delta)
+
+    def _sum_neurons(self, block: Block, b: SegmentBuffers) -> None:
+        """An FFN whose inactive neurons are not read."""
+        spec, weights = self.spec, self._weights
+        self._multiply(b.normed, block, "gate" if spec.gated else "up", b.inner)
+        self._ops.activate(b.inner, spec.activation, b.active, gated=False, threshold=spec.activation_threshold)
+        up = weights.neurons(block, "up") if spec.gated else None
+        skips = {"least": weights.least(block), "may_skip": b.may_skip, "n_used": self._room.n_used}
+        self._ops.sparse_ffn(b.normed, b.active, up, weights.neurons(block, "down"), b.delta, **skips)
+        bias = weights.vector(block, "down_bias")
+        if bias is not None:
+            self._ops.add(b.delta, bias)
 
     def _normed(self, block: Block, b: SegmentBuffers, delta: Tensor | None) -> None:
         """b.normed: the norm of b.x, to which delta, the block before's output, is added first."""

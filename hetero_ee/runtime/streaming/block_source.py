@@ -6,10 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block
+from hetero_ee.models.blocks import Block, least_activations
 from hetero_ee.runtime.devices.device import GPU, Device, Event, Link
 from hetero_ee.runtime.streaming.streaming import N_BUFFERS
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 N_PINNED = 3  # one is being filled and one copied from; with the third neither waits for the other
@@ -108,7 +109,7 @@ class PinnedBlocks:
 
 def block_weights(block: Block, weights: ModelWeights) -> ModelWeights:
     """Those of the weights that are the block's."""
-    names = {tensor.name for tensor in block.tensors.values()}
+    names = {tensor.name for tensor in block.tensors.values()} | {least_activations(block)}
     return ModelWeights(
         {name: weight for name, weight in weights.matrices.items() if name in names},
         {name: vector for name, vector in weights.vectors.items() if name in names},
@@ -125,6 +126,8 @@ def _parts(weight: Weight) -> list[Tensor]:
     match weight:
         case TileWeight():
             return [weight.tiles, weight.scales]
+        case RowWeight():
+            return [weight.codes, weight.scales]
         case DenseWeight():
             return [weight.values]
     raise TypeError(f"{type(weight).__name__} can't be streamed.")
@@ -140,6 +143,8 @@ def _with_tensors(weights: ModelWeights, regions: Iterator[Tensor]) -> ModelWeig
     for name, weight in weights.matrices.items():
         if isinstance(weight, TileWeight):
             matrices[name] = replace(weight, tiles=placed(weight.tiles), scales=placed(weight.scales))
+        elif isinstance(weight, RowWeight):
+            matrices[name] = replace(weight, codes=placed(weight.codes), scales=placed(weight.scales))
         else:
             matrices[name] = DenseWeight(placed(*_parts(weight)))
     return ModelWeights(matrices, {name: placed(vector) for name, vector in weights.vectors.items()}, weights.quantizer)

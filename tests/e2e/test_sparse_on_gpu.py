@@ -1,0 +1,82 @@
+"""Neuron-major models on a GPU: the stand-in computes what the CPU does, an emulated one gives the CPU's very tokens,
+and both count the same neurons."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_ee import Engine
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.planned import PlannedExecutor
+from tests.emulation import LAPTOP, emulated, planned, prompt_of
+from tests.executor_support import Model, on_kernels, reference
+from tests.families import random_model, save_checkpoint
+from tests.logged_machine import Log
+from tests.sparse_models import stored_by_neurons, with_least
+from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
+
+HALF = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"))
+PLACES = {"split": HALF, "all on the GPU": (("layers.*|head", "gpu"),), "streamed": (("layers.*", "stream"),)}
+TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31]
+
+
+@pytest.fixture(scope="module", params=["llama-relu", "opt"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
+    return with_least(stored_by_neurons(folder), 0.5)
+
+
+def read(executor: Executor) -> torch.Tensor:
+    """Logits of a text: its first tokens as a prompt, the rest one by one and as a few together."""
+    sequence, rows = executor.cache.open_new(), []
+    executor.prompt(prompt_of(executor, sequence, TEXT[:FIRST_SPARSE]))
+    for first, end in ((FIRST_SPARSE, FIRST_SPARSE + 1), (FIRST_SPARSE + 1, len(TEXT))):
+        batch = Batch.of_sequence(sequence, first, TEXT[first:end])
+        rows.append(executor.logits(batch, range(end - first)))
+    return torch.cat(rows).as_subclass(torch.Tensor)
+
+
+def run(model: Model, places: str, log: Log, make: Callable[..., PlannedExecutor]) -> tuple[torch.Tensor, float]:
+    """Logits, and the share of neurons used."""
+    plan = planned(model[0], overrides=PLACES[places], context_tokens=64)
+    executor = make(*model, plan, wrap=log.machine)
+    before = executor.neurons
+    found, share = read(executor), executor.neurons.since(before)
+    executor.close()
+    assert share is not None
+    return found, share
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_gpu_computes_what_the_cpu_does(model: Model, places: str) -> None:
+    alone, log, charged = reference(model), Log(), Log()
+    expected, gpu = read(alone), stand_in_gpu(operations=log.gpu_operations(torch_operations()))
+    found, share = run(model, places, log, lambda *a, **k: on_stand_in(*a, gpu, **k))
+    assert (found - expected).norm() < 0.06 * expected.norm()  # as the CPU's kernels, see test_sparse_models.py
+    assert share == pytest.approx(alone.neurons.n_used / alone.neurons.n_neurons, abs=0.02) and share < 0.8
+    run(model, places, charged, emulated)
+    assert charged.names == log.names, "an emulated GPU is charged for other steps"
+    ffns = [each for each in log.runs if any(name.endswith("ffn") for name in each.names) and each.operations]
+    assert ffns and all({"matmul_int4", "activate", "sparse_ffn"} <= set(each.operations) for each in ffns)
+
+
+def test_an_emulated_gpu_changes_no_bit(model: Model, kernels: Path) -> None:
+    alone = on_kernels(model, kind="fp16")
+    expected = read(alone)
+    for places in PLACES:
+        found, share = run(model, places, Log(), emulated)
+        assert torch.equal(found, expected) and share == alone.neurons.n_used / alone.neurons.n_neurons
+
+
+def test_an_engine_s_sparse_model_takes_gpu_layers(demo: Path, cache: Path, tmp_path: Path) -> None:
+    relu = random_model("llama-relu", vocab_size=read_spec(demo).vocab_size)
+    folder, texts = save_checkpoint(relu, tmp_path / "relu", tokenizer_from=demo), []
+    for arguments in ({"profile": "off"}, {"profile": LAPTOP, "emulate": True, "gpu_layers": 1}):
+        with Engine.from_pretrained(folder, sparsity="exact", threads=1, **arguments) as engine:
+            texts.append(engine.generate("Once upon", max_new_tokens=8).token_ids)
+            assert engine.neuron_share is not None and 0 < engine.neuron_share < 0.8
+    assert texts[0] == texts[1]
