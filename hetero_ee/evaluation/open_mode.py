@@ -12,12 +12,11 @@ from torch import Tensor
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.scoring import n_changed, score
 from hetero_ee.engine import Engine
-from hetero_ee.planning.times.costs import SPLIT
 from hetero_ee.speculation.early_exit import score_early
 from hetero_ee.speculation.exit_statistics import ExitCounts
 
 FULL = "full"
-ON_CPU = ("cpu", "disk", SPLIT)  # placements of layers that the CPU computes, whole or in part
+ON_CPU = ("cpu", "disk")  # placements of layers that the CPU computes
 
 
 @dataclass(frozen=True, slots=True)

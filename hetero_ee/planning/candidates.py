@@ -1,19 +1,18 @@
 """The placements worth comparing, and which of them serves a typical request fastest."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
-from hetero_ee.planning.neuron_split import SplitTimes, place_split_chain, split_times, with_splits
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS, Schedule, best_schedule, full_schedule
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import ON_GPU, SPLIT, STREAMED
+from hetero_ee.planning.times.costs import ON_GPU, STREAMED
 from hetero_ee.planning.times.early_exits import Passes
 from hetero_ee.planning.times.memory import (
     DRAFT_HEAD,
@@ -39,7 +38,7 @@ Placement = tuple[str, ...]  # of every part
 class Candidate:
     """A plan in the making."""
 
-    problem: Problem  # with the parts as they are split
+    problem: Problem
     context_tokens: int  # that its times hold for
     chunk_tokens: int  # of a prompt at a time
     decode: Placement
@@ -99,8 +98,6 @@ def _best_candidate(problem: Problem, context_tokens: int) -> Candidate:
         raise UsageError(_does_not_fit(problem, options))
     schedules = {decode: best_schedule(problem, decode, context_tokens) for decode, _ in dict.fromkeys(fitting)}
     found = [completed(problem, decode, chunk, context_tokens, schedules[decode]) for decode, chunk in fitting]
-    splits = split_times(problem, options)
-    found += [each for chunk in chunks for each in _split_candidates(problem, options, splits, chunk, context_tokens)]
     return min(found, key=lambda candidate: candidate.request_s)
 
 
@@ -149,28 +146,6 @@ def completed(problem: Problem, decode: Placement, chunk: int, context_tokens: i
             memory = [term for term in memory if term.name not in (DRAFT_HEAD, DRAFT_ROWS)]
         found.append(Candidate(problem, context_tokens, chunk, decode, prefill, each, memory, read_s, request_s))
     return min(found, key=lambda candidate: candidate.request_s)
-
-
-def _split_candidates(
-    problem: Problem,
-    options: Sequence[PartOptions],
-    splits: Mapping[int, SplitTimes],
-    chunk: int,
-    context_tokens: int,
-) -> Iterator[Candidate]:
-    """The fastest chains with FFNs in two, for full mode, where it is known how often neurons are active."""
-    if not splits or problem.limits.mode not in (None, "full") or problem.limits.pinned("head") == "cpu":
-        return
-    for allowed, left_bytes in _rooms(problem, options, "gpu", chunk):
-        chain = place_split_chain(allowed, splits, left_bytes, problem.costs.transfer_s(1), ends_on_gpu=True)
-        if chain is None or not chain.n_blocks:
-            continue
-        split = with_splits(problem, chain.n_blocks)
-        placed = _with_disk(split, ("cpu", *chain.placements, "gpu"), chunk)
-        if _ram_bytes(split, placed, chunk) <= problem.ram_budget_bytes:
-            for decode in _with_embedding(split, placed, chunk):
-                schedule = best_schedule(split, decode, context_tokens)
-                yield completed(split, decode, chunk, context_tokens, schedule)
 
 
 def _placements(problem: Problem, options: Sequence[PartOptions], chunk: int) -> Iterator[Placement]:
@@ -300,7 +275,7 @@ def _ram_bytes(problem: Problem, decode: Sequence[str], chunk: int) -> int:
 
 def _ram_terms(problem: Problem, chunk: int, decode: Sequence[str], prefill: Sequence[str]) -> list[MemoryTerm]:
     pairs = list(zip(problem.parts, decode, strict=True))
-    weights = sum(part.cpu_bytes for part, placement in pairs if placement in ("cpu", "stream", SPLIT))
+    weights = sum(part.weight_bytes for part, placement in pairs if placement in ("cpu", "stream"))
     kv_bytes = sum(part.kv_bytes(problem.context_tokens) for part, placement in pairs if placement not in ON_GPU)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
     return [
@@ -323,7 +298,6 @@ def _memory_terms(problem: Problem, decode: Placement, prefill: Placement, chunk
         return terms
     layers = [(part, placement) for part, placement in pairs if part.layer is not None]
     weights = sum(rounded(part.weight_bytes) for part, placement in layers if placement == "gpu")
-    weights += sum(rounded(part.gpu_bytes) for part, placement in layers if placement == SPLIT)
     kv_bytes = sum(part_gpu_bytes(part, "stream", problem.context_tokens) for part, p in layers if p in ON_GPU)
     buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (decode, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
@@ -358,9 +332,9 @@ def _visiting(problem: Problem, decode: Placement, chunk: int, kinds: Sequence[B
     options = []
     known: dict[object, PartOptions] = {}  # alike for parts of one shape
     for part, placement in zip(problem.layers, decode[1:-1], strict=True):
-        key = part.shape, part.split, placement
+        key = part.shape, placement
         if key not in known:
-            allowed = [placement, "visit"] if placement in ("cpu", SPLIT) and part.kind in kinds else [placement]
+            allowed = [placement, "visit"] if placement == "cpu" and part.kind in kinds else [placement]
             known[key] = {each: _prefill_option(problem, part, each, chunk) for each in allowed}
         options.append(known[key])
     chain = place_chain(options, 0, problem.costs.transfer_s(chunk), ends_on_gpu=decode[-1] in ON_GPU)
@@ -370,8 +344,6 @@ def _visiting(problem: Problem, decode: Placement, chunk: int, kinds: Sequence[B
 
 def _prefill_option(problem: Problem, part: Part, placement: str, chunk: int) -> Option:
     seconds = problem.costs.part_s(part, placement, chunk, chunk)
-    if placement == SPLIT:
-        return Option(seconds + 2 * problem.costs.transfer_s(chunk), 0, on_gpu=None)
     if placement in STREAMED:
         seconds = max(seconds, problem.costs.copy_s(part, placement, chunk))
     return Option(seconds, 0, on_gpu=placement in ON_GPU)

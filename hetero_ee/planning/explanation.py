@@ -11,10 +11,9 @@ from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 GIB, MIB = 2**30, 2**20
 LINE_COLUMNS, HASH_DIGITS = 100, 16
 NO_BREAK = "\N{NO-BREAK SPACE}"
-LETTERS = {"gpu": "G", "split": "b", "cpu": "C", "stream": "s", "disk": "d"}
+LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d"}
 LEGEND = {
     "gpu": "G GPU",
-    "split": "b both, some neurons each",
     "cpu": "C CPU",
     "stream": "s streamed to the GPU",
     "disk": "d read from the disk",

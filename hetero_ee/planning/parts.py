@@ -30,20 +30,6 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Of an FFN's neurons the most often active lie on the GPU."""
-
-    gpu_neurons: int
-    n_neurons: int
-    active_share: float  # of the others, what a token needs
-
-    @property
-    def gpu_share(self) -> float:
-        """Of all neurons."""
-        return self.gpu_neurons / self.n_neurons
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """A unit of placement."""
 
@@ -55,30 +41,11 @@ class Part:
     kv_bytes_per_token: int  # what attention keeps of a position
     window_tokens: int | None
     shape: int = 0  # the same number for all parts that cost the same
-    split: Split | None = None  # of an FFN in two
 
     @property
     def product_bytes(self) -> int:
         """Of all its matrices."""
         return sum(product.n_bytes for product in self.products)
-
-    def bytes_of_neurons(self, n_neurons: int) -> int:
-        """Weights of so many of an FFN's neurons: their rows of the first matrices, gate and up in one, their columns
-        of the last, and all vectors, which both devices need."""
-        *inner, outer = self.products
-        of_a_neuron = [replace(product, n_rows=product.n_rows // outer.n_columns * n_neurons) for product in inner]
-        kept = [*of_a_neuron, replace(outer, n_columns=n_neurons)]
-        return self.weight_bytes - self.product_bytes + sum(product.n_bytes for product in kept)
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Weights on the GPU where the part is split."""
-        return self.bytes_of_neurons(self.split.gpu_neurons) if self.split else 0
-
-    @property
-    def cpu_bytes(self) -> int:
-        """Weights in RAM where the part is split, all of them where it is not."""
-        return self.bytes_of_neurons(self.split.n_neurons - self.split.gpu_neurons) if self.split else self.weight_bytes
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Keys and values of one sequence of this length. A sliding window saves none: the cache keeps all."""

@@ -5,7 +5,6 @@ from itertools import count, groupby
 
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
-from hetero_ee.planning.times.costs import SPLIT
 
 GIB = 2**30
 KINDS = ("attention", "ffn")
@@ -13,7 +12,7 @@ Pin = tuple[str, str]  # an option and its value
 
 
 def pins(made: Plan, limits: Limits) -> list[Pin]:
-    """Of a plan made within these limits. Split parts stay open: no option says which neurons go where."""
+    """Of a plan made within these limits."""
     found = [("-c", str(made.context_tokens)), ("-t", str(made.threads)), ("--kv-type", made.kv_type)]
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
@@ -42,15 +41,14 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     uses_gpu = any(_target(part) in ("gpu", "stream") for part in layers)
     outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
     ways = [[*_patterns(layers, dict.fromkeys(KINDS)), *outer]]
-    if not any(_target(part) == SPLIT for part in layers):
-        usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}
-        rules = [(f".*{kind}", where) for kind, where in usual.items()]
-        if len(set(usual.values())) == 1:
-            rules = [("layers.*", usual[KINDS[0]])]
-        ways.append([*_patterns(layers, usual), *(("-ot", f"{pattern}={where}") for pattern, where in rules), *outer])
-        if n_whole:
-            others = [part for part in layers if (part.layer or 0) >= n_whole]
-            ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, "cpu")), *outer])
+    usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}
+    rules = [(f".*{kind}", where) for kind, where in usual.items()]
+    if len(set(usual.values())) == 1:
+        rules = [("layers.*", usual[KINDS[0]])]
+    ways.append([*_patterns(layers, usual), *(("-ot", f"{pattern}={where}") for pattern, where in rules), *outer])
+    if n_whole:
+        others = [part for part in layers if (part.layer or 0) >= n_whole]
+        ways.append([("-ngl", str(n_whole)), *_patterns(others, dict.fromkeys(KINDS, "cpu")), *outer])
     return min(ways, key=lambda way: sum(len(option) + len(value) for option, value in way))
 
 
@@ -59,7 +57,7 @@ def _patterns(layers: Sequence[PlacedPart], usual: "dict[str, str] | dict[str, N
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for kind in KINDS:
         parts = [part for part in layers if part.name.endswith(kind)]
-        for placement in sorted({_target(part) for part in parts} - {SPLIT, usual[kind]}):
+        for placement in sorted({_target(part) for part in parts} - {usual[kind]}):
             numbers = tuple(part.layer or 0 for part in parts if _target(part) == placement)
             found.setdefault((placement, numbers), []).append(kind)
     for (placement, numbers), kinds in found.items():

@@ -15,7 +15,7 @@ import numpy as np
 
 GRID_UNITS = 2**13  # 80 layers are 160 parts: rounding up wastes a fiftieth of the budget at most, before the filling
 SAME = 1.001  # plans closer than this are alike, and the one with early layers on the GPU is wanted: drafts exit early
-CPU, GPU, EITHER = 0, 1, 2
+CPU, GPU = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Option:
 
     seconds: float
     gpu_bytes: int
-    on_gpu: bool | None  # None where both devices compute it, transfers included, from either and to either
+    on_gpu: bool
 
 
 PartOptions = Mapping[str, Option]  # by placement
@@ -53,15 +53,8 @@ def chain_s(parts: Sequence[PartOptions], placements: Sequence[str], transfer_s:
     """Seconds of the chain with these placements."""
     options = [part[placement] for part, placement in zip(parts, placements, strict=True)]
     devices = [False, *[option.on_gpu for option in options], ends_on_gpu]
-    n_transfers: int = sum(map(operator.ne, devices, devices[1:])) - _n_free_transfers(devices)
+    n_transfers: int = sum(map(operator.ne, devices, devices[1:]))
     return n_transfers * transfer_s + sum([option.seconds for option in options])
-
-
-def _n_free_transfers(devices: Sequence[bool | None]) -> int:
-    """Changes of device to and from parts that both compute."""
-    if None not in devices:
-        return 0
-    return sum((a is None) != (b is None) for a, b in itertools.pairwise(devices))
 
 
 def chain_bytes(parts: Sequence[PartOptions], placements: Sequence[str]) -> int:
@@ -76,11 +69,11 @@ def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool)
     for part in parts:
         after, choices = [math.inf, math.inf], [("", CPU), ("", GPU)]
         for name, option in part.items():
-            for device in _devices(option):
-                stay, transfer = best[device], best[1 - device] + (0.0 if option.on_gpu is None else transfer_s)
-                offered = min(stay, transfer) + option.seconds
-                if offered < after[device]:
-                    after[device], choices[device] = offered, (name, device if stay <= transfer else 1 - device)
+            device = int(option.on_gpu)
+            stay, transfer = best[device], best[1 - device] + transfer_s
+            offered = min(stay, transfer) + option.seconds
+            if offered < after[device]:
+                after[device], choices[device] = offered, (name, device if stay <= transfer else 1 - device)
         best = after
         chosen.append(choices)
     device = _last_device(best, transfer_s, ends_on_gpu)
@@ -89,11 +82,6 @@ def _fastest(parts: Sequence[PartOptions], transfer_s: float, ends_on_gpu: bool)
         name, device = choices[device]
         placements.append(name)
     return tuple(reversed(placements))
-
-
-def _devices(option: Option) -> Sequence[int]:
-    """Where hidden states may be after the part."""
-    return (CPU, GPU) if option.on_gpu is None else (int(option.on_gpu),)
 
 
 def _last_device(best: Sequence[float], transfer_s: float, ends_on_gpu: bool) -> int:
@@ -141,8 +129,6 @@ class _Grid:
         """Offers the part's options to every state."""
         options = list(self._parts[index].values())
         arrived = [*np.minimum(best, best[::-1] + self._transfer_s)]
-        if any(option.on_gpu is None for option in options):
-            arrived.append(best.min(axis=0))
         first, last = self._firsts[index + 1], self._lasts[index + 1]
         after = np.full((len(arrived), last - first + 1), np.inf)
         codes = np.zeros(after.shape, np.int16)
@@ -150,12 +136,10 @@ class _Grid:
             n_reached = last + 1 - max(first, taken)
             if n_reached <= 0:
                 continue
-            row = EITHER if option.on_gpu is None else int(option.on_gpu)
+            row = int(option.on_gpu)
             offered = self._seen_from(index, arrived[row], taken) + option.seconds
             _take_better(after[row][-n_reached:], codes[row][-n_reached:], offered, np.int16(code))
-        for device in (CPU, GPU) if len(after) > EITHER else ():
-            _take_better(after[device], codes[device], after[EITHER], codes[EITHER])
-        return after[:EITHER], _Step(first, codes, self._firsts[index], self._lasts[index], best)
+        return after, _Step(first, codes, self._firsts[index], self._lasts[index], best)
 
     def _seen_from(self, index: int, values: Any, taken: int) -> Any:
         """The values of the states from which those after the part are reached by taking so many units."""
@@ -169,12 +153,10 @@ class _Grid:
         n_units = self._lasts[-1]
         for part, units, step in zip(reversed(self._parts), reversed(self._units), reversed(steps), strict=True):
             code = int(step.codes[device][n_units - step.first])
-            name, option = list(part.items())[code]
-            placements.append(name)
+            placements.append(list(part)[code])
             n_units = min(n_units - units[code], step.last_before)
             before = step.before[:, n_units - step.first_before]
-            transfer_s = 0.0 if option.on_gpu is None else self._transfer_s
-            device = device if before[device] <= before[1 - device] + transfer_s else 1 - device
+            device = device if before[device] <= before[1 - device] + self._transfer_s else 1 - device
         return tuple(reversed(placements))
 
 

@@ -18,11 +18,11 @@ from hetero_ee.planning.limits import (
     is_whole,
 )
 from hetero_ee.planning.parts import KV_BYTES
-from hetero_ee.planning.times.costs import ON_GPU, SPLIT
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.memory import DRAFT_HEAD, MemoryTerm
 from hetero_ee_profiles.records import read_record, write_record
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 EXIT, SEQUENCE = "exit", "sequence"  # where drafts come from: early exits, or a draft sequence from elsewhere
 DEVICES = ("gpu", "cpu", "disk")
 # By the placement when decoding those that a prompt may have: keys and values stay on one device.
@@ -31,7 +31,6 @@ PREFILL_PLACEMENTS = {
     "cpu": ("cpu", "visit"),  # visit: as stream, for a prompt alone; keys and values come along
     "stream": ("stream",),  # weights wait in RAM, the GPU computes
     "disk": ("disk",),  # mapped, read when used
-    SPLIT: (SPLIT, "visit"),
 }
 PLACEMENTS = (*PREFILL_PLACEMENTS, "visit")
 DECIDED = (
@@ -53,8 +52,6 @@ class PlacedPart:
     prefill_placement: str
     decode_s: float  # of one token
     prefill_s: float  # of a chunk of the prompt
-    gpu_neurons: int | None = None  # on the GPU where it is split, the most often active first; of two alike the lower
-    cpu_active_share: float | None = None  # of the others, what a token needs
 
     def __post_init__(self) -> None:
         for placement in (self.decode_placement, self.prefill_placement):
@@ -62,13 +59,6 @@ class PlacedPart:
                 raise ValueError(f"placement is {placement[:40]!r}, expected one of {', '.join(PLACEMENTS)}")
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
-        is_split = self.decode_placement == SPLIT
-        if is_split != (self.gpu_neurons is not None) or is_split != (self.cpu_active_share is not None):
-            raise ValueError("gpu_neurons and cpu_active_share belong to parts that are split")
-        if self.gpu_neurons is not None and self.gpu_neurons < 1:
-            raise ValueError(f"gpu_neurons is {self.gpu_neurons}, expected 1 or more")
-        if self.cpu_active_share is not None and not 0 <= self.cpu_active_share <= 1:
-            raise ValueError(f"cpu_active_share is {self.cpu_active_share}, expected 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +158,7 @@ class Plan:
     @property
     def sha256(self) -> str:
         """Identifies the plan in results: of what was decided and within which budgets, not of times and words."""
-        placed = [(part.name, part.decode_placement, part.prefill_placement, part.gpu_neurons) for part in self.parts]
+        placed = [(part.name, part.decode_placement, part.prefill_placement) for part in self.parts]
         vram_budget_bytes = self.vram_budget_bytes if self.n_bytes("gpu") else 0
         decided = [placed, vram_budget_bytes, *(getattr(self, name) for name in DECIDED)]
         if self.draft_device == "gpu":
@@ -298,7 +288,6 @@ def _check_memory(made: Plan) -> None:
                 f"it takes {made.n_bytes(device)} bytes of the {device}'s memory and its budget is {budget_bytes}; "
                 "plan again"
             )
-    on_gpu = {*ON_GPU, SPLIT}
-    computes_on_gpu = [part.name for part in made.parts if {part.decode_placement, part.prefill_placement} & on_gpu]
+    computes_on_gpu = [p.name for p in made.parts if {p.decode_placement, p.prefill_placement} & {*ON_GPU}]
     if computes_on_gpu and not made.n_bytes("gpu"):
         raise UsageError(f"part {shown(computes_on_gpu[0])} needs a GPU and no memory is planned there; plan again")

@@ -144,12 +144,6 @@ def _check_statistics(known: Statistics, spec: ModelSpec) -> None:
             f"the exit statistics are of a model with {known.exits.n_layers} layers, this one has {spec.n_layers}; "
             "calibrate this model."
         )
-    if known.neurons is not None and known.neurons.shape != (spec.n_layers, spec.ffn_size):
-        n_layers, n_neurons = known.neurons.shape
-        raise UsageError(
-            f"the neuron statistics are of {n_layers} layers of {n_neurons} neurons, this model has {spec.n_layers} of "
-            f"{spec.ffn_size}; calibrate this model."
-        )
 
 
 def _vram_budget(profile: HardwareProfile, limits: Limits) -> int:

@@ -30,7 +30,6 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     yield f"{_split_reason(best)} {_largest_term(prediction)}"
     yield from _crossing_reasons(best, prediction)
     yield from _prompt_reasons(best)
-    yield from _neuron_reasons(best)
     yield from _mode_reasons(best, prediction)
 
 
@@ -107,17 +106,6 @@ def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, 
         with suppress(UsageError):
             found = resolve(problem.spec, problem.costs.profile, limits, problem.statistics)
             yield n_layers, best_candidate(found, best.context_tokens)
-
-
-def _neuron_reasons(best: Candidate) -> Iterator[str]:
-    split = [part.split for part in best.problem.parts if part.split]
-    neurons = best.problem.statistics.neurons
-    if split and neurons is not None:
-        fewest, most = (choose(each.gpu_neurons for each in split) for choose in (min, max))
-        yield (
-            f"{len(split)} FFNs are split: {fewest} to {most} of their {split[0].n_neurons} neurons lie on the GPU, "
-            f"the most often active first, with {neurons.source}; no kernel executes that yet."
-        )
 
 
 def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:

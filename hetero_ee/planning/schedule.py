@@ -11,7 +11,6 @@ from hetero_ee.planning.limits import EARLY_EXIT_MODES, MAX_DRAFT_LENGTH
 from hetero_ee.planning.plan import EXIT, SEQUENCE
 from hetero_ee.planning.problem import Problem
 from hetero_ee.planning.statistics import DepthStatistics, DraftRates, ExitRates
-from hetero_ee.planning.times.costs import SPLIT
 from hetero_ee.planning.times.early_exits import early_step
 from hetero_ee.planning.times.lanes import pass_time
 from hetero_ee.planning.times.steps import Step, StepTimes, exit_steps, sequence_step
@@ -49,7 +48,7 @@ def best_schedule(problem: Problem, placements: Sequence[str], context_tokens: i
     asked = problem.limits.mode
     if asked in EARLY_EXIT_MODES:
         return replace(_best_early(problem, placements, context_tokens, full), other_mode_s=full.token_s)
-    if asked == "full" or SPLIT in placements:
+    if asked == "full":
         return full
     exact = _best_exact(problem, placements, context_tokens)
     if exact is None and asked == "exact":

@@ -1,17 +1,15 @@
-"""What calibration knows of a model: how often tokens exit and are right then, how good drafts are, what neurons do."""
+"""What calibration knows of a model: how often tokens exit and are right then, how good drafts are."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.plan import SEQUENCE, Plan
 from hetero_ee.planning.times.costs import ON_GPU
-from hetero_ee.weights.tiles import TILE_COLUMNS
 
 MAX_ACCEPTANCE_POSITIONS = 8
 
@@ -146,50 +144,12 @@ class DraftRates:
         return self.acceptance[min(position, len(self.acceptance) - 1)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NeuronStatistics:
-    """How often each FFN neuron is active. Raises ValueError."""
-
-    source: str  # where it comes from, for people
-    frequencies: Any  # (n_layers, ffn_size), share of tokens for which a neuron is active, 0 to 1
-    block_neurons: int = TILE_COLUMNS  # placed together: a multiple of the tiles' columns that divides the FFN
-
-    def __post_init__(self) -> None:
-        found = np.asarray(self.frequencies)
-        if found.ndim != 2 or not found.size or found.dtype.kind != "f":
-            raise ValueError(f"frequencies are {found.dtype} of shape {found.shape}, expected floats, layers x neurons")
-        if not np.all((found >= 0) & (found <= 1)):  # false for NaN too
-            raise ValueError("frequencies must be 0 to 1")
-        if self.block_neurons < 1 or self.block_neurons % TILE_COLUMNS or found.shape[1] % self.block_neurons:
-            raise ValueError(
-                f"block_neurons is {self.block_neurons}, expected a multiple of {TILE_COLUMNS} that divides "
-                f"{found.shape[1]}"
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Layers, and neurons of a layer's FFN."""
-        n_layers, n_neurons = np.shape(self.frequencies)
-        return n_layers, n_neurons
-
-    def order(self, layer: int) -> Any:
-        """Neurons of the layer, the most often active first; of two alike the one with the lower number."""
-        return np.argsort(-np.asarray(self.frequencies[layer], np.float64), kind="stable")
-
-    def active_after(self, layer: int) -> Any:
-        """For 0, 1, ... all blocks in that order: neurons of the later blocks that a token needs, on average."""
-        active = np.sort(self.frequencies[layer])[::-1].astype(np.float64)
-        blocks = active.reshape(-1, self.block_neurons).sum(axis=1)
-        return np.concatenate([np.cumsum(blocks[::-1])[::-1], [0.0]])
-
-
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """All that may be known of a model."""
 
     exits: ExitStatistics | None = None
     drafts: DraftRates | None = None
-    neurons: NeuronStatistics | None = None
     depths: tuple[DepthStatistics, ...] = ()  # of early-exit modes; the planner takes the fastest of a mode's
 
     def depths_of(self, made: Plan) -> DepthStatistics | None:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
@@ -43,8 +42,6 @@ def open_plan(
     Raises UsageError for a plan of another model, DeviceMemoryError where a device lacks what the plan takes.
     """
     check_fits(plan, spec)
-    if any(part.gpu_neurons is not None for part in plan.parts):
-        raise UsageError("the plan splits FFNs between the devices, which nothing runs yet; plan without neurons.")
     route = Route(plan, decoder_blocks(spec))
     with ExitStack() as opened:
         claims = _claimed(plan, machine, opened)

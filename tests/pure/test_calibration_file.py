@@ -92,8 +92,6 @@ def test_it_tells_the_planner_its_rates(folder: Path) -> None:
     assert statistics.rates_at(4).precision == found.at(4).metrics.precision
     assert statistics.rates_at(4).refused_precision == found.at(4).metrics.refused_precision
     assert "a text" in statistics.source
-    assert found.neuron_frequencies.shape == (SPEC.n_layers, SPEC.ffn_size)
-    assert found.neuron_frequencies[3].tolist() == found.activations["layers.3.ffn.active_share"].tolist()
 
 
 def test_none_where_there_is_none(tmp_path: Path) -> None:

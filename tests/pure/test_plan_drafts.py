@@ -105,7 +105,7 @@ def test_rates_that_cannot_be(acceptance: tuple[float, ...], draft_s: float) -> 
         ({"drafts": None}, "does not go with"),
         ({"exit_layer": None}, "does not go with"),
         ({"mode": "full"}, "does not go with"),
-        ({"version": 1}, "plan version 1, this engine reads version 6"),
+        ({"version": 1}, "plan version 1, this engine reads version 7"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:

@@ -107,11 +107,10 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "certified copies": (EARLY | {"mode": "certified", "risk": 0.1, "exit_kv": "copy"}, "exit_kv is copy"),
     "risk": (EARLY | {"mode": "certified", "risk": 2.0}, "risk is 2.0; expected"),
     "drafts of specee": (EARLY | {"drafts": EXIT, "exit_layer": 1}, "'specee' does not go with drafts 'exit'"),
-    "version": ({"version": 1}, "plan version 1, this engine reads version 6"),
+    "version": ({"version": 1}, "plan version 1, this engine reads version 7"),
 }
 
 BAD_PLACES = [
-    (1, "gpu", "split"),
     (1, "gpu", "cpu"),
     (1, "visit", "visit"),
     (3, "stream", "cpu"),
@@ -177,20 +176,12 @@ def test_plans_that_do_not_fit_the_model(values: dict[str, Any], words: str) -> 
         check_fits(made, SPEC)
 
 
-def test_a_split_has_no_more_neurons_than_the_ffn() -> None:
-    parts = list(GOOD.parts)
-    split = {"decode_placement": "split", "prefill_placement": "split", "cpu_active_share": 0.5}
-    parts[2] = replace(parts[2], gpu_neurons=SPEC.ffn_size + 1, **split)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"splits off 97 neurons of layers\.0\.ffn; at most 96"):
-        check_fits(replace(GOOD, parts=tuple(parts)), SPEC)
-
-
 def test_a_plan_of_another_version_is_told_by_it_whatever_its_fields(tmp_path: Path) -> None:
     body = json.loads(to_json(GOOD)) | {"version": 5, "colour": "red"}
     del body["prefill_chunk_tokens"]
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(body))
-    with pytest.raises(UsageError, match=r"used \(it has plan version 5, this engine reads version 6\); make one with"):
+    with pytest.raises(UsageError, match=r"used \(it has plan version 5, this engine reads version 7\); make one with"):
         Plan.load(file)
 
 
@@ -245,9 +236,7 @@ values = st.one_of(
     st.integers(-3, 70),
     st.integers(-HUGE, HUGE),
     st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from(
-        ["gpu", "cpu", "disk", "stream", "visit", "split", "exact", "full", "exit", "sequence", "int8", "fp16"]
-    ),
+    st.sampled_from(["gpu", "cpu", "disk", "stream", "visit", "exact", "full", "exit", "sequence", "int8", "fp16"]),
     st.text(max_size=5),
     st.just([]),
     st.just({}),

@@ -14,7 +14,6 @@ MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values
 PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
 N_CANDIDATES = 4  # tokens whose logits alone judge where candidates were taken
 PARTIAL_ROWS = 8 * N_CANDIDATES  # of the head, in time: see partial_works in runtime/work.py
-SPLIT = "split"  # an FFN whose neurons lie on both devices, which compute at once
 N_STREAM_BUFFERS = 2
 
 
@@ -45,14 +44,12 @@ class Costs:
         "disk" is the CPU reading every weight from the disk. Copies of streamed weights are not in it: see copy_s.
         Parts of one kind and shape share one computation: a plan asks some ten thousand times for some hundred values.
         """
-        key = part.shape, part.split, placement, m, context_tokens
+        key = part.shape, placement, m, context_tokens
         if key not in self._known:
             self._known[key] = self._part_s(part, placement, m, context_tokens)
         return self._known[key]
 
     def _part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
-        if placement == SPLIT and part.split is not None:
-            return max(self.split_s(part, part.split.gpu_share, part.split.active_share, m))
         times = self._device(placement)
         seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
         if part.layer is not None:
@@ -78,20 +75,6 @@ class Costs:
             return max(seconds, share * part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
-    def split_s(self, part: Part, gpu_share: float, active_share: float, m: int) -> tuple[float, float]:
-        """Seconds on the GPU and on the CPU of m tokens of an FFN with this share of its neurons on the GPU.
-
-        Of the others the CPU computes one token's active ones alone; several tokens together are taken to need all.
-        """
-        cpu_share = (1 - gpu_share) * (active_share if m == 1 else 1.0)
-        found = []
-        for placement, share in (("gpu", gpu_share), ("cpu", cpu_share)):
-            times = self._device(placement)
-            seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m, share) for p in part.products)
-            overhead_s = times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
-            found.append(seconds + overhead_s)
-        return found[0], found[1]
-
     def copy_s(
         self, part: Part, placement: str = "stream", context_tokens: int = 0, *, beside_cpu: bool = False
     ) -> float:
@@ -102,7 +85,7 @@ class Costs:
         """
         link = self.profile.link
         assert link is not None
-        n_bytes = part.cpu_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
+        n_bytes = part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         is_shared = beside_cpu and placement == "stream"
         rate = link.beside_cpu_bytes_per_s if is_shared else link.to_gpu_bytes_per_s
         return link.latency.value + n_bytes / rate.value

@@ -10,7 +10,7 @@ from itertools import cycle, pairwise
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import PromptReading
-from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, SPLIT, STREAMED, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, STREAMED, Costs, reads_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ class Lanes:
     ) -> Flow:
         """m tokens through these parts in order, as soon as the devices are free.
 
-        A streamed part's buffer is free once the part has been computed. A split part has its hidden states brought to
-        the other device and one result back; from there they may go on from either.
+        A streamed part's buffer is free once the part has been computed.
         """
         costs, transfer_s = self._costs, self._costs.transfer_s(m)
         part_s = costs.part_s
@@ -79,10 +78,6 @@ class Lanes:
         n_transfers = 0
         for part, placement in zip(parts, placements, strict=True):
             seconds = part_s(part, placement, m, context_tokens)
-            if placement == SPLIT:
-                cpu = gpu = ready = max(cpu, gpu, ready) + 2 * transfer_s + seconds
-                on_gpu, n_transfers = None, n_transfers + 2
-                continue
             computes_on_gpu = placement in ON_GPU
             if part.kind is BlockKind.EMBEDDING:
                 on_gpu = computes_on_gpu  # ids come with the launches

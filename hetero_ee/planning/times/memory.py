@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
-from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, SPLIT, STREAMED
+from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, STREAMED
 
 ALLOCATOR_BYTES = 2 * 2**20  # torch's CUDA allocator takes memory for large tensors in pieces of this size
 ATTENTION_PART_TOKENS = 256  # positions that one of its programs takes
@@ -37,8 +37,6 @@ def part_gpu_bytes(part: Part, placement: str, context_tokens: int) -> int:
     """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
-    if placement == SPLIT:
-        return rounded(part.gpu_bytes)
     return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
 
 
@@ -99,7 +97,7 @@ def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -
 def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[str], context_tokens: int) -> int:
     """The device buffers that streamed parts take turns in; keys and values of visiting ones come along."""
     streamed = [
-        part.cpu_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
+        part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
         if placement in STREAMED
     ]
@@ -108,5 +106,5 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[str], contex
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[str]) -> int:
     """The buffers in RAM that streamed weights pass, alternately."""
-    streamed = [part.cpu_bytes for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
+    streamed = [part.weight_bytes for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
     return N_PINNED_BUFFERS * max(streamed, default=0)

@@ -1,17 +1,16 @@
 """What a plan is expected to do: rates, where the time goes, and the steps by which it drafts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
 from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
-from hetero_ee.planning.parts import Part, Split, model_parts
+from hetero_ee.planning.parts import Part, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
-from hetero_ee.planning.times.costs import ON_GPU, SPLIT, Costs, reads_on_cpu
+from hetero_ee.planning.times.costs import ON_GPU, Costs, reads_on_cpu
 from hetero_ee.planning.times.early_exits import Passes, early_step
 from hetero_ee.planning.times.lanes import Lanes, PassTime, pass_time
 from hetero_ee.planning.times.prompts import Placements, prompt_s, read_prompt
@@ -59,8 +58,6 @@ def _mean_depth(made: Candidate) -> float | None:
 
 def _moved_terms(made: Candidate) -> tuple[BytesTerm, ...]:
     schedule, problem, exits = made.schedule, made.problem, made.problem.statistics.exits
-    if SPLIT in made.decode:
-        return ()
     way = Way()
     if schedule.depths is not None:
         way = Way.of_exits(schedule.depths, schedule.draft_length, problem.exit_kv)
@@ -82,7 +79,7 @@ def predicted_run_s(
 ) -> float:
     """Seconds of a run with this plan: n_prompt tokens, which drafts read too, then n_gen in full mode, after n_depth
     others."""
-    costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
+    costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
     placements = Placements([part.prefill_placement for part in made.parts], made.decode_placements)
     lanes, first = Lanes(costs, beside_cpu=reads_on_cpu(parts, placements.decode)), n_depth + n_prompt
     if n_prompt:
@@ -104,7 +101,7 @@ def step_times(
     map_ranks: see StepTimes.
     """
     context = max(1, made.context_tokens // 2) if context_tokens is None else context_tokens
-    costs, parts = Costs(spec, profile, made.threads), _planned_parts(spec, made)
+    costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
     return StepTimes(costs, parts, made.decode_placements, context, MAX_DRAFT_LENGTH, map_ranks=map_ranks)
 
 
@@ -140,16 +137,6 @@ def predicted_text_s(
     return None if step is None else n_new * step.seconds_per_token
 
 
-def _planned_parts(spec: ModelSpec, made: Plan) -> list[Part]:
-    """The parts as the plan splits them."""
-    return [
-        part
-        if placed.gpu_neurons is None or placed.cpu_active_share is None
-        else replace(part, split=Split(placed.gpu_neurons, spec.ffn_size, placed.cpu_active_share))
-        for part, placed in zip(model_parts(spec, made.kv_type), made.parts, strict=True)
-    ]
-
-
 def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
     """Every part with its placements and what it takes there."""
     problem, chunk = made.problem, made.chunk_tokens
@@ -163,8 +150,6 @@ def placed_parts(made: Candidate) -> tuple[PlacedPart, ...]:
             prefill_placement=prefill,
             decode_s=problem.costs.part_s(part, decode, 1, made.context_tokens),
             prefill_s=problem.costs.part_s(part, prefill, chunk, chunk),
-            gpu_neurons=part.split.gpu_neurons if part.split else None,
-            cpu_active_share=part.split.active_share if part.split else None,
         )
         for part, decode, prefill in zip(problem.parts, made.decode, made.prefill, strict=True)
     )
@@ -178,7 +163,7 @@ def _terms(
     for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
             continue
-        where = "both" if placement == SPLIT else "the GPU" if placement in ON_GPU else "the CPU"
+        where = "the GPU" if placement in ON_GPU else "the CPU"
         name = f"{part.kind.value} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, placement, m, context_tokens)
     seconds["transfers"] = whole.transfer_s
@@ -208,9 +193,6 @@ def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -
         n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
         if placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
-        elif placement == SPLIT and part.split is not None and gpu is not None:
-            needed_bytes = part.cpu_bytes * part.split.active_share
-            seconds += max(part.gpu_bytes / gpu.read_bytes_per_s.value, needed_bytes / cpu.read_bytes_per_s.value)
         elif placement == "stream":
             seconds += costs.copy_s(part)
         elif placement == "disk":

@@ -75,7 +75,7 @@ class _Moved(Counter[str]):
 def token_bytes(
     spec: ModelSpec, parts: Sequence[Part], placements: Sequence[str], way: Way, map_ranks: Mapping[int, int]
 ) -> dict[str, float]:
-    """By kind and direction; parts that are split, and what drafts from elsewhere move, are not in it."""
+    """By kind and direction; what drafts from elsewhere move is not in it."""
     found, on_gpu = _Moved(), [placement in ON_GPU for placement in placements]
     row_bytes = FLOAT_BYTES * spec.hidden_size
     for place, (part, placement) in enumerate(zip(parts, placements, strict=True)):

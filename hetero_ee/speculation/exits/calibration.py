@@ -132,12 +132,6 @@ class Calibration:
         return self.exit_layers[exit_layer - 1]
 
     @property
-    def neuron_frequencies(self) -> NDArray[np.float32]:
-        """(n_layers, ffn_size): share of tokens at which each FFN neuron is active."""
-        names = (f"layers.{layer}.ffn.{FREQUENCY}" for layer in range(self.n_layers))
-        return np.stack([self.activations[name] for name in names])
-
-    @property
     def exits_digest(self) -> str:
         """Of the maps and predictors: tells exits apart that choose or judge otherwise."""
         found = hashlib.sha256()
