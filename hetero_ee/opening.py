@@ -20,7 +20,7 @@ from hetero_ee.profiling.automatic import automatic_profile
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Opened, open_on_cpu, open_placed
 from hetero_ee.runtime.placement_request import PlacementRequest
-from hetero_ee.sparsity.applied import with_thresholds
+from hetero_ee.sparsity.applied import made_sparse
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
@@ -118,7 +118,7 @@ def read_model(
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))
     spec = as_stored(spec, weights)
     if sparsity is not None and calibrations is not None:
-        weights = with_thresholds(weights, spec, calibrations, sparsity)
+        spec, weights = made_sparse(spec, weights, calibrations, sparsity)
     return ModelFiles(folder, spec, tokenizer, sampling, defaults.eos_token_ids(tokenizer), weights, calibrations)
 
 

@@ -109,7 +109,7 @@ def _run(executor: Executor, n_prompt_tokens: int, n_new_tokens: int, clock: Cal
     try:
         sequence, chunk = executor.cache.open_new(), executor.prompt_chunk_tokens
         executor.prompt(
-            Batch.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first))
+            Batch.of_sequence(sequence, first, [0] * min(chunk, n_prompt_tokens - first), is_prompt=True)
             for first in range(0, n_prompt_tokens, chunk)
         )
         prompt_s = clock()

@@ -35,6 +35,7 @@ class ModelSpec:
     tied_head: bool
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
     neuron_major: bool = False  # FFN weights lie neuron by neuron, so that inactive ones need not be read
+    active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
 
     @property
     def query_size(self) -> int:

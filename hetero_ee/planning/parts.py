@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import UNQUANTIZED, is_quantized
+from hetero_ee.weights.rows import row_sizes
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee_profiles.hardware import needed_share
 
 FLOAT_BYTES, SCALE_BYTES = 4, 2
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
@@ -30,6 +32,23 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class NeuronRows:
+    """What a sparse FFN has neuron by neuron: up, where it has a gate, and down."""
+
+    n_rows: int  # of both
+    n_columns: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Codes and scales."""
+        return sum(row_sizes(self.n_rows, self.n_columns))
+
+    def read_bytes(self, active_share: float, m: int) -> int:
+        """What m tokens read that need this share of the neurons each."""
+        return int(needed_share(active_share, m) * self.n_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A unit of placement."""
 
@@ -40,12 +59,17 @@ class Part:
     weight_bytes: int  # of its tensors as stored; of the head with the final norm's, without a tied matrix
     kv_bytes_per_token: int  # what attention keeps of a position
     window_tokens: int | None
+    neurons: NeuronRows | None = None  # of a sparse FFN, whose products are the rest
     shape: int = 0  # the same number for all parts that cost the same
 
     @property
     def product_bytes(self) -> int:
         """Of all its matrices."""
         return sum(product.n_bytes for product in self.products)
+
+    def token_bytes(self, active_share: float) -> int:
+        """Of all its matrices, what one token reads that needs this share of a sparse FFN's neurons."""
+        return self.product_bytes + (self.neurons.read_bytes(active_share, 1) if self.neurons else 0)
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Keys and values of one sequence of this length. A sliding window saves none: the cache keeps all."""
@@ -65,7 +89,7 @@ def model_parts(spec: ModelSpec, kv_type: str, layout: str = "int4", vocabulary_
         part = _part(spec, block, kv_type, layout, vocabulary_layout)
         if block.kind is BlockKind.HEAD:
             part = replace(part, weight_bytes=part.weight_bytes + norm_bytes)
-        shape = part.kind, part.products, part.weight_bytes, part.window_tokens
+        shape = part.kind, part.products, part.neurons, part.weight_bytes, part.window_tokens
         parts.append(replace(part, shape=shapes.setdefault(shape, len(shapes))))
     return parts
 
@@ -74,6 +98,17 @@ def fill_product(spec: ModelSpec, part: Part, *, on_gpu: bool) -> Product:
     """What makes an attention's keys and values alone: on the CPU not the queries, where a row block ends with them."""
     qkv, skips = part.products[0], not on_gpu and not spec.query_size % TILE_ROWS
     return replace(qkv, n_rows=qkv.n_rows - spec.query_size) if skips else qkv
+
+
+def is_multiplied(role: TensorRole) -> bool:
+    """Whether such a tensor is multiplied with whole."""
+    return is_quantized(role) and role is not TensorRole.NEURONS
+
+
+def neuron_rows(block: Block) -> NeuronRows | None:
+    """Of a sparse FFN, None of other blocks."""
+    shapes = [tensor.shape for tensor in block.tensors.values() if tensor.role is TensorRole.NEURONS]
+    return NeuronRows(sum(n_rows for n_rows, _ in shapes), shapes[0][1]) if shapes else None
 
 
 def exit_map_products(hidden_size: int, rank: int) -> list[Product]:
@@ -87,6 +122,8 @@ def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
     """Bytes of a tensor in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):
         return FLOAT_BYTES * tensor.n_elements
+    if tensor.role is TensorRole.NEURONS:
+        return sum(row_sizes(*tensor.shape))
     return Product(layout, tensor.shape[0], tensor.shape[1]).n_bytes
 
 
@@ -94,7 +131,7 @@ def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_l
     def layout_of(tensor: TensorSpec) -> str:
         return vocabulary_layout if tensor.role is TensorRole.VOCABULARY else layout
 
-    matrices = [tensor for tensor in block.tensors.values() if is_quantized(tensor.role)]
+    matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]
     is_lookup = block.kind is BlockKind.EMBEDDING
     is_shared = block.kind is BlockKind.HEAD and spec.tied_head
     attends = block.kind is BlockKind.ATTENTION
@@ -105,6 +142,7 @@ def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_l
         layer=block.layer,
         products=() if is_lookup else tuple(Product(layout_of(t), t.shape[0], t.shape[1]) for t in matrices),
         weight_bytes=0 if is_shared else sum(tensor_bytes(t, layout_of(t)) for t in block.tensors.values()),
+        neurons=neuron_rows(block),
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_type) if attends else 0,
         window_tokens=spec.sliding_windows[block.layer] if attends and block.layer is not None else None,
     )

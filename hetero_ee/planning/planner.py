@@ -85,4 +85,5 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 
 def shapes_sha256(spec: ModelSpec) -> str:
     """Identifies what a plan was made for: a model of other numbers can't use it."""
-    return hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode()).hexdigest()[:16]
+    fields = {name: value for name, value in asdict(spec).items() if name != "active_shares"}  # expected, not a shape
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -30,6 +30,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     yield f"{_split_reason(best)} {_largest_term(prediction)}"
     yield from _crossing_reasons(best, prediction)
     yield from _prompt_reasons(best)
+    yield from _sparse_reasons(best)
     yield from _mode_reasons(best, prediction)
 
 
@@ -106,6 +107,26 @@ def _with_layers(best: Candidate, counts: Iterable[int]) -> Iterator[tuple[int, 
         with suppress(UsageError):
             found = resolve(problem.spec, problem.costs.profile, limits, problem.statistics)
             yield n_layers, best_candidate(found, best.context_tokens)
+
+
+def _sparse_reasons(best: Candidate) -> Iterator[str]:
+    """What leaving neurons out is expected to bring, and from where on it does."""
+    costs, spec = best.problem.costs, best.problem.spec
+    known = {
+        "GPU" if placement in ON_GPU else "CPU": (part, placement)
+        for part, placement in zip(best.problem.parts, best.decode, strict=True)
+        if part.neurons is not None
+    }
+    for device, (part, placement) in known.items():
+        times = costs.cpu if device == "CPU" else costs.profile.gpu
+        gain, even = costs.sparse_gain(part, placement)
+        pays = f"it pays with up to {even:.0%} active"
+        if times is None or not times.rows:
+            pays = "that is not measured: rows are taken to cost what tiles do a byte"
+        yield (
+            f"On the {device} an FFN with {spec.active_shares[0]:.0%} of its neurons active takes {gain:.2f} of a "
+            f"dense one's time; {pays}."
+        )
 
 
 def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:

@@ -12,6 +12,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.cpu import memory_reader
 from hetero_ee.profiling.machine_profile import WAY_OUT, reason
 from hetero_ee.profiling.preset import Point, Preset
+from hetero_ee.profiling.rows import gpu_rows
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftNoise, noise_words
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentRoom
@@ -88,6 +89,17 @@ def measured_gpu(
             with memory_reader(physical_core_count()) as read:
                 link = probe_link(platform, spec.hidden_size, n_bytes, read, preset.repeats, origin, clock)
             return GpuMetrics(_gpu_times(measuring, shapes, points), link)
+    except Exception as error:
+        return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
+
+
+def with_rows(
+    metrics: GpuMetrics, spec: ModelSpec, platform: GpuPlatform, registry: Registry, preset: Preset, origin: Origin
+) -> GpuMetrics:
+    """With the times of a sparse FFN's rows; a GPU that fails at them gives a warning, like measured_gpu."""
+    assert metrics.times is not None, "nothing was measured yet"
+    try:
+        return replace(metrics, times=replace(metrics.times, rows=gpu_rows(spec, platform, registry, preset, origin)))
     except Exception as error:
         return GpuMetrics(warning=f"the GPU couldn't be measured ({reason(error)}); {WAY_OUT}")
 

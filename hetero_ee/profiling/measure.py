@@ -9,8 +9,9 @@ from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.profiling.cpu import measured_cpu, probed_model
 from hetero_ee.profiling.disturbance import disturbances
-from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu
+from hetero_ee.profiling.gpu import GpuMetrics, measured_gpu, with_rows
 from hetero_ee.profiling.preset import Preset, attention_points, product_shapes
+from hetero_ee.profiling.rows import cpu_rows
 from hetero_ee.runtime.gpu.registry import Registry
 from hetero_ee_profiles.disk_probe import probe_disk_bytes_per_s
 from hetero_ee_profiles.gpu.platform import GpuPlatform
@@ -54,11 +55,13 @@ def measure_profile(
     remedy: str = "",
     progress: Progress | None = None,
 ) -> HardwareProfile:
-    """Times the CPU at the model's shapes for each thread count, reading the disk's file, and the GPU and the link.
+    """Times the CPU at the model's shapes for each thread count, reading the disk's file, and the GPU and the link; of
+    sparse FFNs also what they have neuron by neuron.
 
     remedy: what warnings of a disturbed measurement tell the reader to do. Raises OSError; a GPU that fails is left
     out, with a warning in the profile.
     """
+    sparse, spec = spec if spec.neuron_major else None, replace(spec, neuron_major=False)
     clock, gpu, free_bytes = subject.clock, subject.gpu, subject.free_bytes
     stage, n_stages = profiling_stage(preset), len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda *_: None)
@@ -68,13 +71,18 @@ def measure_profile(
     for n_done, n_threads in enumerate(sorted(threads)):
         remark(stage, n_done, n_stages)
         budget_s = (end_s - clock()) / (len(threads) - n_done)
-        cpu.append(measured_cpu(model, points, n_threads, free_bytes, preset, budget_s, origin, clock))
+        times = measured_cpu(model, points, n_threads, free_bytes, preset, budget_s, origin, clock)
+        rows = cpu_rows(sparse, n_threads, preset, origin, clock) if sparse is not None else ()
+        cpu.append(replace(times, rows=rows))
     remark(stage, len(threads), n_stages)
     disk = _disk_rate(subject.disk_file, origin, clock)
     metrics = GpuMetrics(warning=subject.gpu_problem)
     if gpu is not None:
         remark(stage, len(threads) + 1, n_stages)
-        metrics = measured_gpu(spec, shapes, points, gpu, subject.registry or Registry(), preset, origin, clock)
+        registry = subject.registry or Registry()
+        metrics = measured_gpu(spec, shapes, points, gpu, registry, preset, origin, clock)
+        if sparse is not None and metrics.times is not None:
+            metrics = with_rows(metrics, sparse, gpu, registry, preset, origin)
     remark(stage, n_stages, n_stages)
     profile = HardwareProfile(
         version=PROFILE_VERSION,

@@ -10,10 +10,9 @@ from enum import Enum
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token
+from hetero_ee.planning.parts import FLOAT_BYTES, NeuronRows, is_multiplied, kv_bytes_per_token, neuron_rows
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
-from hetero_ee.weights.model_weights import is_quantized
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes
 
@@ -48,6 +47,8 @@ class Work:
     attention: Attention | None = None
     overhead: Overhead = Overhead.NONE
     disk_bytes: int = 0  # read from the disk meanwhile
+    neurons: NeuronRows | None = None  # of a sparse FFN
+    active_share: float = 1.0  # of its neurons, that each token is expected to need
 
 
 def joined_name(works: Sequence[Work]) -> str:
@@ -80,7 +81,8 @@ def block_works(
         attention = None
         if block.kind is BlockKind.ATTENTION:
             attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
-        works.append(block_work(block, m, attention=attention, disk_bytes=disk_bytes(block)))
+        work = block_work(block, m, attention=attention, disk_bytes=disk_bytes(block))
+        works.append(replace(work, active_share=spec.active_shares[batch.is_prompt]) if work.neurons else work)
     return works
 
 
@@ -102,13 +104,13 @@ def fill_works(
 
 def block_work(block: Block, m: int, *, attention: Attention | None = None, disk_bytes: int = 0) -> Work:
     """m tokens through the block. A matrix that is only looked up in is no product."""
-    matrices = [t for t in block.tensors.values() if is_quantized(t.role)]
+    matrices = [t for t in block.tensors.values() if is_multiplied(t.role)]
     products = () if block.kind is BlockKind.EMBEDDING else tuple((stored_layout(t), *_shape(t)) for t in matrices)
     if block.layer is not None:
         overhead = Overhead.HALF_LAYER
     else:
         overhead = Overhead.PASS if block.kind is BlockKind.HEAD else Overhead.NONE
-    return Work(block.name, m, products, attention, overhead, disk_bytes)
+    return Work(block.name, m, products, attention, overhead, disk_bytes, neuron_rows(block))
 
 
 def logits_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
@@ -148,6 +150,8 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
     Raises KeyError for a layout that the device has no times of.
     """
     seconds = sum(times.matmul_s(layout, n_rows, n_columns, work.m) for layout, n_rows, n_columns in work.products)
+    if work.neurons is not None:
+        seconds += times.rows_s(work.neurons.n_rows, work.neurons.n_columns, work.m, work.active_share)
     if work.overhead is Overhead.HALF_LAYER:
         seconds += times.layer_overhead_s(spec.hidden_size, spec.ffn_size, work.m) / 2
     elif work.overhead is Overhead.PASS:

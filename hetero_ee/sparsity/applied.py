@@ -1,27 +1,59 @@
-"""Weights of which executors leave out what was asked for."""
+"""A model of whose neurons tokens leave some out, as asked: what planning expects of it, and weights that do so."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from hetero_ee.calibration.location import CalibrationPlace
 from hetero_ee.errors import UsageError
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.sparsity.curves import SparsityCurves
 from hetero_ee.sparsity.file import WAY_OUT
 from hetero_ee.sparsity.job import found_sparsity
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.model_weights import ModelWeights
+from hetero_ee.weights.store.reader import is_store
 
 
-def with_thresholds(
-    weights: ModelWeights, spec: ModelSpec, place: CalibrationPlace, request: SparsityRequest
-) -> ModelWeights:
-    """The same neuron-major weights with the least activations that the request comes to, as calibrated for this store.
+def made_sparse(
+    spec: ModelSpec, weights: ModelWeights, place: CalibrationPlace, request: SparsityRequest
+) -> tuple[ModelSpec, ModelWeights]:
+    """The same neuron-major model with the least activations that the request comes to, as calibrated for this store.
 
     Raises UsageError where nothing was calibrated, StoreError where that is damaged or of other weights.
     """
-    if request.is_exact:
-        return weights
     curves = found_sparsity(place)
+    expected = expecting(spec, request, curves)
+    if request.is_exact:
+        return expected, weights
     if curves is None:
         raise UsageError(f"which neurons this model can do without was not calibrated yet; {WAY_OUT} for it.")
     chosen = curves.auto() if request.share is None else curves.at(request.share)
-    return replace(weights, vectors=weights.vectors | chosen.least(spec, weights))
+    return expected, replace(weights, vectors=weights.vectors | chosen.least(spec, weights))
+
+
+def planned_sparse(
+    spec: ModelSpec, folder: Path | None, cache: Path, quantizer: str | None, request: SparsityRequest
+) -> ModelSpec:
+    """What opening the model in the folder so would plan for; None for a model that is shapes alone. Raises like
+    made_sparse, but plans a share on paper where nothing was calibrated."""
+    request.check(spec)
+    curves = None
+    if folder is not None and (is_store(folder) or any(folder.glob("*.safetensors"))):
+        place = CalibrationPlace.of_model(spec, folder, cache, quantizer, neuron_major=True)
+        curves = found_sparsity(place) if is_store(place.store) else None
+    return expecting(spec, request, curves)
+
+
+def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves | None) -> ModelSpec:
+    """Neuron-major, with the shares of neurons that tokens should need: all that nothing is known of.
+
+    Raises UsageError where AUTO has nothing to go by.
+    """
+    natural = 1.0 if curves is None else curves.active_share
+    if request.share is None and curves is None:
+        raise UsageError(f"which neurons this model can do without was not calibrated yet; {WAY_OUT} for it.")
+    share = request.share
+    if share is None:
+        assert curves is not None
+        share = curves.auto().target
+    return replace(spec, neuron_major=True, active_shares=(min(natural, 1 - share), natural))

@@ -51,6 +51,12 @@ class SparsityCurves:
         if len(self.thresholds) != len(self.errors) or (np.diff(self.thresholds, axis=1) < 0).any():
             raise ValueError("its thresholds don't ascend, or are of other layers than its errors")
 
+    @property
+    def active_share(self) -> float:
+        """Of all neurons, what is not 0: to a step of SHARES, and never less than is beyond the last of them."""
+        n_zero = np.maximum(1, (self.thresholds == 0).sum(axis=1))
+        return 1 - float(np.mean(np.array(SHARES)[n_zero - 1]))
+
     def at(self, target: float) -> Thresholds:
         """Of a target share, from above 0 to the last of SHARES, dealt out over the layers."""
         shares = dealt_shares(self.errors, target)

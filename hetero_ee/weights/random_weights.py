@@ -22,7 +22,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
 
     vocabulary: its tiles, int4 or int8. Filling 3.8 GB takes about two seconds; nothing of it is true randomness.
     """
-    block = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    block = _random_block()
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
@@ -37,6 +37,15 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
             weights.vectors[tensor.name] = torch.full(tensor.shape, 1.0 if is_scale else 0.0)
     return weights
+
+
+def random_rows(tensor: TensorSpec) -> RowWeight:
+    """Likewise, of an FFN's up or down."""
+    return _random_rows(tensor, _random_block())
+
+
+def _random_block() -> Tensor:
+    return torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:

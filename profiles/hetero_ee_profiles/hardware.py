@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hetero_ee_profiles.measurement import Measurement
 
@@ -38,6 +39,22 @@ class MatmulTime:
 
     def __post_init__(self) -> None:
         _positive(n_rows=self.n_rows, n_columns=self.n_columns, m=self.m, cycle_bytes=self.cycle_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTime:
+    """Seconds of a sparse FFN's up and down together for m tokens, each with random neurons of its own active."""
+
+    n_rows: int  # of both: two a neuron where there is a gate, else one
+    n_columns: int
+    m: int
+    active_share: float  # of the neurons, for each token
+    time: Measurement
+
+    def __post_init__(self) -> None:
+        _positive(n_rows=self.n_rows, n_columns=self.n_columns, m=self.m)
+        if not 0 < self.active_share <= 1:
+            raise ValueError(f"active_share is {self.active_share}, expected a share above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,9 @@ class DeviceTimes:
     matmuls: tuple[MatmulTime, ...]
     attentions: tuple[AttentionTime, ...]
     overheads: tuple[OverheadTime, ...]
+    rows: tuple[RowsTime, ...] = ()  # empty where sparse FFNs were not measured
+
+    ADDED_FIELDS: ClassVar = ("rows",)  # that a file of the profile's version may lack
 
     def __post_init__(self) -> None:
         if self.threads < 0 or self.free_bytes < 0:
@@ -115,6 +135,24 @@ class DeviceTimes:
         shape = nearest.n_rows, nearest.n_columns
         points = [(row.m, row.time.value) for row in rows if (row.n_rows, row.n_columns) == shape]
         return self._scaled(interpolated(points, m), share * size / (shape[0] * shape[1]))
+
+    def rows_s(self, n_rows: int, n_columns: int, m: int, active_share: float) -> float:
+        """Seconds of a sparse FFN's up and down, n_rows together, for m tokens that need this share of neurons each.
+
+        Linear between the measured shares and numbers of tokens, in proportion to the size. Where none were measured,
+        as long as int4 tiles of the same size take for the share of the rows that any of the m tokens needs.
+        """
+        if not self.rows:
+            return self.matmul_s("int4", n_rows, n_columns, m, needed_share(active_share, m))
+        size = n_rows * n_columns
+        nearest = min(self.rows, key=lambda row: _distance(row.n_rows * row.n_columns, size))
+        shape = nearest.n_rows, nearest.n_columns
+        by_share: dict[int, list[tuple[float, float]]] = {}
+        for row in self.rows:
+            if (row.n_rows, row.n_columns) == shape:
+                by_share.setdefault(row.m, []).append((row.active_share, row.time.value))
+        seconds = interpolated([(at, interpolated(found, active_share)) for at, found in by_share.items()], m)
+        return self._scaled(seconds, size / (shape[0] * shape[1]))
 
     def attention_s(
         self,
@@ -220,6 +258,12 @@ class HardwareProfile:
     def cpu_with(self, threads: int) -> DeviceTimes:
         """The times of the measured thread count nearest to `threads`; 0 for the most that were measured."""
         return min(self.cpu, key=lambda times: abs(times.threads - threads)) if threads else self.cpu[-1]
+
+
+def needed_share(active_share: float, m: int) -> float:
+    """Of the neurons, what any of m tokens needs where each has this share of its own: at most so many, as tokens that
+    follow each other need the same ones more often than by chance."""
+    return float(1 - (1 - active_share) ** m)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -97,6 +97,8 @@ def bench(
     style = "json" if as_json else output
     rates = None if synthetic_acceptance is None else _rates(synthetic_acceptance)
     _check(style, repetitions, mode, random_weights, rates)
+    if random_weights is not None and engine.sparsity is not None:
+        raise UsageError("random weights have no neurons that could be left out; name a model, or drop --sparsity.")
     if mode == ALL and placement.plan_file is not None:
         raise UsageError("a plan has one mode; drop --mode all or --plan.")
     placed = placement.checked(replace(limits, mode=None if mode == ALL else mode), engine)

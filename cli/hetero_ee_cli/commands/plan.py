@@ -35,6 +35,7 @@ class _Subject:
     published_exits: bool
     own_drafts: bool
     quantizer: str | None
+    sparsity: str | None
 
     @property
     def name(self) -> str | None:
@@ -47,17 +48,18 @@ class _Subject:
         named = ["-m", self.name] if self.name else []
         machine = ["--hardware", self.hardware] if self.hardware else []
         weights = ["--random-weights", self.random_weights] if self.random_weights else []
+        sparse = ["--sparsity", self.sparsity] if self.sparsity else []
         if self.published_exits:
-            return ["plan", *(weights or named[1:]), "--published-exits", *machine]
+            return ["plan", *(weights or named[1:]), "--published-exits", *machine, *sparse]
         if weights:
-            return ["simulate" if machine else "bench", *weights, *machine]
+            return ["simulate" if machine else "bench", *weights, *machine, *sparse]
         from hetero_ee.weights.model_weights import UNQUANTIZED
 
         unquantized = ["--quantizer", UNQUANTIZED] if self.quantizer == UNQUANTIZED else []
-        return ["generate", PROMPT, *named, *unquantized]
+        return ["generate", PROMPT, *named, *unquantized, *sparse]
 
 
-@with_options(without={"profile": "it always plans by one", "sparsity": "plans are of dense FFNs"})
+@with_options(without={"profile": "it always plans by one"})
 def plan(
     limits: LimitOptions,
     engine: EngineOptions,
@@ -90,7 +92,9 @@ def plan(
             from hetero_ee.calibration.plot import picture_format
         picture_format(curve_file)  # refused now, not after a measurement
     quantizer = engine.arguments()["quantizer"]
-    subject = _Subject(engine.named(model), random_weights, hardware, published_exits, own_drafts, quantizer)
+    subject = _Subject(
+        engine.named(model), random_weights, hardware, published_exits, own_drafts, quantizer, engine.sparsity
+    )
     if plan_file is not None:
         if given := limits.given():
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
@@ -158,7 +162,9 @@ def _own_statistics(
     if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
         return Statistics()
     try:
-        place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer)
+        place = CalibrationPlace.of_model(
+            spec, folder, cache_folder(), subject.quantizer, neuron_major=spec.neuron_major
+        )
         calibration = place.find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         if limits.mode == CERTIFIED and calibration is not None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     without={
         "profile": "it always measures one",
         "quantizer": "every int4 quantizer has the same shapes",
-        "sparsity": "dense FFNs are measured",
         "ctx_size": "several context lengths are measured",
     }
 )
@@ -123,6 +122,10 @@ def _times_shown(title: str, times: "DeviceTimes") -> list[str]:
     for row in times.matmuls:
         products.setdefault(f"{row.layout} {row.n_rows} x {row.n_columns}", {})[row.m] = row.time.value * 1e6
     lines += [_line(shape, (found[m] for m in counts)) for shape, found in products.items()]
+    lines += [
+        _line(f"rows {row.n_rows} x {row.n_columns}, m = {row.m}, {row.active_share:.0%}", [row.time.value * 1e6])
+        for row in times.rows
+    ]
     for label, kind in (("rest of a layer", "layer"), ("rest of a pass", "whole_pass")):
         found = {row.m: getattr(row, kind).value * 1e6 for row in times.overheads}
         lines.append(_line(label, (found.get(m, float("nan")) for m in counts)))

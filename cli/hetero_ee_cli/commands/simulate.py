@@ -49,7 +49,6 @@ DEFAULT_PROMPT = "Once upon a time"
 @with_options(
     without={
         "profile": "--hardware names the one it runs by",
-        "sparsity": "dense FFNs are emulated",
         "stats": "what --stats shows is always shown",
         "verbose": "what -v shows is always shown",
     }

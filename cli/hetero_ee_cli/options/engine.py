@@ -91,7 +91,8 @@ class EngineOptions:
     ) -> "tuple[ModelSpec, str, Path | None]":
         """The model's shapes, its name for people, and its folder, None for random weights. Raises HeteroError.
 
-        configuration_only: nothing else of a Hugging Face id is downloaded.
+        configuration_only: nothing else of a Hugging Face id is downloaded. With --sparsity, FFNs are neuron-major and
+        expected to need what was calibrated.
         """
         from hetero_ee.hub.config_file import read_spec
         from hetero_ee.hub.model_id import model_name
@@ -100,6 +101,19 @@ class EngineOptions:
         if random_weights is not None:
             if self.named(model) is not None:
                 raise UsageError("MODEL and --random-weights exclude each other; give one.")
-            return known_spec(random_weights), f"{random_weights} (random weights)", None
+            return self._sparse(known_spec(random_weights), None), f"{random_weights} (random weights)", None
         folder = self.model_folder(model, progress, configuration_only=configuration_only)
-        return read_spec(folder), model_name(folder), folder
+        return self._sparse(read_spec(folder), folder), model_name(folder), folder
+
+    def _sparse(self, spec: "ModelSpec", folder: Path | None) -> "ModelSpec":
+        """As --sparsity says."""
+        if self.sparsity is None:
+            return spec
+        with ending_at_once():
+            from hetero_ee.sparsity.applied import planned_sparse
+        from hetero_ee.config import cache_folder
+        from hetero_ee.sparsity.request import SparsityRequest
+
+        request = SparsityRequest.parsed(self.sparsity)
+        assert request is not None, "something was asked"
+        return planned_sparse(spec, folder, cache_folder(), self.arguments()["quantizer"], request)

@@ -52,6 +52,9 @@ class Costs:
     def _part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
         times = self._device(placement)
         seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
+        if part.neurons is not None:
+            share = self.spec.active_shares[m > MAX_DECODE_TOKENS]
+            seconds += times.rows_s(part.neurons.n_rows, part.neurons.n_columns, m, share)
         if part.layer is not None:
             seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
         else:
@@ -62,6 +65,22 @@ class Costs:
         if placement == "disk":
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
+
+    def sparse_gain(self, part: Part, placement: str) -> tuple[float, float]:
+        """Of a sparse FFN: its seconds for one token over those of the same FFN in tiles, and the largest share of
+        active neurons, in hundredths, with which it takes no longer."""
+        times, rows, spec = self._device(placement), part.neurons, self.spec
+        assert rows is not None, "not a sparse FFN"
+        first_rows = spec.ffn_size * (2 if spec.gated else 1)
+        dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, 1)
+        dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, 1)
+        gate_s = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in part.products)
+
+        def sparse_s(share: float) -> float:
+            return gate_s + times.rows_s(rows.n_rows, rows.n_columns, 1, share)
+
+        even = max((n for n in range(101) if sparse_s(n / 100) <= dense_s), default=0)
+        return sparse_s(spec.active_shares[0]) / dense_s, even / 100
 
     def fill_s(self, part: Part, placement: str) -> float:
         """One token's keys and values alone, of an attention: see fill_works in runtime/work.py."""

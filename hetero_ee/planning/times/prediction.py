@@ -191,6 +191,8 @@ def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -
     seconds = 0.0
     for part, placement in zip(parts, placements, strict=True):
         n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
+        if part.neurons is not None:
+            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(costs.spec.active_shares[0], 1)
         if placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
         elif placement == "stream":

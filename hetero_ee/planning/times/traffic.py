@@ -84,7 +84,10 @@ def token_bytes(
             found.over_link(WEIGHTS, (way.passes[behind] + way.fills(part)) * part.weight_bytes, to_gpu=True)
         elif placement not in ON_GPU:
             filled_bytes = fill_product(spec, part, on_gpu=False).n_bytes if way.fills(part) else 0
-            found.add(CPU_WEIGHTS, way.passes[behind] * part.product_bytes + way.fills(part) * filled_bytes)
+            found.add(
+                CPU_WEIGHTS,
+                way.passes[behind] * part.token_bytes(spec.active_shares[0]) + way.fills(part) * filled_bytes,
+            )
         if place and on_gpu[place - 1] != on_gpu[place]:
             rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]
             found.over_link(HIDDEN, rows * row_bytes, to_gpu=on_gpu[place])

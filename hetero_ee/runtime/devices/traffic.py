@@ -22,12 +22,15 @@ class Traffic:
         self.n_bytes[over_link(kind, to_gpu=to_gpu)] += n_bytes
 
     def read(self, works: Iterable[Work]) -> None:
-        """The CPU did this: each matrix is read once for all tokens."""
+        """The CPU did this: each matrix is read once for all tokens, of a sparse FFN the rows that any is expected to
+        need."""
         for work in works:
             if work.products not in self._known:
                 self._known[work.products] = sum(Product(*product).n_bytes for product in work.products)
             if work.name != CHOICE:
                 self.n_bytes[CPU_WEIGHTS] += self._known[work.products]
+            if work.neurons is not None:
+                self.n_bytes[CPU_WEIGHTS] += work.neurons.read_bytes(work.active_share, work.m)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.rows import RowWeight, row_sizes
 from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
 from hetero_ee.weights.weight import TileWeight, Weight
 
@@ -59,10 +60,19 @@ def dummy_weights(spec: ModelSpec) -> ModelWeights:
     weights = ModelWeights({}, {}, DUMMY)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            weights.matrices[tensor.name] = _dummy_tiles(tensor)
+            made = _dummy_rows if tensor.role is TensorRole.NEURONS else _dummy_tiles
+            weights.matrices[tensor.name] = made(tensor)
         else:
             weights.vectors[tensor.name] = torch.zeros(1).expand(tensor.n_elements).view(tensor.shape)
     return weights
+
+
+def _dummy_rows(tensor: TensorSpec) -> RowWeight:
+    n_rows, n_columns = tensor.shape
+    codes_bytes, scales_bytes = row_sizes(1, n_columns)
+    codes = torch.zeros(1, dtype=torch.uint8).expand(n_rows, codes_bytes)
+    scales = torch.zeros(1, dtype=torch.float16).expand(n_rows, scales_bytes // 2)
+    return RowWeight(codes, scales, 0, tuple(range(-8, 8)), n_columns)
 
 
 def _dummy_tiles(tensor: TensorSpec) -> TileWeight:

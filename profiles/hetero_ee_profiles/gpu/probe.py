@@ -129,7 +129,7 @@ def probe_gpu_attention(
             partial(attend, queries, pages, slots, positions, layer, None, out, workspace=workspace)
             for layer in range(n_layers)
         ]
-        found.append(AttentionSamples(m, context, _seconds(platform, calls, n_layers, is_capturable, sampling)))
+        found.append(AttentionSamples(m, context, probe_calls(platform, calls, n_layers, is_capturable, sampling)))
     return found
 
 
@@ -152,15 +152,15 @@ def _shape_samples(
         x = platform.allocate((m, shape.n_columns), torch.float32).fill_(0.5)
         out = platform.allocate((m, shape.n_rows), torch.float32)
         calls = [partial(kernel.multiply, x, matrix, out) for matrix in matrices]
-        seconds = _seconds(platform, calls, n_matrices, kernel.is_capturable, sampling)
+        seconds = probe_calls(platform, calls, n_matrices, kernel.is_capturable, sampling)
         found.append(ProductSamples(shape, m, n_matrices * shape.n_bytes, seconds))
     return found
 
 
-def _seconds(
+def probe_calls(
     platform: GpuPlatform, calls: Sequence[Work], n_parts: int, is_capturable: bool, sampling: Sampling
 ) -> tuple[float, ...]:
-    """Of an n_parts-th of all the calls, made one after the other."""
+    """Seconds of an n_parts-th of all the calls, made one after the other."""
 
     def everything() -> None:
         for call in calls:
