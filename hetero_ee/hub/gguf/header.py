@@ -1,0 +1,220 @@
+"""The header of a GGUF file, checked to the last number before anything is mapped or allocated by it.
+
+A file is "GGUF", a version, the numbers of tensors and of metadata; the metadata, each a key, a type and a value; of
+each tensor its name, sizes, type and offset; and, from an aligned byte on, the tensors. All little-endian. Source: the
+GGUF specification, docs/gguf.md in ggml's repository.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.hub.gguf.tensor_types import TENSOR_TYPES, TensorType
+from hetero_ee.hub.json_text import stand_in
+from hetero_ee.hub.regular_file import reason_of
+from hetero_ee_profiles.opened_file import open_regular
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # version 1 counted in 32 bits, for some weeks in 2023
+START_BYTES = 64  # enough to recognise what a file is instead
+MAX_HEADER_BYTES = 256 * 2**20  # the largest published ones have about 20 MB, nearly all of them the vocabulary
+MAX_TENSORS = 200_000
+MAX_ENTRIES = 2**16  # of metadata; published files have up to a hundred
+MAX_VALUES = 4 * 10**6  # of all arrays of the metadata; the largest published vocabularies need a million
+MAX_KEY_BYTES = 2**16 - 1  # the specification's
+MAX_TEXT_BYTES = 16 * 2**20
+MAX_TENSOR_NAME_BYTES = 512  # ggml's have up to 64
+MAX_DIMENSIONS = 4
+MAX_INTEGER = 2**63 - 1  # what torch can count
+MAX_ALIGNMENT = 2**16
+DEFAULT_ALIGNMENT = 32
+TEXT, ARRAY = 8, 9
+# struct's letter of each type of a number; the eighth is a boolean, a byte that is 0 or 1
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor as the header describes it."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]  # rows first, as torch has it
+    start: int  # counted from the file's first byte
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself."""
+
+    file: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether a file that is there begins as GGUF files do, or is named as they are."""
+    try:
+        with open_regular(file) as opened:
+            return opened.read(len(MAGIC)) == MAGIC or file.suffix.lower() == ".gguf"
+    except OSError:
+        return False
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Raises CheckpointError, naming the file and what is wrong, also for a part of a model that was split."""
+    try:
+        with open_regular(file) as opened:
+            n_file_bytes = os.fstat(opened.fileno()).st_size
+            start = opened.peek(START_BYTES)[:START_BYTES]
+            if not start.startswith(MAGIC):
+                raise CheckpointError(f"{file} {stand_in(start) or _damaged('it does not begin with GGUF')}.")
+            cursor = _Cursor(opened, min(n_file_bytes, MAX_HEADER_BYTES))
+            metadata, tensors = _parsed(cursor, n_file_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} {_damaged(error)}.") from error
+    n_parts = metadata.get("split.count", 1)
+    if n_parts not in (0, 1):
+        raise CheckpointError(
+            f"{file} is one of {shown(n_parts)} parts of a model; join them to one file "
+            "(llama-gguf-split --merge FIRST_PART JOINED.gguf) and give that."
+        )
+    return GgufHeader(file, metadata, tensors)
+
+
+def _damaged(reason: object) -> str:
+    return f"is damaged or no GGUF file ({reason}); get the file again"
+
+
+class _Cursor:
+    """Reads on in the header. Raises ValueError where that would lead past its end."""
+
+    def __init__(self, opened: BufferedReader, n_bytes: int) -> None:
+        self._opened, self._n_bytes, self.position, self._values_left = opened, n_bytes, 0, MAX_VALUES
+
+    def take(self, n_bytes: int) -> bytes:
+        self.position += n_bytes
+        data = self._opened.read(n_bytes) if self.position <= self._n_bytes else b""
+        if len(data) != n_bytes:
+            raise ValueError(f"its header leads past byte {self._n_bytes}")
+        return data
+
+    def number(self, letter: str) -> int:
+        """A whole number of struct's type `letter`."""
+        size = struct.calcsize(f"<{letter}")
+        value: int = struct.unpack(f"<{letter}", self.take(size))[0]
+        return value
+
+    def count(self, what: str, most: int) -> int:
+        value = self.number("Q")
+        if value > most:
+            raise ValueError(f"it has {value} {what}, expected at most {most}")
+        return value
+
+    def text(self, what: str, most_bytes: int) -> str:
+        data = self.take(self.count(f"bytes in {what}", most_bytes))
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{what} is not UTF-8") from error
+
+    def value(self, kind: int, key: str) -> Value:
+        if kind == ARRAY:
+            return self._array(key)
+        if kind == TEXT:
+            return self.text(shown(key), MAX_TEXT_BYTES)
+        return self._numbers(kind, 1, key)[0]
+
+    def _array(self, key: str) -> Value:
+        kind = self.number("I")
+        n_values = self.count(f"values in {shown(key)}", self._values_left)
+        self._values_left -= n_values
+        if kind == TEXT:
+            what = shown(key)
+            return [self.text(what, MAX_TEXT_BYTES) for _ in range(n_values)]
+        return self._numbers(kind, n_values, key)
+
+    def _numbers(self, kind: int, n_values: int, key: str) -> list[int] | list[float] | list[bool]:
+        if kind not in NUMBERS:  # arrays in arrays, which nobody writes, among them
+            raise ValueError(f"{shown(key)} has type {kind}, which is unknown")
+        layout = f"<{n_values}{NUMBERS[kind]}"
+        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+
+
+def _parsed(cursor: _Cursor, n_file_bytes: int) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
+    cursor.take(len(MAGIC))
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        raise ValueError(
+            "it is big-endian, expected a little-endian one"
+            if is_big_endian
+            else f"it has version {version}, expected {' or '.join(map(str, VERSIONS))}"
+        )
+    n_tensors = cursor.count("tensors", MAX_TENSORS)
+    metadata = _metadata(cursor, cursor.count("metadata entries", MAX_ENTRIES))
+    described = [_described(cursor) for _ in range(n_tensors)]
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {shown(alignment)}, expected a power of two from 8 to {MAX_ALIGNMENT}")
+    first = -(-cursor.position // alignment) * alignment
+    return metadata, _placed(described, first, alignment, n_file_bytes)
+
+
+def _metadata(cursor: _Cursor, n_entries: int) -> dict[str, Value]:
+    metadata: dict[str, Value] = {}
+    for _ in range(n_entries):
+        key = cursor.text("a key", MAX_KEY_BYTES)
+        if key in metadata:
+            raise ValueError(f"key {shown(key)} is there twice")
+        metadata[key] = cursor.value(cursor.number("I"), key)
+    return metadata
+
+
+def _described(cursor: _Cursor) -> GgufTensor:
+    """A tensor whose start is still counted from the first one's."""
+    name = cursor.text("a tensor's name", MAX_TENSOR_NAME_BYTES)
+    n_dimensions = cursor.number("I")
+    if not 1 <= n_dimensions <= MAX_DIMENSIONS:
+        raise ValueError(f"tensor {shown(name)} has {n_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+    sizes = [cursor.number("Q") for _ in range(n_dimensions)]
+    number, start = cursor.number("I"), cursor.number("Q")
+    if number not in TENSOR_TYPES:
+        raise ValueError(f"tensor {shown(name)} has type {number}, which is unknown")
+    kind, n_weights = TENSOR_TYPES[number], math.prod(sizes)
+    if min(sizes) < 1 or max(sizes) > MAX_INTEGER or 8 * n_weights > MAX_INTEGER:
+        raise ValueError(f"tensor {shown(name)} has sizes {shown(sizes)}, none of them may be 0 or beyond memory")
+    if sizes[0] % kind.block_weights:
+        raise ValueError(
+            f"tensor {shown(name)} has rows of {sizes[0]}, expected a multiple of {kind.name}'s {kind.block_weights}"
+        )
+    return GgufTensor(name, kind, tuple(reversed(sizes)), start, n_weights // kind.block_weights * kind.block_bytes)
+
+
+def _placed(described: list[GgufTensor], first: int, alignment: int, n_file_bytes: int) -> dict[str, GgufTensor]:
+    """By name, with starts counted from the file's first byte; each within the file and apart from the others."""
+    tensors: dict[str, GgufTensor] = {}
+    end = first
+    for tensor in sorted(described, key=lambda each: each.start):
+        name, start = tensor.name, first + tensor.start
+        if name in tensors:
+            raise ValueError(f"tensor {shown(name)} is there twice")
+        if tensor.start % alignment:
+            raise ValueError(f"tensor {shown(name)} starts at {tensor.start}, expected a multiple of {alignment}")
+        if start < end:
+            raise ValueError(f"tensor {shown(name)} at {tensor.start} overlaps the one before")
+        end = start + tensor.n_bytes
+        if end > n_file_bytes:
+            raise ValueError(f"tensor {shown(name)} ends at byte {end} of {n_file_bytes}; part of the file is missing")
+        tensors[name] = GgufTensor(name, tensor.type, tensor.shape, start, tensor.n_bytes)
+    return tensors
