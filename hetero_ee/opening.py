@@ -27,7 +27,7 @@ from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS
@@ -110,7 +110,7 @@ def read_model(
     elif quantizer == UNQUANTIZED:
         if neuron_major:
             raise UsageError(f"quantizer {UNQUANTIZED} has no sparse FFNs; leave out one of both.")
-        weights = load_dense(Checkpoint(folder, spec))
+        weights = load_dense(open_checkpoint(folder, spec))
     else:
         quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hetero_ee.config import demo_model_folder
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.hub.gguf.header import is_gguf
 from hetero_ee.hub.model_files import NO_DEVICE
 
 CACHED_PREFIX = "models--"  # of a model's folder in the cache of huggingface_hub
@@ -44,9 +45,9 @@ def is_commit(text: object) -> bool:
 
 
 def local_folder(model: str | Path | None) -> Path | None:
-    """The folder that `model` names: None is the demo model's. A string that can only be an id gives None.
+    """The folder or GGUF file that `model` names: None is the demo model's. A string that can only be an id gives None.
 
-    Raises UsageError where `model` is a path and no folder is there.
+    Raises UsageError where `model` is a path and nothing of the kind is there.
     """
     if model is None:
         return demo_model_folder()
@@ -54,12 +55,7 @@ def local_folder(model: str | Path | None) -> Path | None:
         raise UsageError(f"the model is {shown(model)}; expected a folder or a Hugging Face id.")
     folder = _expanded(model)
     if model != "" and _exists(folder):
-        if not folder.is_dir() and folder.suffix.lower() == ".gguf":
-            raise UsageError(
-                f"{folder} is a file, and GGUF files are not read; give the original model, as a folder with "
-                "safetensors or a Hugging Face id such as Qwen/Qwen3-4B."
-            )
-        if not folder.is_dir():
+        if not folder.is_dir() and not is_gguf(folder):
             raise UsageError(f"{folder} is a file; give the folder that holds config.json and the weights.")
         return folder
     if isinstance(model, Path) or _is_path(model):

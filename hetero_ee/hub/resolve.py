@@ -13,6 +13,7 @@ from hetero_ee.errors import CheckpointError, DiskFullError, ModelError, UsageEr
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, retried
 from hetero_ee.hub.errors import hub_error, hub_host, is_transient
+from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES, indexed_files
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
 from hetero_ee.hub.repository import Repository
@@ -26,7 +27,8 @@ def resolve_model(
     progress: Progress | None = None,
     configuration_only: bool = False,
 ) -> Path:
-    """The folder of `model`: a folder's path, a Hugging Face id such as org/name, or None for the demo model.
+    """The folder of `model`: a folder's path, a Hugging Face id such as org/name, or None for the demo model; of a GGUF
+    file the one in the cache that stands for it.
 
     An id is downloaded into the cache of huggingface_hub where it isn't there yet: the configuration, the tokenizer and
     the safetensors, nothing else. revision: the branch, tag or commit of an id, its main branch by default. offline:
@@ -44,7 +46,7 @@ def resolve_model(
             return _Hub(model_id, progress, configuration_only).folder(offline)
     if revision is not None:
         raise UsageError(f"revision is {shown(revision)}, but {folder} is a folder; only a Hugging Face id has any.")
-    return folder
+    return folder if folder.is_dir() else gguf_folder(folder, configuration_only=configuration_only)
 
 
 class _Hub:

@@ -25,6 +25,7 @@ class TensorRole(Enum):
     """What a tensor is for, which decides how it may be stored."""
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
+    MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
     NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
@@ -103,11 +104,11 @@ def _attention_block(spec: ModelSpec, layer: int) -> Block:
     prefix = f"layers.{layer}.attention"
     tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
     qkv_size = spec.query_size + 2 * spec.kv_size
-    tensors |= _linear(f"{prefix}.qkv", qkv_size, spec.hidden_size, spec.qkv_bias)
+    tensors |= _linear(spec, f"{prefix}.qkv", qkv_size, spec.hidden_size, spec.qkv_bias)
     if spec.qk_norm:
         for name in ("query_norm", "key_norm"):
             tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (spec.head_dim,))
-    tensors |= _linear(f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
+    tensors |= _linear(spec, f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
     return Block(prefix, BlockKind.ATTENTION, layer, tensors)
 
 
@@ -117,14 +118,14 @@ def _ffn_block(spec: ModelSpec, layer: int) -> Block:
     if spec.neuron_major:
         return Block(prefix, BlockKind.FFN, layer, tensors | _neurons(spec, prefix))
     first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
-    tensors |= _linear(f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
-    tensors |= _linear(f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
+    tensors |= _linear(spec, f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
+    tensors |= _linear(spec, f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
     return Block(prefix, BlockKind.FFN, layer, tensors)
 
 
 def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
     first, *rows = ("gate", "up", "down") if spec.gated else ("up", "down")
-    tensors = _linear(f"{prefix}.{first}", spec.ffn_size, spec.hidden_size, spec.ffn_bias)
+    tensors = _linear(spec, f"{prefix}.{first}", spec.ffn_size, spec.hidden_size, spec.ffn_bias)
     shape = spec.ffn_size, spec.hidden_size
     tensors |= {short: TensorSpec(f"{prefix}.{short}", TensorRole.NEURONS, shape) for short in rows}
     if spec.ffn_bias:
@@ -133,9 +134,10 @@ def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _linear(name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:
+def _linear(spec: ModelSpec, name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:
     short = name.rsplit(".", 1)[1]
-    tensors = {short: TensorSpec(name, TensorRole.MATRIX, (n_rows, n_columns))}
+    role = TensorRole.MATRIX_8 if name in spec.int8_matrices else TensorRole.MATRIX
+    tensors = {short: TensorSpec(name, role, (n_rows, n_columns))}
     if bias:
         tensors[f"{short}_bias"] = TensorSpec(f"{name}_bias", TensorRole.VECTOR, (n_rows,))
     return tensors

@@ -1,6 +1,7 @@
 """Reads Hugging Face configurations: which family a model is of, and in which bits its weights were saved."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
@@ -9,6 +10,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 FOUR_BIT_TYPES = ("nf4", "fp4")
+INT8_FIELD = "hetero_ee_int8_matrices"  # of config.json as this engine writes it for other formats
 ADVICE = "give the original weights, or a copy that bitsandbytes saved in 4 bits"
 
 
@@ -27,7 +29,11 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         name = architecture or model_type or "none named"
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}.")
-    return FAMILIES[architecture].read_spec(fields, architecture)
+    spec = FAMILIES[architecture].read_spec(fields, architecture)
+    names = fields.get(INT8_FIELD, [])
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise fields.fail(f"{INT8_FIELD} is {shown(names)}, expected a list of names.")
+    return replace(spec, int8_matrices=tuple(sorted(set(names)))) if names else spec
 
 
 def four_bit_type_from_hf(config: Mapping[str, Any], where: str) -> str | None:

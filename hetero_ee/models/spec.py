@@ -36,6 +36,7 @@ class ModelSpec:
     context_is_fixed: bool = False  # beyond max_context_tokens the model has no positions at all
     neuron_major: bool = False  # FFN weights lie neuron by neuron, so that inactive ones need not be read
     active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
+    int8_matrices: tuple[str, ...] = ()  # names of the layers' matrices that are in 8 bits in place of 4
 
     @property
     def query_size(self) -> int:

@@ -129,6 +129,8 @@ def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
 
 def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_layout: str) -> Part:
     def layout_of(tensor: TensorSpec) -> str:
+        if tensor.role is TensorRole.MATRIX_8:
+            return "int8"
         return vocabulary_layout if tensor.role is TensorRole.VOCABULARY else layout
 
     matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]

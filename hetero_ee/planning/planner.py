@@ -85,5 +85,8 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 
 def shapes_sha256(spec: ModelSpec) -> str:
     """Identifies what a plan was made for: a model of other numbers can't use it."""
-    fields = {name: value for name, value in asdict(spec).items() if name != "active_shares"}  # expected, not a shape
+    fields = asdict(spec)
+    del fields["active_shares"]  # expected, not a shape
+    if not spec.int8_matrices:  # as plans of before there were any have it
+        del fields["int8_matrices"]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

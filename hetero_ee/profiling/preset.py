@@ -8,7 +8,7 @@ beyond LEAST_PASSES. What is left then takes as long as it takes.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE, model_parts
@@ -91,9 +91,13 @@ class PassSampling:
 
 
 def product_shapes(spec: ModelSpec) -> list[ProductShape]:
-    """The products of a pass, each once, in its order."""
+    """The products of a pass, each once, in its order.
+
+    A profile holds times of 4 bits for the layers and of 8 for the head, by which all others are told: one profile
+    serves a model whatever bits its matrices have.
+    """
     counts: dict[tuple[str, int, int], int] = {}
-    for part in model_parts(spec, KV_TYPE):
+    for part in model_parts(replace(spec, int8_matrices=()), KV_TYPE):
         for product in part.products:
             key = product.layout, product.n_rows, product.n_columns
             counts[key] = counts.get(key, 0) + 1

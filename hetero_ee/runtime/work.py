@@ -59,8 +59,8 @@ def joined_name(works: Sequence[Work]) -> str:
 
 
 def stored_layout(tensor: TensorSpec) -> str:
-    """The layout a converted model's matrices have: 8 bits for embedding and head, 4 for the rest."""
-    return VOCABULARY_LAYOUT if tensor.role is TensorRole.VOCABULARY else "int4"
+    """The layout a converted model's matrices have: 8 bits for embedding, head and what needs them, 4 for the rest."""
+    return VOCABULARY_LAYOUT if tensor.role in (TensorRole.VOCABULARY, TensorRole.MATRIX_8) else "int4"
 
 
 def block_works(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_four_bit_type
+from hetero_ee.hub.gguf.folder import gguf_file
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
@@ -84,7 +85,7 @@ class Checkpoint:
         if part.hf_name in self._four_bit:
             return self._four_bit[part.hf_name].dequantize()
         tensor = self._raw(part.hf_name).float()
-        _refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
+        refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
         return tensor
 
     def _raw(self, name: str) -> Tensor:
@@ -170,8 +171,8 @@ class Checkpoint:
         if self.spec.tied_head:
             known.add(self._family.head_name)
         extra = sorted(name for name in present - known if not name.endswith(IGNORED_SUFFIXES))
-        _refuse(self.folder, "lacks tensors", missing)
-        _refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
+        refuse(self.folder, "lacks tensors", missing)
+        refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
             if name in self._four_bit:
@@ -181,20 +182,23 @@ class Checkpoint:
                 wrong.append(f"{name} is {list(stored_shape)}, expected {list(shape)}")
             elif stored_type not in FLOAT_TYPES:
                 wrong.append(f"{name} has type {stored_type}, expected one of {', '.join(FLOAT_TYPES)}")
-        _refuse(self.folder, "does not fit its config.json", wrong)
+        refuse(self.folder, "does not fit its config.json", wrong)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in name order. Raises CheckpointError.
+    """The weight files of a model folder, in name order. Raises CheckpointError.
 
-    Of a single file and an index the single file counts, as it does for transformers.
+    Of a single file and an index the single file counts, as it does for transformers. For a folder that stands for a
+    GGUF file, that file.
     """
+    if file := gguf_file(folder):
+        return [file]
     single, index = (find_file(folder, name, CheckpointError) for name in (SINGLE_FILE, INDEX_FILE))
     if single:
         return [single]
     if index:
         files = {name: find_file(folder, name, CheckpointError) for name in indexed_files(index)}
-        _refuse(folder, "lacks weight files named in its index", [name for name, file in files.items() if file is None])
+        refuse(folder, "lacks weight files named in its index", [name for name, file in files.items() if file is None])
         return [file for file in files.values() if file]
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
@@ -216,7 +220,7 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _refuse(folder: Path, what: str, names: list[str]) -> None:
+def refuse(folder: Path, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
         raise CheckpointError(f"{folder} {what}: {'; '.join(map(_printable, names[:MAX_LISTED]))}{more}.")
@@ -228,7 +232,7 @@ def _printable(text: object) -> str:
     return shown if shown.isprintable() else ascii(shown)
 
 
-def _refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
+def refuse_non_finite(tensor: Tensor, name: str, file: Path) -> None:
     for first, chunk in enumerate(torch.split(tensor.flatten(), CHECK_ELEMENTS)):
         finite = torch.isfinite(chunk)
         if not finite.all():

@@ -10,9 +10,10 @@ from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch
+from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.source_file import SourceFile
-from hetero_ee.weights.weight import DenseWeight, Weight
+from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 UNQUANTIZED = "none"
 
@@ -39,15 +40,18 @@ class ModelWeights:
 
 def is_quantized(role: TensorRole) -> bool:
     """Whether tensors of this role are stored in tiles or, of neurons, in rows."""
-    return role in (TensorRole.MATRIX, TensorRole.NEURONS, TensorRole.VOCABULARY)
+    return role not in (TensorRole.POSITIONS, TensorRole.VECTOR)
 
 
 def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
-    """The same model with its FFNs laid out as these weights are."""
-    return replace(spec, neuron_major=any(isinstance(weight, RowWeight) for weight in weights.matrices.values()))
+    """The same model with its FFNs laid out, and its matrices of as many bits, as these weights are."""
+    in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
+    in_8_bits = (n for n, weight in in_layers.items() if isinstance(weight, TileWeight) and weight.codebook is None)
+    neuron_major = any(isinstance(weight, RowWeight) for weight in in_layers.values())
+    return replace(spec, neuron_major=neuron_major, int8_matrices=tuple(sorted(in_8_bits)))
 
 
-def load_dense(checkpoint: Checkpoint) -> ModelWeights:
+def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
     """The checkpoint's weights unquantized, fp32; those saved so are mapped.
 
     Their watch takes a file whose rights or names alone have changed for the same.

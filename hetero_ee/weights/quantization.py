@@ -6,8 +6,11 @@ from typing import Any, Self
 
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_four_bit_type
+from hetero_ee.hub.gguf.folder import gguf_file
 from hetero_ee.models.blocks import TensorRole
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
+
+GGUF = "gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Quantization:
     vocabulary: str = "int8"
     # "nf4" or "fp4" where the checkpoint has its matrices in these 4 bits and they are kept; the matrices that it has
     # as floats, or whose codes tiles can't hold, are quantized all the same.
+    # "gguf" keeps what tiles can hold of a GGUF file as it is, in 4 or 8 bits, and takes 8 for what has more than 5.
     own: str | None = None
     neuron_major: bool = False  # FFNs neuron by neuron, so that inactive ones need not be read
 
@@ -29,7 +33,7 @@ class Quantization:
         """
         if neuron_major and quantizer in TABLE_QUANTIZERS:
             raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
-        own = None if neuron_major else read_four_bit_type(folder)
+        own = None if neuron_major else GGUF if gguf_file(folder) else read_four_bit_type(folder)
         if quantizer is None:
             return cls(own=own, neuron_major=neuron_major)
         return cls(matrices=quantizer, own=own if own == quantizer else None, neuron_major=neuron_major)
@@ -50,8 +54,10 @@ class Quantization:
         return {name: value for name, value in asdict(self).items() if name != "neuron_major" or value}
 
     def quantizer_of(self, role: TensorRole) -> str:
+        if role is TensorRole.MATRIX_8:
+            return "int8"
         return self.vocabulary if role is TensorRole.VOCABULARY else self.matrices
 
     def keeps_codes(self, role: TensorRole) -> bool:
-        """Whether tensors of this role stay in the checkpoint's own 4-bit codes."""
-        return self.own is not None and role is TensorRole.MATRIX
+        """Whether tensors of this role stay in the checkpoint's own codes, where tiles can hold them."""
+        return self.own is not None and (role is not TensorRole.VOCABULARY or self.own == GGUF)

@@ -26,7 +26,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            layout = vocabulary if tensor.role is TensorRole.VOCABULARY else "int4"
+            layout = {TensorRole.VOCABULARY: vocabulary, TensorRole.MATRIX_8: "int8"}.get(tensor.role, "int4")
             random = (
                 _random_rows(tensor, block)
                 if tensor.role is TensorRole.NEURONS

@@ -1,6 +1,8 @@
-"""The types of tensors in GGUF files: how many weights a block holds, in how many bytes. Source: ggml.h, ggml-common.h."""
+"""Types of tensors in GGUF files: how many weights a block holds, in how many bytes. Source: ggml-common.h."""
 
 from dataclasses import dataclass
+
+MAX_NARROW_BITS = 5.0  # Q4_1, the widest of the 4-bit types; Q5_0 and Q5_K have 5.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,15 @@ class TensorType:
     def bits(self) -> float:
         """Of a weight, scales included."""
         return 8 * self.block_bytes / self.block_weights
+
+    @property
+    def is_float(self) -> bool:
+        return self.block_weights == 1
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is quantized, to more bits than 4-bit tiles come near."""
+        return not self.is_float and self.bits > MAX_NARROW_BITS
 
 
 _SUPER = 256  # weights of a block of the K and IQ types

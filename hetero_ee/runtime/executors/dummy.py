@@ -76,7 +76,7 @@ def _dummy_rows(tensor: TensorSpec) -> RowWeight:
 
 
 def _dummy_tiles(tensor: TensorSpec) -> TileWeight:
-    is_int4 = tensor.role is TensorRole.MATRIX
+    is_int4 = tensor.role is TensorRole.MATRIX  # the others have 8 bits
     n_rows, n_columns = tensor.shape
     padded_rows, padded_columns = padded_shape(n_rows, n_columns)
     grid = padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS

@@ -15,11 +15,13 @@ from hetero_ee.hub.model_id import model_name
 from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from hetero_ee.weights.model_weights import is_quantized
-from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantization import GGUF, Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.rows import in_rows
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
+from hetero_ee.weights.store.import_report import ImportReport
 from hetero_ee.weights.store.manifest import ROWS, aligned, region_sizes
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.store.source import Source
@@ -56,7 +58,7 @@ def convert(
     if is_store(target):
         return target
     files = files or FileSystem()
-    source, checkpoint = Source.of(folder), Checkpoint(folder, spec)
+    source, checkpoint = Source.of(folder), open_checkpoint(folder, spec)
 
     def waiting() -> None:
         if progress:
@@ -71,7 +73,7 @@ def convert(
 
 def _write(
     source: Source,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | GgufCheckpoint,
     target: Path,
     quantization: Quantization,
     workers: Workers,
@@ -88,10 +90,10 @@ def _write(
         n_bytes = planned_bytes(tensors, quantization)
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
-        n_there = len(writer.entries)
+        n_there, report = len(writer.entries), ImportReport()
         for index, tensor in enumerate(tensors):
             if index >= n_there:
-                _write_tensor(writer, checkpoint, tensor, quantization, workers)
+                _write_tensor(writer, checkpoint, tensor, quantization, workers, report)
             n_done += tensor.n_elements
             if progress:
                 progress(CONVERTING, n_done, n_weights)
@@ -99,6 +101,8 @@ def _write(
         digests = source.digests(workers)
         source.check_unchanged()
         provenance = source.provenance(checkpoint.spec, quantization) | {"sha256": digests}
+        if rows := report.rows():
+            provenance |= {"format": "GGUF", "types": rows}
         writer.finish(quantization.name, quantization.vocabulary, provenance)
 
 
@@ -135,23 +139,32 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
         raise UsageError(
             f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
         )
-    return replace(spec, neuron_major=quantization.neuron_major)
+    int8_matrices = spec.int8_matrices if quantization.own == GGUF else ()
+    return replace(spec, neuron_major=quantization.neuron_major, int8_matrices=int8_matrices)
 
 
 def _write_tensor(
-    writer: StoreWriter, checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization, workers: Workers
+    writer: StoreWriter,
+    checkpoint: Checkpoint | GgufCheckpoint,
+    tensor: TensorSpec,
+    quantization: Quantization,
+    workers: Workers,
+    report: ImportReport,
 ) -> None:
     if not is_quantized(tensor.role):
         writer.add_values(tensor.name, checkpoint.tensor(tensor.name))
         return
     weight = checkpoint.tiles(tensor.name) if quantization.keeps_codes(tensor.role) else None
-    if weight is None:
-        values = _values(checkpoint, tensor, quantization)
+    values = None if weight else _values(checkpoint, tensor, quantization)
+    if values is not None:
         weight = quantize(values, quantization.quantizer_of(tensor.role), workers)
+    assert weight is not None
+    if isinstance(checkpoint, GgufCheckpoint):
+        report.add(checkpoint.types(tensor.name), tensor, weight, values)
     writer.add_matrix(tensor.name, in_rows(weight) if tensor.role is TensorRole.NEURONS else weight)
 
 
-def _values(checkpoint: Checkpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
+def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
     """A matrix of the store from those of the checkpoint: gate and up are one there, down is not transposed."""
     prefix, _, short = tensor.name.rpartition(".")
     if not quantization.neuron_major or not prefix.endswith(".ffn"):

@@ -37,6 +37,7 @@ from hetero_ee.weights.store.source import Source
 from hetero_ee.weights.store.writer import PARTIAL_SUFFIX, holds_only_store_files, lacks_manifest
 
 REMOVED_SUFFIX = ".removed"
+MADE_FIELDS = ("sha256", "format", "types")  # of a manifest's source, known only once the store is made
 MAX_NAMED = 3  # stores named in one error
 
 
@@ -128,7 +129,7 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     manifest = read_manifest(store)
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
-    known = {key: value for key, value in manifest.source.items() if key != "sha256"}
+    known = {key: value for key, value in manifest.source.items() if key not in MADE_FIELDS}
     is_alike = is_alike and manifest.neuron_major == quantization.neuron_major
     return is_alike and known == Source.of(folder).provenance(spec, quantization)
 

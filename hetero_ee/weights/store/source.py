@@ -30,8 +30,7 @@ class Source:
     @classmethod
     def of(cls, folder: Path) -> Self:
         """Raises CheckpointError."""
-        index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
-        return cls(folder, tuple(map(SourceFile.of, (*weight_files(folder), *index, *copied_files(folder)))))
+        return cls(folder, tuple(map(SourceFile.of, _paths(folder))))
 
     def key(self, quantization: Quantization) -> str:
         """Identifies a store by what it would be made from: configuration, file names, sizes, times and samples."""
@@ -50,9 +49,10 @@ class Source:
 
     def digests(self, workers: Workers) -> dict[str, str]:
         """SHA-256 of each file whole, by its name, as model hubs publish it. Raises CheckpointError."""
+        paths = {path.name: path for path in _paths(self.folder)}
 
         def digest(file: SourceFile) -> str:
-            with readable(self.folder / file.name) as opened:
+            with readable(paths[file.name]) as opened:
                 return sha256_of(opened, 0, file.n_bytes)
 
         return dict(zip((file.name for file in self.files), workers(digest, self.files), strict=True))
@@ -65,3 +65,9 @@ class Source:
             raise CheckpointError(
                 f"{self.folder / changed[0]} has changed while it was converted; convert again once it is complete."
             )
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Of weights, their index, and the small files."""
+    index = [folder / INDEX_FILE] if (folder / INDEX_FILE).is_file() else []
+    return [*weight_files(folder), *index, *copied_files(folder)]

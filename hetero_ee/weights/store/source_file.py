@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from hetero_ee.errors import CheckpointError
+from hetero_ee.hub.gguf.header import MAGIC
 from hetero_ee.weights.safetensors_file import MAX_HEADER_BYTES
 from hetero_ee.weights.store.checksums import sha256_of
 from hetero_ee_profiles.opened_file import open_regular
@@ -49,10 +50,11 @@ def readable(file: Path) -> Iterator[BinaryIO]:
 
 
 def _sample(file: BinaryIO, n_bytes: int) -> str:
-    """SHA-256 of a small file, or of a large one's header (as safetensors have it) and of parts that lie evenly."""
+    """SHA-256 of a small file, or of a large one's header (of GGUF its beginning) and of parts that lie evenly."""
     if n_bytes <= WHOLE_BYTES:
         return sha256_of(file, 0, n_bytes)
-    header_bytes = 8 + int.from_bytes(file.read(8), "little")
+    start = file.read(8)
+    header_bytes = WHOLE_BYTES if start.startswith(MAGIC) else 8 + int.from_bytes(start, "little")
     digest = hashlib.sha256(sha256_of(file, 0, min(header_bytes, MAX_HEADER_BYTES)).encode())
     for index in range(N_SAMPLES):
         file.seek((n_bytes - SAMPLE_BYTES) * index // (N_SAMPLES - 1))

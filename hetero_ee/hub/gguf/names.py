@@ -1,0 +1,47 @@
+"""Names of tensors in GGUF files, for those that Hugging Face's checkpoints have."""
+
+import re
+
+from hetero_ee.hub.gguf.header import GgufHeader
+from hetero_ee.models.hf_names import checkpoint_parts
+from hetero_ee.models.spec import ModelSpec
+
+# Modules of a layer and outside of them; the endings, .weight and .bias, are the same.
+_OF_A_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# Of architecture llama, whose rows of queries and keys lie as llama.cpp turns them: neighbours, not halves of a head.
+TURNED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+def gguf_name(hf_name: str) -> str:
+    """What GGUF files call a tensor of a Hugging Face checkpoint."""
+    module, _, ending = hf_name.rpartition(".")
+    layer = _LAYER.fullmatch(module)
+    return f"blk.{layer[1]}.{_OF_A_LAYER[layer[2]]}.{ending}" if layer else f"{_OUTSIDE[module]}.{ending}"
+
+
+def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
+    """The layers' matrices, by this engine's names, of which the file holds parts that are too precise for 4 bits."""
+    types = {name: tensor.type for name, tensor in header.tensors.items()}
+    return [
+        name
+        for name, parts in checkpoint_parts(spec).items()
+        if name.startswith("layers.")
+        and len(parts[0].shape) > 1
+        and any((kind := types.get(gguf_name(part.hf_name))) and kind.is_wide for part in parts)
+    ]

@@ -1,0 +1,205 @@
+"""The tokenizer that a GGUF file's metadata describe, as tokenizer.json and tokenizer_config.json.
+
+Byte-level BPE ("gpt2") comes with its merges and the name of how text is split before; sentencepiece's BPE ("llama")
+with a score for each piece, from which merges follow.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_ee.errors import ModelError, shown
+from hetero_ee.hub.gguf.header import GgufHeader
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
+MAX_ADDED_TOKENS = 20_000  # control and user-defined, which take time one by one; Gemma has 6,400
+# Wherever a piece can be cut there may be a merge: squares of lengths, added up. Gemma's come to about 2 * 10^7.
+MAX_CUTS = 5 * 10**7
+LETTER, NUMBER, MARKS = r"[^\r\n\p{L}\p{N}]?", r"\p{N}", r"\p{Lm}\p{Lo}\p{M}"
+SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS, _SIGNS = rf"{SUFFIXES}|{LETTER}\p{{L}}+|{NUMBER}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}" + MARKS + "]", r"[\p{Ll}" + MARKS + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How text is split before merges. pattern: None is GPT-2's own."""
+
+    pattern: str | None
+    single_digits: bool = False
+    composed: bool = False  # Unicode's normal form C first
+    whole_words: bool = False  # what is a token whole needs no merges
+    adds_begin: bool = False  # where the file does not say whether a text begins with the begin token
+
+
+_GPT2, _SMOLLM = Splitting(None), Splitting(None, single_digits=True)
+_CL100K = f"{_WORDS}{{1,3}}{_SIGNS}"
+_LLAMA3 = Splitting(_CL100K, whole_words=True, adds_begin=True)
+_QWEN2 = Splitting(_WORDS + _SIGNS, composed=True)
+_TEKKEN = Splitting(
+    f"{LETTER}{_UPPER}*{_LOWER}+|{LETTER}{_UPPER}+{_LOWER}*|{NUMBER}" + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES,
+    whole_words=True,
+    adds_begin=True,
+)
+_O200K = Splitting(
+    f"{LETTER}{_UPPER}*{_LOWER}+{SUFFIXES}?|{LETTER}{_UPPER}+{_LOWER}*{SUFFIXES}?|{NUMBER}"
+    + r"{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    + SPACES
+)
+# By tokenizer.ggml.pre.
+SPLITTINGS = {
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_CL100K)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+}
+
+
+def tokenizer_files(header: GgufHeader) -> dict[str, str]:
+    """File by name. Raises ModelError for a tokenizer of a kind, or with a splitting of text, that is unknown."""
+    vocabulary = _Vocabulary(header)
+    try:
+        backend = vocabulary.sentencepiece() if vocabulary.kind == "llama" else vocabulary.byte_level()
+        text = backend.to_str()
+    except ModelError:
+        raise
+    except BaseException as error:  # bare Exceptions, and panics of Rust code, which are none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise vocabulary.failure(f"its tokenizer can't be made ({shown(str(error))})") from error
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    files = {"tokenizer_config.json": json.dumps(config | vocabulary.special_tokens())}
+    template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        files["chat_template.jinja"] = template
+    return files | {"tokenizer.json": text}
+
+
+class _Vocabulary:
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self.kind, self._pre = self._get("model"), self._get("pre")
+        if self.kind not in ("llama", "gpt2"):
+            raise self.failure(f"its tokenizer is of kind {shown(self.kind)}, supported are llama and gpt2")
+        if self.kind == "gpt2" and (not isinstance(self._pre, str) or self._pre not in SPLITTINGS):
+            raise self.failure(
+                f"its tokenizer splits text by {shown(self._pre)} (tokenizer.ggml.pre), which is unknown; known are "
+                f"{', '.join(SPLITTINGS)}; give the original model in safetensors"
+            )
+        self.tokens: list[str] = self._list("tokens", str)
+        self._types: list[int] = self._list("token_type", int, [NORMAL] * len(self.tokens))
+        if len(self._types) != len(self.tokens):
+            raise self.failure(f"it has {len(self.tokens)} tokens and types of {len(self._types)}")
+        self._ids = {token: index for index, token in reversed(list(enumerate(self.tokens)))}
+        n_added = sum(kind in (CONTROL, USER_DEFINED) for kind in self._types)
+        if n_added > MAX_ADDED_TOKENS:
+            raise self.failure(f"it has {n_added} control and user-defined tokens, expected at most {MAX_ADDED_TOKENS}")
+
+    def byte_level(self) -> Any:
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        splitting = SPLITTINGS[str(self._pre)]
+        model = models.BPE(self._ids, self._written_merges(), ignore_merges=splitting.whole_words)
+        tokenizer = Tokenizer(model)
+        if splitting.composed:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
+        if splitting.pattern:
+            steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        tokenizer.decoder = decoders.ByteLevel()
+        return self._completed(tokenizer, adds_begin=splitting.adds_begin)
+
+    def sentencepiece(self) -> Any:
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        unknown = self._special("unknown") or next(
+            (token for token, kind in zip(self.tokens, self._types, strict=True) if kind == UNKNOWN), None
+        )
+        merges = self._written_merges() if self._get("merges") else self._implied_merges()
+        model = models.BPE(self._ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(model)
+        has_prefix = self._get("add_space_prefix") is not False
+        spaces = [normalizers.Prepend("\u2581")] if has_prefix else []
+        tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+        return self._completed(tokenizer, adds_begin=True)
+
+    def special_tokens(self) -> dict[str, str]:
+        """Texts by their names in tokenizer_config.json."""
+        named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        return {field: text for field, name in named.items() if (text := self._special(name)) is not None}
+
+    def failure(self, what: str) -> ModelError:
+        return ModelError(f"{self._header.file}: {what}.")
+
+    def _completed(self, tokenizer: Any, *, adds_begin: bool) -> Any:
+        from tokenizers import AddedToken, processors
+
+        special_types = (CONTROL, UNKNOWN) if self.kind == "llama" else (CONTROL,)
+        typed = [(token, kind) for token, kind in zip(self.tokens, self._types, strict=True) if token]
+        special = [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind in special_types]
+        plain = [AddedToken(token, normalized=False) for token, kind in typed if kind == USER_DEFINED]
+        tokenizer.add_special_tokens(special)
+        tokenizer.add_tokens(plain)
+        begin = self._special("bos") if self._flag("add_bos_token", adds_begin) else None
+        end = self._special("eos") if self._flag("add_eos_token", False) else None
+        if begin or end:
+            used = [text for text in (begin, end) if text]
+            text = [*([begin] if begin else []), "$A", *([end] if end else [])]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=text, special_tokens=[(each, self._ids[each]) for each in dict.fromkeys(used)]
+            )
+        return tokenizer
+
+    def _written_merges(self) -> list[tuple[str, str]]:
+        merges = [tuple(merge.split(" ")) for merge in self._list("merges", str)]
+        if any(len(merge) != 2 for merge in merges):
+            raise self.failure("its tokenizer has a merge that is not of two pieces")
+        return merges
+
+    def _implied_merges(self) -> list[tuple[str, str]]:
+        """Every piece may come of any two that it can be cut into; the piece of the best score comes first."""
+        scores, ids = self._list("scores", float), self._ids
+        if len(scores) != len(self.tokens):
+            raise self.failure(f"it has {len(self.tokens)} tokens and scores of {len(scores)}")
+        if (n_cuts := sum(len(token) ** 2 for token in self.tokens)) > MAX_CUTS:
+            raise self.failure(f"the squared lengths of its tokens add up to {n_cuts}, expected at most {MAX_CUTS}")
+        found: list[tuple[float, int, int, int, str, str]] = []
+        for token, index in ids.items():
+            if self._types[index] != NORMAL:
+                continue
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in ids and right in ids:
+                    found.append((-scores[index], index, ids[left], ids[right], left, right))
+        return [(left, right) for *_, left, right in sorted(found)]
+
+    def _special(self, name: str) -> str | None:
+        index = self._get(f"{name}_token_id")
+        if index is None:
+            return None
+        if type(index) is not int or not 0 <= index < len(self.tokens):
+            raise self.failure(f"{name}_token_id is {shown(index)}, expected one of its {len(self.tokens)} tokens")
+        return self.tokens[index]
+
+    def _flag(self, name: str, default: bool) -> bool:
+        value = self._get(name)
+        return value if isinstance(value, bool) else default
+
+    def _list(self, name: str, kind: type, default: Any = None) -> Any:
+        values = self._get(name)
+        if values is None:
+            values = default
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise self.failure(f"tokenizer.ggml.{name} is {shown(values)}, expected a list of {kind.__name__}")
+        return values
+
+    def _get(self, name: str) -> Any:
+        return self._header.metadata.get(f"tokenizer.ggml.{name}")

@@ -1,0 +1,152 @@
+"""Weights of GGUF files, block by block: those that tiles can hold as they are, and all others as floats.
+
+Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q5_0 fp16 d, 32 fifth bits, 16 bytes; Q8_0 fp16 d,
+32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. The low nibbles of codes are elements 0 to 15, the high ones
+16 to 31. Source: ggml-common.h.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import UsageError
+from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.weight import LINEAR_CODEBOOK
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# FP4's values doubled, so that all are whole (arXiv 2310.10537), by code; the second zero is a negative one.
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # the last has no code
+CHUNK_WEIGHTS = 2**22  # that the gguf package makes floats of together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """W[n, k] = scales[n, k // 32] x entry: codebook[codes[n, k]], or codes[n, k] itself where that is None.
+
+    codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    codebook: tuple[int, ...] | None
+
+    def entries(self) -> Tensor:
+        """int8 (N, K)."""
+        if self.codebook is None:
+            return self.codes
+        return (
+            torch.tensor(self.codebook, dtype=torch.int8)
+            .index_select(0, self.codes.flatten().int())
+            .view_as(self.codes)
+        )
+
+    def dequantize(self) -> Tensor:
+        """fp32 (N, K)."""
+        return self.entries().float() * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
+
+    def rows(self, order: Tensor) -> "Blocks":
+        """The same rows in another order."""
+        return Blocks(self.codes[order], self.scales[order], self.codebook)
+
+
+def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:
+    """raw: uint8 (N, bytes of a row); kind: its type's name. None for a type that is in no such blocks."""
+    return KEPT[kind](raw) if kind in KEPT else None
+
+
+def floats(raw: Tensor, kind: str) -> Tensor:
+    """fp32 (N, K) of any type; of those that nothing here knows by the gguf package. Raises UsageError without it."""
+    if kind in FLOATS:
+        return raw.view(FLOATS[kind]).float()
+    blocks = kept_blocks(raw, kind)
+    return _by_package(raw, kind) if blocks is None else blocks.dequantize()
+
+
+def require_reader(kind: str) -> None:
+    """Raises UsageError where a type takes a package that is not installed."""
+    if kind not in FLOATS and kind not in KEPT:
+        _package(kind)
+
+
+def _by_package(raw: Tensor, kind: str) -> Tensor:
+    gguf = _package(kind)
+    number = gguf.GGMLQuantizationType[kind]
+    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[number]
+    n_columns = raw.shape[1] // n_bytes * n_weights
+    values, n_rows = torch.empty(len(raw), n_columns), max(1, CHUNK_WEIGHTS // n_columns)
+    with np.errstate(all="ignore"):  # whether values are finite is looked at afterwards
+        for first in range(0, len(raw), n_rows):
+            chunk = gguf.quants.dequantize(raw[first : first + n_rows].numpy(), number)
+            values[first : first + n_rows] = torch.from_numpy(chunk)
+    return values
+
+
+def _package(kind: str) -> Any:
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise UsageError(
+            f'weights of type {kind} take the package gguf to read; run pip install "hetero-ee[gguf]".'
+        ) from error
+    return gguf
+
+
+def _q4_0(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 18)
+    return Blocks(_nibbles(blocks[..., 2:]), _halves(blocks), LINEAR_CODEBOOK)
+
+
+def _iq4_nl(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 18)
+    return Blocks(_nibbles(blocks[..., 2:]), _halves(blocks), IQ4_NL_CODEBOOK)
+
+
+def _mxfp4(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 17)
+    renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
+    codes = renamed[_nibbles(blocks[..., 1:]).int()]
+    powers = torch.tensor([2.0 ** (e - 128) for e in range(256)], dtype=torch.float64)
+    return Blocks(codes, powers[blocks[..., 0].int()].float(), MXFP4_CODEBOOK)
+
+
+def _q5_0(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 22)
+    fifth = (blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # of element 8 i + j
+    codes = _nibbles(blocks[..., 6:]) | (fifth.reshape(len(raw), -1) << 4)
+    return Blocks(codes.to(torch.int8) - 16, _halves(blocks), None)
+
+
+def _q8_0(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 34)
+    return Blocks(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _halves(blocks), None)
+
+
+KEPT: dict[str, Callable[[Tensor], Blocks]] = {
+    "Q4_0": _q4_0,
+    "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
+    "Q5_0": _q5_0,
+    "Q8_0": _q8_0,
+}
+
+
+def _blocks(raw: Tensor, n_bytes: int) -> Tensor:
+    """uint8 (N, blocks of a row, n_bytes)."""
+    return raw.view(len(raw), -1, n_bytes)
+
+
+def _halves(blocks: Tensor) -> Tensor:
+    """The fp16 that each block begins with, as fp32 (N, blocks of a row)."""
+    return blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """16 bytes of a block -> 32 codes: uint8 (N, K)."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)

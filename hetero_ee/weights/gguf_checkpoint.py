@@ -1,0 +1,172 @@
+"""Reads the weights of a GGUF file, one tensor at a time, as Hugging Face's checkpoint of the same model has them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError
+from hetero_ee.hub.gguf.config import ROPE_TENSORS
+from hetero_ee.hub.gguf.folder import gguf_file
+from hetero_ee.hub.gguf.header import GgufTensor, read_gguf_header
+from hetero_ee.hub.gguf.names import TURNED, gguf_name
+from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.hf_names import Part, checkpoint_parts
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
+from hetero_ee.weights.gguf_blocks import FLOATS, Blocks, floats, kept_blocks, require_reader
+from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_scales
+from hetero_ee.weights.weight import TileWeight
+
+IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
+LEAST_VALUE = -127  # int8 tiles have no -128
+
+
+class GgufCheckpoint:
+    """The weights in `file`, which `folder` stands for, checked against `spec` before any tensor is read.
+
+    Raises CheckpointError for a file that is damaged or holds other tensors than promised, UsageError where a type of
+    them takes a package that is not installed.
+    """
+
+    def __init__(self, folder: Path, file: Path, spec: ModelSpec) -> None:
+        self.folder, self.spec, self.files = folder, spec, [file]
+        self._header = read_gguf_header(file)
+        self._parts = checkpoint_parts(spec)
+        self._check_shapes(file)
+        self._bytes = _mapped(file)
+
+    def tensors(self) -> list[TensorSpec]:
+        """Every tensor of the model, in block order."""
+        return all_tensors(decoder_blocks(self.spec))
+
+    def types(self, name: str) -> list[str]:
+        """In which types the file has the parts of this tensor, each once."""
+        return sorted({self._tensor(part).type.name for part in self._parts[name]})
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
+        return torch.cat([self._read(part) for part in self._parts[name]])
+
+    def tiles(self, name: str) -> TileWeight | None:
+        """The same in tiles, each weight as the file has it; None where they can't hold it.
+
+        In 8 bits for embedding, head and those that the model has so, else in 4.
+        """
+        parts = [self._blocks(part) for part in self._parts[name]]
+        blocks = [part for part in parts if part is not None]
+        if len(blocks) < len(parts):
+            return None
+        in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
+        return _int8_tiles(blocks) if in_8_bits else _int4_tiles(blocks)
+
+    def _read(self, part: Part) -> Tensor:
+        tensor = self._tensor(part)
+        values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
+        refuse_non_finite(values, tensor.name, self.files[0])
+        order = self._order(part)
+        return values if order is None else values[order]
+
+    def _blocks(self, part: Part) -> Blocks | None:
+        tensor = self._tensor(part)
+        blocks = kept_blocks(self._raw(tensor), tensor.type.name)
+        if blocks is None:
+            return None
+        refuse_non_finite(blocks.scales, f"{tensor.name} (scales)", self.files[0])
+        order = self._order(part)
+        return blocks if order is None else blocks.rows(order)
+
+    def _raw(self, tensor: GgufTensor) -> Tensor:
+        """The bytes of each row, uint8 (N, bytes); of a vector all of them in one."""
+        data = np.array(self._bytes[tensor.start : tensor.start + tensor.n_bytes])
+        n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
+        return torch.from_numpy(data).view(n_rows, -1)
+
+    def _order(self, part: Part) -> Tensor | None:
+        """Where the rows of queries and keys lie in the file; None where they lie as they are.
+
+        llama.cpp turns neighbours in a head by one angle, transformers i and i + half of them: files of architecture
+        llama have the rows in the first order.
+        """
+        module = part.hf_name.rpartition(".")[0]
+        if self._header.metadata.get("general.architecture") != "llama" or not module.endswith(TURNED):
+            return None
+        head = self.spec.head_dim
+        return torch.arange(part.shape[0]).view(-1, head // 2, 2).swapaxes(1, 2).flatten()
+
+    def _tensor(self, part: Part) -> GgufTensor:
+        return self._header.tensors[gguf_name(part.hf_name)]
+
+    def _check_shapes(self, file: Path) -> None:
+        expected = {gguf_name(part.hf_name): part.shape for parts in self._parts.values() for part in parts}
+        present = self._header.tensors
+        refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))
+        extra = present.keys() - expected.keys() - set(ROPE_TENSORS)
+        unknown = sorted(name for name in extra if not name.endswith(IGNORED_SUFFIXES))
+        refuse(file, f"holds tensors that {self.spec.architecture} does not have", unknown)
+        wrong = []
+        for name, shape in expected.items():
+            found = present[name]
+            if found.shape != shape:
+                wrong.append(f"{name} is {list(found.shape)}, expected {list(shape)}")
+            elif len(shape) == 1 and found.type.name not in FLOATS:
+                wrong.append(f"{name} has type {found.type.name}, expected one of {', '.join(FLOATS)}")
+        refuse(file, "does not fit its own metadata", wrong)
+        for name in expected:
+            require_reader(present[name].type.name)
+
+
+def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoint:
+    """The weights of a model's folder. Raises CheckpointError, UsageError."""
+    file = gguf_file(folder)
+    return Checkpoint(folder, spec) if file is None else GgufCheckpoint(folder, file, spec)
+
+
+def _int4_tiles(parts: Sequence[Blocks]) -> TileWeight | None:
+    """None where they have different codebooks or none."""
+    codebook = parts[0].codebook
+    if codebook is None or any(part.codebook != codebook for part in parts):
+        return None
+    zero = min(range(16), key=lambda code: abs(codebook[code]))
+    return _tiles([part.codes for part in parts], parts, codebook, zero)
+
+
+def _int8_tiles(parts: Sequence[Blocks]) -> TileWeight | None:
+    entries = [part.entries() for part in parts]
+    return _tiles(entries, parts, None, 0) if all(int(each.min()) >= LEAST_VALUE for each in entries) else None
+
+
+def _tiles(
+    codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int
+) -> TileWeight | None:
+    """None where fp16 can't hold the scales, together with one power of two."""
+    stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
+    n_rows, n_columns = stacked.shape
+    n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
+    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, n_padding), value=padding)
+    found = _exact_scales(torch.nn.functional.pad(scales, (0, 0, 0, n_padding)))
+    if found is None:
+        return None
+    tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
+    return TileWeight(tiles, layout.pack_scales(found[0]), found[1], codebook, n_rows, n_columns)
+
+
+def _exact_scales(scales: Tensor) -> tuple[Tensor, int] | None:
+    """fp16 scales and their exponent, without any rounding."""
+    for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
+        is_same = torch.equal(halves.double() * 2.0**exponent, scales.double())
+        if is_same and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+            return halves, exponent
+    return None
+
+
+def _mapped(file: Path) -> Any:
+    """The file's bytes, uint8, read-only."""
+    try:
+        return np.memmap(file, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} can't be mapped into memory ({error}).") from error

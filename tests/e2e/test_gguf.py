@@ -1,0 +1,237 @@
+"""GGUF files: their weights in the store as they are or nearly, their models against transformers, their tokenizers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_ee import Engine
+from hetero_ee.config import demo_model_folder
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.gguf.folder import gguf_folder
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.gguf_checkpoint import open_checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.reader import open_store
+from tests.conftest import SHARED_MODELS
+from tests.families import random_model
+from tests.gguf_models import write_gguf
+
+pytest.importorskip("gguf")
+TOLERANCE = 1e-4  # of the largest logit
+LONG = [(7 * i) % 131 for i in range(100)]
+IDS = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77]
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 132}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 132}
+STORY = "Once upon a time there was a dog named Tom; he was 12 years old, and it's älter!\n\n  He didn't  bark.\tEnd"
+
+
+def opened(file: Path, folder: Path, quantizer: str | None = None) -> tuple[ModelSpec, ModelWeights]:
+    """The model as the engine opens it: from a store in `folder`, or in fp32."""
+    its = gguf_folder(file, configuration_only=True)
+    spec = read_spec(its)
+    if quantizer == "none":
+        return spec, load_dense(open_checkpoint(its, spec))
+    store = convert(its, spec, folder / f"store-{quantizer}", Quantization.of_model(its, quantizer))
+    weights = open_store(store, spec)
+    return as_stored(spec, weights), weights
+
+
+def logits(spec: ModelSpec, weights: ModelWeights, ids: list[int] = IDS) -> torch.Tensor:
+    executor = ReferenceExecutor(spec, weights, 160)
+    executor.cache.open(0)
+    return executor.logits(Batch.of_sequence(0, 0, ids), range(len(ids)))
+
+
+@torch.no_grad()
+def expected_logits(model: Any, ids: list[int] = IDS) -> torch.Tensor:
+    return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama-tied", {}),  # with biases, which are turned too
+    "mistral": ("mistral-full", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_against_transformers(tmp_path: Path, name: str) -> None:
+    """Every tensor in its place: rows of queries and keys, stacked matrices, biases, norms, tied heads."""
+    family, changes = FAMILIES[name]
+    model = random_model(family, **(SMALL | changes))
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "F16")
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none")), expected_logits(model))
+
+
+EXACT = {
+    "Q4_0": {"layers.0.attention.qkv": "int4", "layers.0.ffn.down": "int4"},
+    "IQ4_NL": {"layers.0.ffn.gate_up": "int4"},
+    "MXFP4": {"layers.0.attention.output": "int4"},
+    "Q8_0": {"layers.0.attention.qkv": "int8", "layers.0.ffn.down": "int8"},
+    "Q5_0": {"layers.0.ffn.gate_up": "int8"},
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_kept_types_are_exact(tmp_path: Path, kind: str) -> None:
+    """Each weight of the store is the one that the gguf package makes of the file, to the bit."""
+    model = random_model("llama", **SMALL)
+    held = write_gguf(model, tmp_path / "m.gguf", lambda _: kind)
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path)
+    down, output = (weights.matrices[f"layers.1.{name}"].dequantize() for name in ("ffn.down", "attention.output"))
+    assert torch.equal(down, held["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(output, held["model.layers.1.self_attn.o_proj.weight"])
+    parts = [held[f"model.layers.2.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(weights.matrices["layers.2.attention.qkv"].dequantize(), torch.cat(parts))
+    assert torch.equal(weights.matrices["embedding.tokens"].dequantize(), held["model.embed_tokens.weight"])
+    for name, layout in EXACT[kind].items():
+        assert (name in spec.int8_matrices) == (layout == "int8")
+        assert (weights.matrices[name].codebook is None) == (layout == "int8")
+    assert_same(logits(spec, weights), expected_logits(model))
+
+
+# Relative squared error of a matrix, at most: of 8 bits, and of 4 on random weights of each type.
+REQUANTIZED = {
+    "Q4_1": ("int4", 0.01),
+    "Q5_1": ("int8", 3e-5),
+    "Q3_K": ("int4", 0.03),
+    "Q4_K": ("int4", 0.03),
+    "Q5_K": ("int8", 1e-4),
+    "Q6_K": ("int8", 1e-4),
+    "IQ4_XS": ("int4", 0.03),
+    "F16": ("int4", 0.01),
+    "BF16": ("int4", 0.01),
+}
+
+
+@pytest.mark.parametrize("kind", REQUANTIZED)
+def test_other_types_are_requantized(tmp_path: Path, kind: str) -> None:
+    layout, most = REQUANTIZED[kind]
+    held = write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: kind)
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path)
+    down, expected = weights.matrices["layers.0.ffn.down"], held["model.layers.0.mlp.down_proj.weight"]
+    assert (down.codebook is None) == (layout == "int8") == ("layers.0.ffn.down" in spec.int8_matrices)
+    error = float((down.dequantize() - expected).square().sum() / expected.square().sum())
+    assert 0 < error < most
+    store = json.loads((tmp_path / "store-None" / "manifest.json").read_text())
+    rows = [row for row in store["source"]["types"] if row["layout"] == layout]
+    assert [row["types"] for row in rows] == [kind] and 0 < rows[0]["relative_squared_error"] < most
+
+
+def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:
+    """Queries and keys in Q4_K and values in Q6_K, as Q4_K_M has them, are one matrix here."""
+    kinds = {"blk.0.attn_v.weight": "Q6_K", "token_embd.weight": "Q6_K", "output.weight": "Q6_K"}
+    model = random_model("llama", num_hidden_layers=2, **WIDE)
+    write_gguf(model, tmp_path / "m.gguf", lambda name: kinds.get(name, "Q4_K"))
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path)
+    assert spec.int8_matrices == ("layers.0.attention.qkv",)
+    assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
+    error = (logits(spec, weights) - expected_logits(model)).square().mean() / expected_logits(model).square().mean()
+    assert error < 0.05
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path, "search")  # asked for, so that all is in 4 bits
+    assert spec.int8_matrices == () and weights.matrices["layers.0.attention.qkv"].codebook is not None
+
+
+def test_kept_parts_of_two_types_are_exact_in_8_bits(tmp_path: Path) -> None:
+    model = random_model("llama", num_hidden_layers=1, **SMALL)
+    held = write_gguf(model, tmp_path / "m.gguf", lambda name: "Q8_0" if "attn_v" in name else "Q4_0")
+    _, weights = opened(tmp_path / "m.gguf", tmp_path)
+    parts = [held[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(weights.matrices["layers.0.attention.qkv"].dequantize(), torch.cat(parts))
+
+
+def test_scaled_rope_llama3(tmp_path: Path) -> None:
+    """llama.cpp's converter writes the factors of each frequency as a tensor."""
+    model = random_model("llama3", **(SMALL | {"head_dim": 16}))
+    factors = plain_frequencies(50000.0, 16) / model.model.rotary_emb.inv_freq
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "F16", factors={"rope_freqs.weight": factors.numpy()})
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none"), LONG), expected_logits(model, LONG))
+
+
+def test_scaled_rope_longrope(tmp_path: Path) -> None:
+    """Phi-3's, whose short factors count up to the original context."""
+    short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(2, 8, 8, dtype=np.float32)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short.tolist()}
+    rope |= {"long_factor": long.tolist(), "original_max_position_embeddings": 160}
+    changes = {"original_max_position_embeddings": 160, "rope_parameters": rope}
+    model = random_model("phi3-longrope", **(SMALL | changes))
+    magnitude = float(model.model.rotary_emb.attention_scaling)
+    metadata = {"{arch}.rope.scaling.original_context_length": 160, "{arch}.rope.scaling.attn_factor": magnitude}
+    both = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "F16", factors=both, **metadata)
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none"), LONG), expected_logits(model, LONG))
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_scaled_rope_of_metadata(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 40} if kind == "yarn" else {}
+    model = random_model("qwen2", **(SMALL | {"rope_parameters": rope}))
+    metadata = {"{arch}.rope.scaling.type": kind, "{arch}.rope.scaling.factor": 4.0}
+    metadata |= {"{arch}.rope.scaling.original_context_length": 40} if kind == "yarn" else {}
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "F16", **metadata)
+    assert_same(logits(*opened(tmp_path / "m.gguf", tmp_path, "none"), LONG), expected_logits(model, LONG))
+
+
+def plain_frequencies(theta: float, n_features: int) -> torch.Tensor:
+    return theta ** (-torch.arange(0, n_features, 2) / n_features)
+
+
+TEXTS = (STORY, "", " ", "  two", "caf\u00e9 \u4f60\u597d \U0001f600", "<s>x</s>", "1234567 8", "\n\n a", "don't DON'T")
+
+
+@pytest.mark.parametrize("name", ["demo", "stories260K", "tiny12"])
+def test_tokenizers_give_the_ids_of_the_original(tmp_path: Path, name: str) -> None:
+    folder = demo_model_folder() if name == "demo" else SHARED_MODELS / name
+    if not folder.is_dir():
+        pytest.skip("the shared models are not here")
+    vocab_size = read_spec(folder).vocab_size
+    model = random_model("llama", **(SMALL | {"num_hidden_layers": 1, "vocab_size": vocab_size}))
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "Q8_0", tokenizer=folder)
+    ours = Tokenizer.load(gguf_folder(tmp_path / "m.gguf"), vocab_size)
+    theirs = Tokenizer.load(folder, vocab_size)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+def test_the_demo_model_from_a_file(tmp_path: Path) -> None:
+    """Generates what the engine generates of the same weights in safetensors, is listed, and needs its file no more."""
+    import transformers
+
+    folder, file = demo_model_folder(), tmp_path / "demo Q8.gguf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    template = {"tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}
+    write_gguf(model, file, lambda _: "Q8_0", tokenizer=folder, **template)
+    model.save_pretrained(tmp_path / "same")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "same")
+    with Engine.from_pretrained(file, profile="off") as engine:
+        found = engine.generate("Once upon a time", max_new_tokens=20)
+        assert engine.quantizer == "gguf"
+        with engine.chat() as chat:
+            assert "".join(token.text for token in chat.send("Hello", max_new_tokens=4))
+    with Engine.from_pretrained(tmp_path / "same", quantizer="none", profile="off") as engine:
+        expected = engine.generate("Once upon a time", max_new_tokens=20)
+    assert found.text == expected.text
+    file.unlink()
+    with Engine.from_pretrained("demo_Q8-gguf", profile="off") as engine:
+        assert engine.generate("Once upon a time", max_new_tokens=20).text == expected.text

@@ -1,0 +1,160 @@
+"""transformers' models written as GGUF files by the gguf package, which has its own names of tensors and types."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
+Types = Callable[[str], str]  # of a tensor's name in the file, its type
+
+
+def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str, Tensor]:
+    """The file, and the model's weights as it holds them by transformers' names, which the model gets too.
+
+    changes: of metadata, None leaves an entry out; tokenizer: a folder whose tokenizer.json the file describes.
+    """
+    import gguf
+
+    config, tokenizer = model.config, changes.pop("tokenizer", None)
+    factors = changes.pop("factors", {})
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(file, arch)
+    for key, value in (_metadata(config, arch) | changes).items():
+        _add(writer, key.format(arch=arch), value)
+    for key, value in (tokenizer_metadata(tokenizer) if tokenizer else {}).items():
+        _add(writer, key, value)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    held = {}
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        turns = arch == "llama" and heads is not None
+        kind = gguf.GGMLQuantizationType[types(found) if values.dim() > 1 else "F32"]
+        data = packed((_turned(values, heads) if turns else values).numpy(), kind)
+        writer.add_tensor(found, data, raw_dtype=kind)
+        floats = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view_as(values)
+        held[name] = _turned_back(floats, heads) if turns else floats
+    for name, values in factors.items():
+        writer.add_tensor(name, values)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    model.load_state_dict(held, strict=False)
+    return held
+
+
+def packed(values: np.ndarray, kind: Any) -> np.ndarray:
+    """Quantized by the package; where it can't, blocks of random bits with scales that suit the values."""
+    import gguf
+
+    try:
+        return np.asarray(gguf.quants.quantize(values, kind))
+    except NotImplementedError:
+        return random_blocks(values, kind)
+
+
+def random_blocks(values: np.ndarray, kind: Any) -> np.ndarray:
+    import gguf
+
+    n_weights, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n_rows, n_columns = values.shape
+    blocks = np.random.default_rng(n_rows).integers(0, 256, (n_rows, n_columns // n_weights, n_bytes), np.uint8)
+    size = float(np.abs(values).mean())
+    scales = {  # (first byte, value) of each fp16 scale of a block, so that weights have about the values' size
+        "IQ4_NL": [(0, size / 50)],
+        "IQ4_XS": [(0, size / 800)],
+        "Q4_K": [(0, size / 120), (2, size / 60)],
+        "Q5_K": [(0, size / 240), (2, size / 60)],
+        "Q6_K": [(208, size / 1000)],
+        "Q3_K": [(108, size / 40)],
+    }[kind.name]
+    for first, value in scales:
+        factor = np.random.default_rng(n_columns).uniform(0.5, 1.5, blocks.shape[:2]) * value
+        blocks[..., first : first + 2] = factor.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(n_rows, -1)
+
+
+def tokenizer_metadata(folder: Path) -> dict[str, Any]:
+    """Of the tokenizer.json in `folder`: byte-level BPE, or sentencepiece's with scores in place of merges."""
+    from transformers import AutoTokenizer
+
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = saved["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {token["content"] for token in saved["added_tokens"]}
+    is_pieces = saved["model"]["byte_fallback"]
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in saved["model"]["merges"]]
+    kinds = [CONTROL if token in special else NORMAL for token in tokens]
+    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"] = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )
+    if not is_pieces:
+        adds_begin = bool(saved["post_processor"] and len(saved["post_processor"].get("single", [])) > 1)
+        metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+        return metadata | {
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+            "tokenizer.ggml.add_bos_token": adds_begin,
+        }
+    rank = {"".join(merge): float(number) for number, merge in reversed(list(enumerate(merges)))}
+    for index, token in enumerate(tokens):
+        if token == "<unk>":
+            kinds[index] = UNKNOWN
+        elif token.startswith("<0x"):
+            kinds[index] = BYTE
+    scores = [-float(rank.get(token, len(merges))) for token in tokens]
+    return metadata | {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+
+
+def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
+    rope = config.rope_parameters
+    found = {
+        "general.name": "a random model",
+        "{arch}.block_count": config.num_hidden_layers,
+        "{arch}.context_length": config.max_position_embeddings,
+        "{arch}.embedding_length": config.hidden_size,
+        "{arch}.feed_forward_length": config.intermediate_size,
+        "{arch}.attention.head_count": config.num_attention_heads,
+        "{arch}.attention.head_count_kv": config.num_key_value_heads,
+        "{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "{arch}.rope.freq_base": float(rope["rope_theta"]),
+    }
+    if arch != "phi3":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found["{arch}.rope.dimension_count"] = head_dim
+        found["{arch}.attention.key_length"] = found["{arch}.attention.value_length"] = head_dim
+    return found
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+
+
+def _turned(values: Tensor, n_heads: int) -> Tensor:
+    """As llama.cpp's converter writes rows of queries and keys."""
+    halves = values.reshape(n_heads, 2, len(values) // n_heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
+
+
+def _turned_back(values: Tensor, n_heads: int) -> Tensor:
+    pairs = values.reshape(n_heads, len(values) // n_heads // 2, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape).contiguous()
