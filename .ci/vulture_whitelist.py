@@ -10,6 +10,7 @@ _Model  # numba's, registered by its decorator
 arguments_address, offset_8, offset_128, offsets_32  # numba's, operands of an intrinsic: its code takes a list
 _.CACHE_DIR, _._cache, load_overload, save_overload  # numba's: its setting, and what it asks of a cache
 _.tags, _.parse  # jinja2's, of an extension
+_.normalizer, _.pre_tokenizer, _.post_processor  # tokenizers', of a tokenizer in the making
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
 
 _.format_options  # typer's, of a command's help

@@ -57,4 +57,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def _instead_of_config(folder: Path) -> str:
     if (folder / ADAPTER_FILE).exists():
         return f"{ADAPTER_FILE} says that this is an adapter: merge it into its base model and give the result."
+    if any(folder.glob("*.gguf")):
+        return "to use a GGUF file in there, give that file."
     return "a model folder holds config.json, *.safetensors and tokenizer files."

@@ -10,7 +10,7 @@ OBJECT_COST = 4  # an object takes about four times what a list or a string does
 _BEGINNINGS = (
     (b"version https://git-lfs", "is a Git LFS pointer in place of the file itself; run `git lfs pull` in that folder"),
     (b"<", "is a web page in place of the file; download it again"),
-    (b"GGUF", "is a GGUF file; give the original checkpoint in safetensors"),
+    (b"GGUF", "is a GGUF file; give that file itself as the model"),
     (
         b"PK\x03\x04",
         "is a zip archive, perhaps a pickle of torch.save, which is never opened; convert it to safetensors",

@@ -56,11 +56,11 @@ def local_folder(model: str | Path | None) -> Path | None:
     folder = _expanded(model)
     if model != "" and _exists(folder):
         if not folder.is_dir() and not is_gguf(folder):
-            raise UsageError(f"{folder} is a file; give the folder that holds config.json and the weights.")
+            raise UsageError(f"{folder} is a file and no GGUF; give the folder that holds config.json and the weights.")
         return folder
     if isinstance(model, Path) or _is_path(model):
         raise UsageError(
-            f"there is no folder {folder}; give one with a Hugging Face checkpoint, a store, "
+            f"there is no folder {folder}; give one with a Hugging Face checkpoint, a store, a GGUF file, "
             "or a Hugging Face id such as Qwen/Qwen3-4B."
         )
     return None
@@ -89,6 +89,8 @@ def _exists(folder: Path) -> bool:
 
 
 def _is_path(model: str) -> bool:
+    if model.lower().endswith(".gguf"):
+        return True
     return model.startswith((".", "~", "/")) or model.count("/") > 1 or (os.sep != "/" and os.sep in model)
 
 

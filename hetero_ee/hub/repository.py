@@ -103,7 +103,7 @@ def _instead_of_weights(names: Collection[str]) -> str:
     if ".safetensors" in endings:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; give a copy in the format transformers saves."
     if ".gguf" in endings:
-        return "GGUF files alone, which are quantized already; give the original model."
+        return "GGUF files alone; download one of them and give that file, or the original model."
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights as pickles alone, which can run code and are never read; give a copy in safetensors."
     return "no weights in safetensors; give the id of a model."

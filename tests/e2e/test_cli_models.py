@@ -103,12 +103,14 @@ def test_models_lists_stores(cli: Cli, model_folder: Path, store: Path, cache: P
     os.truncate(broken / "weights.bin", 9)
     listed = cli("models")
     head, *rows = listed.out.splitlines()
-    assert listed.code == 0 and head.split() == ["name", "state", "quantizer", "calibration", "size", "last", "used"]
+    assert listed.code == 0 and head.split() == [
+        *("name", "state", "made", "from", "quantizer", "bits", "calibration", "size", "last", "used")
+    ]
     day = time.strftime("%Y-%m-%d")
     assert [re.split(r"  +", row) for row in rows] == [
-        ["broken", "damaged", "rtn", *re.split(r"  +", rows[0])[3:]],
+        ["broken", "damaged", "safetensors", "rtn", *re.split(r"  +", rows[0])[4:]],
         ["half.partial", "unfinished", *re.split(r"  +", rows[1])[2:]],
-        [store.name, "whole", "rtn", "-", "0.1 MiB", day],
+        [store.name, "whole", "safetensors", "rtn", rows[2].split()[4], "-", "0.1 MiB", day],
     ]
     assert re.fullmatch(rf"3 stores, 0\.\d MiB, in {store.parent}\n", listed.err)
     assert cli("models", "list") == listed
@@ -129,8 +131,10 @@ def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     assert (document["schema"], document["folder"], listed.err) == (2, str(store.parent), "")
     (row,) = document["stores"]
     assert row["last_used_s"] > 1e9 and row["n_bytes"] > 70_000
-    told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes")}
+    assert 4.5 < row["bits"] < 9  # padding included
+    told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes", "bits")}
     architecture = {"model": "tiny", "architecture": "LlamaForCausalLM", "quantizer": "rtn", "has_calibration": False}
+    architecture["source_format"] = "safetensors"
     assert told == {"name": store.name, "path": str(store), "state": "whole", **architecture}
     assert cli("models", "list", "--json") == listed
     assert cli("models", "--json", "list").code == 2
@@ -152,7 +156,7 @@ def test_remove_asks_and_needs_somebody_to_ask(cli: Cli, store: Path) -> None:
     calibration.mkdir()
     (calibration / "calibration.json").touch()
     assert [row["has_calibration"] for row in json.loads(cli("models", "--json").out)["stores"]] == [True]
-    assert re.search(r"  rtn +yes  ", cli("models").out)
+    assert re.search(r"  rtn +[\d.]+ +yes  ", cli("models").out)
     removed = cli("models", "remove", "tiny", store.name, "--yes")
     assert (removed.code, removed.out, removed.err) == (0, f"{store.name}\n", "")
     assert not store.exists() and not calibration.exists()

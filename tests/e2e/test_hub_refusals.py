@@ -83,9 +83,13 @@ def test_what_can_only_be_a_path_is_no_id(hub: Hub, tmp_path: Path, monkeypatch:
 
 def test_names_of_other_programs_are_told_from_ids(hub: Hub, tmp_path: Path) -> None:
     assert "names with a colon are no Hugging Face ids, which have the form org/name;" in str(refusal("llama3.1:8b"))
+    for model in ("model.GGUF", str(tmp_path / "model.gguf"), tmp_path / "model.gguf"):
+        assert f"there is no folder {model}; give one with a Hugging Face checkpoint, a store, a GGUF file" in str(
+            refusal(model)
+        )
     (file := tmp_path / "model.GGUF").touch()
     for model in (file, str(file)):
-        assert f"{file} is a file, and GGUF files are not read; give the original model" in str(refusal(model))
+        assert f"{file} is empty" in str(refusal(model))
     assert hub.log == []
 
 

@@ -1,17 +1,21 @@
 """`hetero-ee convert` and `hetero-ee pull`: a checkpoint in, a store out, before the first generation."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hetero_ee.errors import UsageError
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import with_options
-from hetero_ee_cli.terminal.output import print_path
+from hetero_ee_cli.terminal.output import print_path, printable, say, table
 from hetero_ee_cli.terminal.progress import stage_progress
 from hetero_ee_cli.terminal.signals import ending_at_once
 
+if TYPE_CHECKING:
+    from hetero_ee.weights.store.import_report import ImportedType
+
+HEAD = ("in the file", "here", "matrices", "weights", "relative squared error")
 NOT_HERE = {"ctx_size": "nothing is run", "profile": "nothing is run"}
 
 
@@ -24,13 +28,29 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a model to 4-bit weights, and print where it is kept. If interrupted, run it again: it resumes."""
-    print_path(_converted(engine, model, output))
+    _print_made(_converted(engine, model, output))
 
 
 @with_options(without=NOT_HERE)
 def pull(engine: EngineOptions, model: ModelArgument = None) -> None:
     """Download a model and convert it to 4-bit weights, for later. Nothing is run; prints where it is kept."""
-    print_path(_converted(engine, model, None, keeps_stores=True))
+    _print_made(_converted(engine, model, None, keeps_stores=True))
+
+
+def _print_made(store: Path) -> None:
+    """The path, for scripts; before it, for people, what became of a GGUF file's types."""
+    from hetero_ee.weights.store.import_report import imported_types
+    from hetero_ee.weights.store.manifest import parsed_manifest
+
+    rows = imported_types(parsed_manifest(store).source)
+    if rows:
+        say(table([HEAD, *map(_cells, rows)]))
+    print_path(store)
+
+
+def _cells(row: "ImportedType") -> tuple[str, ...]:
+    loss = "0, kept as they are" if row.is_exact else f"{row.relative_squared_error:.2g}"
+    return printable(row.types), printable(row.layout), str(row.n_tensors), f"{row.n_weights:,}", loss
 
 
 def _converted(engine: EngineOptions, model: str | None, output: Path | None, *, keeps_stores: bool = False) -> Path:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hetero_ee.weights.store.verification import Finding
 
 EXIT_FOUND = 1
-COLUMNS = ("name", "state", "quantizer", "calibration", "size", "last used")
+COLUMNS = ("name", "state", "made from", "quantizer", "bits", "calibration", "size", "last used")
 
 
 def models(context: typer.Context, as_json: Json = False) -> None:
@@ -128,8 +128,9 @@ def _row(model: "StoredModel") -> tuple[str, ...]:
     """As in COLUMNS."""
     calibration = "yes" if model.has_calibration else "-"
     day = datetime.fromtimestamp(model.last_used_s).strftime("%Y-%m-%d")
-    names = printable(model.name), model.state.value, printable(model.quantizer or "")
-    return (*names, calibration, _size(model.n_bytes), day)
+    made = printable(model.source_format or ""), printable(model.quantizer or "")
+    bits = "" if model.bits is None else f"{model.bits:.1f}"
+    return (printable(model.name), model.state.value, *made, bits, calibration, _size(model.n_bytes), day)
 
 
 def _size(n_bytes: int) -> str:

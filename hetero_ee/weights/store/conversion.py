@@ -100,9 +100,7 @@ def _write(
         writer.copy_files(source.folder)
         digests = source.digests(workers)
         source.check_unchanged()
-        provenance = source.provenance(checkpoint.spec, quantization) | {"sha256": digests}
-        if rows := report.rows():
-            provenance |= {"format": "GGUF", "types": rows}
+        provenance = source.provenance(checkpoint.spec, quantization) | {"sha256": digests} | report.fields()
         writer.finish(quantization.name, quantization.vocabulary, provenance)
 
 

@@ -1,5 +1,8 @@
 """What became of the types of a GGUF file's tensors in a conversion, and what that cost."""
 
+import json
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,49 +11,55 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import TensorSpec
 from hetero_ee.weights.weight import TileWeight
+from hetero_ee_profiles.records import from_json
 
 CHUNK_WEIGHTS = 2**22  # compared together
+TYPES_FIELD = "types"  # of a manifest's source
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ImportedType:
-    """The tensors of one type, or of several that are stacked, that became tiles of one layout."""
+    """The matrices of one type, or of several whose parts are one matrix here, that became tiles of one layout."""
 
-    types: str  # "Q4_K", or "Q4_K, Q6_K" of parts that are one matrix here
+    types: str  # "Q4_K", or "Q4_K, Q6_K"
     layout: str
     is_exact: bool
-    n_tensors: int = 0
-    n_weights: int = 0
-    squared_error: float = 0.0
-    squares: float = 0.0  # of the weights, which the error is relative to
+    n_tensors: int
+    n_weights: int
+    relative_squared_error: float  # sum of squared errors over that of the weights' squares
 
 
 class ImportReport:
     """Counts the tensors that this run converts; of a conversion that was resumed not the ones before."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, bool], ImportedType] = {}
+        # tensors, weights, squared error, squares
+        self._sums: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def add(self, types: list[str], tensor: TensorSpec, weight: TileWeight, values: Tensor | None) -> None:
         """values: what was quantized to `weight`, fp32; None where it was taken as it is."""
         layout = "int8" if weight.codebook is None else "int4"
-        key = ", ".join(types), layout, values is None
-        row = self._found.setdefault(key, ImportedType(*key))
-        row.n_tensors += 1
-        row.n_weights += tensor.n_elements
-        if values is not None:
-            error, squares = _errors(weight, values)
-            row.squared_error += error
-            row.squares += squares
+        added = 1, tensor.n_elements, *((0.0, 0.0) if values is None else _errors(weight, values))
+        sums = self._sums[", ".join(types), layout, values is None]
+        sums[:] = [before + more for before, more in zip(sums, added, strict=True)]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """For a manifest: each kind with its error relative to its weights' squares."""
-        found = []
-        for row in sorted(self._found.values(), key=lambda row: -row.n_weights):
-            values = asdict(row)
-            error, squares = values.pop("squared_error"), values.pop("squares")
-            found.append(values | {"relative_squared_error": error / squares if squares else 0.0})
-        return found
+    def fields(self) -> dict[str, Any]:
+        """For a manifest's source: nothing where there is nothing to report."""
+        rows = [
+            ImportedType(*key, int(n_tensors), int(n_weights), error / squares if squares else 0.0)
+            for key, (n_tensors, n_weights, error, squares) in self._sums.items()
+        ]
+        rows.sort(key=lambda row: -row.n_weights)
+        return {"format": "GGUF", TYPES_FIELD: list(map(asdict, rows))} if rows else {}
+
+
+def imported_types(source: Mapping[str, Any]) -> list[ImportedType]:
+    """What a manifest's source says of it; nothing where that can't be read."""
+    rows = source.get(TYPES_FIELD)
+    try:
+        return [from_json(ImportedType, json.dumps(row)) for row in rows] if isinstance(rows, list) else []
+    except ValueError:
+        return []
 
 
 def _errors(weight: TileWeight, values: Tensor) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from hetero_ee.weights.store.manifest import (
     WEIGHTS_FILE,
     Manifest,
     check_size,
+    matrix_bits,
     parsed_manifest,
     read_manifest,
     stored_version,
@@ -60,6 +61,8 @@ class StoredModel:
     model: str | None
     architecture: str | None
     quantizer: str | None
+    source_format: str | None  # of the checkpoint: "safetensors" or "GGUF"
+    bits: float | None  # of a weight of the matrices, scales included
     n_bytes: int
     last_used_s: float  # since 1970, right to about a day
     has_calibration: bool  # beside it
@@ -245,7 +248,9 @@ def _described(path: Path) -> StoredModel:
         n_bytes = sum(map(allocated_bytes, statuses.values()))
         last_used_s = statuses[WEIGHTS_FILE].st_atime if WEIGHTS_FILE in statuses else path.stat().st_mtime
     quantizer = manifest.quantizer if manifest else None
-    described = state, model, architecture, quantizer, n_bytes, last_used_s
+    source_format = str(source.get("format", "safetensors")) if manifest else None
+    bits = matrix_bits(manifest) if manifest else None
+    described = state, model, architecture, quantizer, source_format, bits, n_bytes, last_used_s
     return StoredModel(path.name, path, *described, has_calibration(path))
 
 

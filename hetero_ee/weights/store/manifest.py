@@ -168,6 +168,13 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return n_tiles * layout.TILE_BYTES[kind], n_tiles * layout.TILE_ROWS * SCALE_BYTES
 
 
+def matrix_bits(manifest: Manifest) -> float | None:
+    """Bits of a weight of the matrices, scales and padding included; None where there are no matrices."""
+    matrices = [entry for entry in manifest.entries if entry.layout != "fp32"]
+    n_weights = sum(math.prod(entry.shape) for entry in matrices)
+    return 8 * sum(entry.data_bytes + entry.scales_bytes for entry in matrices) / n_weights if n_weights else None
+
+
 def aligned(offset: int) -> int:
     """The first offset from `offset` on where a region may start."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
