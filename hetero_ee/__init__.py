@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.sampling import Sampling as Sampling
     from hetero_ee.decoding.sampling import SamplingChanges as SamplingChanges
     from hetero_ee.decoding.sampling import SamplingParams as SamplingParams
+    from hetero_ee.decoding.steps import Stepped as Stepped
+    from hetero_ee.decoding.steps import Steps as Steps
     from hetero_ee.engine import Engine as Engine
     from hetero_ee.errors import CheckpointError as CheckpointError
     from hetero_ee.errors import DamagedStoreError as DamagedStoreError
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from hetero_ee.text.chat_template import Message as Message
     from hetero_ee.text.prompt import Prompt as Prompt
     from hetero_ee.text.prompt import PromptList as PromptList
+    from hetero_ee.text.tokenizer import Tokenizer as Tokenizer
     from hetero_ee_profiles.hardware import DeviceTimes as DeviceTimes
 
 __version__ = "0.1.0"
@@ -59,6 +62,7 @@ _NAMES = {
     "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult"),
     "hetero_ee.decoding.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
+    "hetero_ee.decoding.steps": ("Stepped", "Steps"),
     "hetero_ee.engine": ("Engine",),
     "hetero_ee.errors": (
         *("CheckpointError", "DamagedStoreError", "DeviceLostError", "DeviceMemoryError", "DiskFullError"),
@@ -79,6 +83,7 @@ _NAMES = {
     "hetero_ee.speculation.statistics": ("DraftStatistics",),
     "hetero_ee.text.chat_template": ("Message",),
     "hetero_ee.text.prompt": ("Prompt", "PromptList"),
+    "hetero_ee.text.tokenizer": ("Tokenizer",),
     "hetero_ee_profiles.hardware": ("DeviceTimes",),
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}

@@ -15,6 +15,8 @@ from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
+from hetero_ee.decoding.shared_steps import SharedSteps
+from hetero_ee.decoding.steps import AlternatingSteps, Steps
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
@@ -36,6 +38,7 @@ from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
 from hetero_ee.text.prompt import Prompt, PromptList, PromptReader, listed
+from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee.weights.store.library import model_folder
 from hetero_ee_profiles.hardware import HardwareProfile
@@ -58,7 +61,8 @@ class Engine:
         self.default_sampling = model.files.sampling
         self.spec = model.files.spec
         self.quantizer = model.files.weights.quantizer
-        self._watch = model.files.weights.watch
+        watch = model.files.weights.watch
+        self._look = watch.look if watch is not None else lambda: None  # at the weights' file: raises where it changed
         self.threads = model.threads
         self.calibrations = model.files.calibrations
         self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
@@ -209,6 +213,11 @@ class Engine:
         return self._tokenizer.chat_template is not None
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to token ids and back."""
+        return self._tokenizer
+
+    @property
     def draft_origin(self) -> str:
         """Where drafts come from, in a few words; empty in full mode."""
         return "" if self._drafting is None else self._drafting.origin
@@ -282,6 +291,13 @@ class Engine:
         conversation = Conversation(executor, self._tokenizer, template, self._tokens, params, system, closing)
         self._conversations.add(conversation)
         return conversation
+
+    def steps(self) -> Steps:
+        """Of texts that join and leave while others run, for servers; in full mode they share passes."""
+        if self.exits is not None or self._drafting is not None:
+            return AlternatingSteps(self._tokens)
+        executor, others = self.executor, (self._tokenizer.decode, self._clock, self._turns, self._look)
+        return SharedSteps(executor, lambda: self._ending(executor), *others)
 
     def calibrate(
         self,
@@ -369,11 +385,9 @@ class Engine:
 
     def _watched(self, tokens: Iterator[GeneratedToken], n_texts: int) -> Generator[GeneratedToken]:
         """The same tokens, of a file that nobody writes to."""
-        if self._watch is not None:
-            self._watch.look()
+        self._look()
         yield from self._meter.metered(self.executor, tokens, n_texts)
-        if self._watch is not None:
-            self._watch.look()
+        self._look()
 
     @property
     def _clock(self) -> Callable[[], float]:

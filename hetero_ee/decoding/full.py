@@ -6,8 +6,7 @@ from torch import Tensor
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
-from hetero_ee.runtime.batch import Batch
+from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, last_tokens, prefill, step, texts_of
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.text_stream import Decode
 
@@ -45,10 +44,5 @@ def _tokens(
 
 def _decode_step(executor: Executor, active: list[Text]) -> dict[int, Tensor]:
     """One pass with the last token of every active sequence; sequence -> logits (vocab,)."""
-    batch = Batch(
-        tuple(text.token_ids[-1] for text in active),
-        tuple(text.cached_as for text in active),
-        tuple(len(text.token_ids) - 1 for text in active),
-    )
-    logits = executor.logits(batch, range(len(active)))
+    logits = executor.logits(last_tokens(active), range(len(active)))
     return {text.sequence: logits[row] for row, text in enumerate(active)}

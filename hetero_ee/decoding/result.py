@@ -24,6 +24,7 @@ class GeneratedToken:
     position: int  # index in its sequence, prompt included, from 0
     finish_reason: FinishReason | None  # None but for the last token
     elapsed_s: float  # since generation began, prompt included
+    stopped_by: str | None = None  # the stop string that ended the text
 
 
 @dataclass(frozen=True, slots=True)

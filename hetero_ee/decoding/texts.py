@@ -137,6 +137,15 @@ def _chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None
         yield Batch.of_sequence(text.cached_as, first, prompt[first : first + n_tokens], is_prompt=True)
 
 
+def last_tokens(texts: Sequence[Text]) -> Batch:
+    """The last token of each text."""
+    return Batch(
+        tuple(text.token_ids[-1] for text in texts),
+        tuple(text.cached_as for text in texts),
+        tuple(len(text.token_ids) - 1 for text in texts),
+    )
+
+
 def step(
     text: Text,
     logits: Tensor,
@@ -160,7 +169,7 @@ def taken(text: Text, token_id: int, params: SamplingParams, ending: Ending, ela
     if reason is not None:
         text.finished = True
         piece += text.stream.finish()
-    return GeneratedToken(piece, token_id, text.sequence, position, reason, elapsed_s)
+    return GeneratedToken(piece, token_id, text.sequence, position, reason, elapsed_s, text.stream.stopped_by)
 
 
 def is_end_token(token_id: int, params: SamplingParams, ending: Ending) -> bool:

@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from hetero_ee.config import Progress
 from hetero_ee.decoding.result import GeneratedToken
@@ -10,6 +11,8 @@ from hetero_ee.errors import HeteroError
 
 CLOSED = "this engine is closed; open the model again with Engine.from_pretrained."
 NEVER = threading.Event()  # set by nobody
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -29,7 +32,7 @@ class Turns:
         """
         self._texts.add(tokens)
         try:
-            while (token := self._next(tokens, stop)) is not None:
+            while (token := self.alone(lambda: next(tokens, None), stop)) is not None:
                 yield token
         finally:
             with self._lock:
@@ -49,12 +52,13 @@ class Turns:
             for tokens in list(self._texts):
                 tokens.close()
 
-    def _next(self, tokens: Generator[GeneratedToken], stop: threading.Event) -> GeneratedToken | None:
+    def alone(self, action: Callable[[], T], stop: threading.Event = NEVER) -> T:
+        """What the action returns, no step beside it. stop: as in `taking`. Raises HeteroError where all was closed."""
         with self._lock:
             if self._is_closed:
                 raise HeteroError(CLOSED)
             before, self._stop = self._stop, stop
             try:
-                return next(tokens, None)
+                return action()
             finally:
                 self._stop = before

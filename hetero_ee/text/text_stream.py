@@ -23,8 +23,13 @@ class TextStream:
         self._n_taken = len(self._text)  # characters of it that were returned
         self._n_waiting = 0  # tokens since it last ended in a whole character
         self._held = ""  # text that may still be the start of a stop string
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string that is complete
         self._shorten()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stopped_by is not None
 
     def add(self, token_id: int) -> str:
         """The text that is certain by now; sets `stopped` when a stop string is complete."""
@@ -75,9 +80,10 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            text, self._held, self.stopped = self._held[: min(found)[1]], "", True
+            _, at, self.stopped_by = min(found)
+            text, self._held = self._held[:at], ""
             return text
         n_kept = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         text, self._held = self._held[: len(self._held) - n_kept], self._held[len(self._held) - n_kept :]

@@ -1,0 +1,159 @@
+"""Texts that join and leave while others run: shared passes, and the tokens that each has alone."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee import Engine, HeteroError, Steps
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.shared_steps import SharedSteps
+from hetero_ee.decoding.steps import AlternatingSteps
+from hetero_ee.decoding.texts import Continuation, Ending
+from hetero_ee.decoding.turns import NEVER, Turns
+from tests.scripted_model import KINDS, PROMPT, ScriptedModel, decoding, drafted, numbers, successor, wrong_at
+
+TEXTS = ("Once upon a time", "Tom had a dog.", "The sun", "Lily and Ben went to the park. " * 12)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as found:
+        yield found
+
+
+def params(number: int) -> SamplingParams:
+    sampled = SamplingParams(temperature=1.2, top_k=50, seed=number, repeat_penalty=1.1)
+    return SamplingParams(max_new_tokens=8 + 5 * number) if number % 2 else sampled.changed(max_new_tokens=20)
+
+
+def joined(engine: Engine, steps: Steps, text: str, chosen: SamplingParams, stop: threading.Event = NEVER) -> int:
+    sequence = engine.executor.cache.open_new()
+    return steps.join(Continuation(sequence, engine.tokenizer.encode(text)), chosen, stop)
+
+
+def scripted(model: ScriptedModel) -> SharedSteps:
+    executor: Any = model
+    return SharedSteps(executor, lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None), lambda: None)
+
+
+def test_each_text_is_the_one_that_it_is_alone(engine: Engine) -> None:
+    """They join at steps 0, 3, 6 and 9, the last with a prompt of several chunks."""
+    steps, found = engine.steps(), dict[int, list[int]]()
+    engine.executor.prompt_chunk_tokens = 16
+    numbers_of: dict[int, int] = {}
+    for step in range(60):
+        if step % 3 == 0 and len(numbers_of) < len(TEXTS):
+            which = len(numbers_of)
+            numbers_of[joined(engine, steps, TEXTS[which], params(which))] = which
+        for each in steps.step():
+            assert not isinstance(each.outcome, HeteroError)
+            found.setdefault(numbers_of[each.number], []).append(each.outcome.token_id)
+    for which, text in enumerate(TEXTS):
+        assert tuple(found[which]) == engine.generate(text, params(which)).token_ids
+    assert steps.step() == []
+
+
+def test_texts_share_passes() -> None:
+    model = ScriptedModel(successor, successor)
+    steps = scripted(model)
+    for first in (1, 5, 9):
+        steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=4), NEVER)
+    found: dict[int, list[int]] = {}
+    for _ in range(6):
+        for each in steps.step():
+            assert not isinstance(each.outcome, HeteroError)
+            found.setdefault(each.number, []).append(each.outcome.token_id)
+    assert found == {0: [2, 3, 4, 5], 1: [6, 7, 8, 9], 2: [10, 11, 12, 13]}
+    assert [len(each.batch) for each in model.verifications] == [1, 2, 3, 2, 1]
+
+
+def test_a_text_that_leaves_is_computed_no_more() -> None:
+    model = ScriptedModel(successor, successor)
+    steps = scripted(model)
+    for _ in range(2):
+        steps.join(Continuation(model.cache.open_new(), list(PROMPT)), SamplingParams(), NEVER)
+    for _ in range(3):
+        steps.step()
+    steps.leave(0)
+    n_passes = len(model.passes)
+    assert [each.number for each in steps.step()] == [1]
+    assert [len(each.batch) for each in model.passes[n_passes:]] == [1]
+
+
+def test_a_text_that_fails_ends_alone() -> None:
+    """Logits are spoiled at position 6, which the first text alone reaches."""
+    model = ScriptedModel(successor, successor, spoiled=frozenset({6}))
+    steps = scripted(model)
+    steps.join(Continuation(model.cache.open_new(), list(PROMPT)), SamplingParams(max_new_tokens=8), NEVER)
+    steps.join(Continuation(model.cache.open_new(), [1]), SamplingParams(max_new_tokens=4), NEVER)
+    outcomes = [each for _ in range(12) for each in steps.step()]
+    errors = [each for each in outcomes if isinstance(each.outcome, HeteroError)]
+    assert [each.number for each in errors] == [0] and "not finite" in str(errors[0].outcome)
+    assert [each.number for each in outcomes].count(1) == 4
+
+
+def test_a_pass_that_fails_is_repeated_with_each_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ScriptedModel(successor, successor)
+    run = model.run
+
+    def failing(batch: Any, hidden: Any, layers: range) -> Any:
+        if len(batch) > 1 and len(set(batch.sequences)) > 1:
+            raise HeteroError("too much at a time.")
+        return run(batch, hidden, layers)
+
+    monkeypatch.setattr(model, "run", failing)
+    steps = scripted(model)
+    for _ in range(2):
+        steps.join(Continuation(model.cache.open_new(), list(PROMPT)), SamplingParams(max_new_tokens=3), NEVER)
+    said = [each.outcome.token_id for _ in range(6) for each in steps.step()]  # type: ignore[union-attr]
+    assert sorted(said) == [6, 6, 7, 7, 8, 8]
+
+
+def test_a_prompt_is_stopped_between_chunks(engine: Engine) -> None:
+    engine.executor.prompt_chunk_tokens = 16
+    steps, stop = engine.steps(), threading.Event()
+    number = joined(engine, steps, TEXTS[3], params(1), stop)
+    stop.set()
+    (ended,) = steps.step()
+    assert ended.number == number and isinstance(ended.outcome, HeteroError) and ended.is_last
+    assert steps.step() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_exact_mode_alternate(kind: str) -> None:
+    """Each as it is in full mode, a step of each in turn; one that leaves frees what it drafted."""
+    model, how = drafted(kind, wrong_at(7, 12))
+
+    def generated(prompt: Continuation, chosen: SamplingParams, stop: threading.Event) -> Any:
+        return decoding(model, how, prompt, chosen.max_new_tokens)
+
+    steps, found = AlternatingSteps(generated), dict[int, list[int]]()
+    for first in (1, 5, 9):
+        steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=12), NEVER)
+    order = []
+    for step in range(12):
+        for each in steps.step():
+            assert not isinstance(each.outcome, HeteroError)
+            found.setdefault(each.number, []).append(each.outcome.token_id)
+            order.append(each.number)
+        if step == 5:
+            steps.leave(2)
+    assert found == {0: [*range(2, 14)], 1: [*range(6, 18)], 2: [*range(10, 16)]}
+    assert order[:6] == [0, 1, 2, 0, 1, 2] and steps.step() == []
+
+
+def test_an_error_of_an_alternating_text_is_its_own() -> None:
+    model = ScriptedModel(successor, successor, spoiled=frozenset({4}))
+
+    def generated(prompt: Continuation, chosen: SamplingParams, stop: threading.Event) -> Any:
+        return decoding(model, None, prompt, 6)
+
+    steps = AlternatingSteps(generated)
+    for prompt in ([1], [1, 2, 3, 4, 5, 6]):
+        steps.join(Continuation(model.cache.open_new(), prompt), SamplingParams(), NEVER)
+    outcomes = [each for _ in range(8) for each in steps.step()]
+    assert [each.number for each in outcomes if isinstance(each.outcome, HeteroError)] == [0]
+    assert [each.number for each in outcomes].count(1) == 6
