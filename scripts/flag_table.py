@@ -14,6 +14,7 @@ GROUPS_OF = {
     "run": [*RUNS, *WRITES, *TALKS],
     "generate": [*RUNS, *WRITES],
     "chat": [*RUNS, *WRITES, *TALKS],
+    "serve": [*PLANS, "Plan and report", *WRITES],
     "simulate": RUNS,
     "bench": [*PLANS, "Plan and report"],
     "eval": PLANS,

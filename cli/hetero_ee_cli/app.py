@@ -31,6 +31,7 @@ from hetero_ee_cli.commands.plan import plan
 from hetero_ee_cli.commands.profile import profile
 from hetero_ee_cli.commands.run import run
 from hetero_ee_cli.commands.search import search
+from hetero_ee_cli.commands.serve import serve
 from hetero_ee_cli.commands.simulate import simulate
 from hetero_ee_cli.options.command import HeteroCommand
 from hetero_ee_cli.terminal.output import complain
@@ -68,7 +69,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    *(run, generate, chat, search, pull),
+    *(run, generate, chat, serve, search, pull),
     *(plan, profile, simulate, calibrate, bench, eval, convert, doctor),
 ):
     app.command(cls=HeteroCommand)(_answered(command))

@@ -1,0 +1,74 @@
+"""How answers leave: one JSON document, or events as they happen; either ends its text when the client goes away."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hetero_ee.serving.generation import Generation
+
+T = TypeVar("T")
+EVENTS_TYPE = "text/event-stream"
+PING = b": ping\n\n"  # a comment, which clients skip
+
+
+def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
+    """A server-sent event. JSON in it is ASCII, so that no client can split it at an odd line end."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns. Raises ClientDisconnect, and cancels the work, once nobody waits for it."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        await _cancelled(working, leaving)
+
+
+class EventStream(Response):
+    """Server-sent events. They are closed, and with them the text, when the client goes away."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(media_type=EVENTS_TYPE, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._generation = events, generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._generation.close()
+            await _cancelled(sending, leaving)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for each in self._events:
+            await send({"type": "http.response.body", "body": each, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,57 @@
+"""What a server answers instead of a text: which status, and the shapes in which OpenAI and Anthropic say it."""
+
+from typing import Any
+
+from hetero_ee.errors import DeviceMemoryError, HeteroError, ModelError, UsageError
+from hetero_ee.serving.scheduler import BusyError
+
+RETRY_AFTER_S = "5"
+OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class RequestError(UsageError):
+    """A request that is not answered with a text. param: the field it is about. code: a word for programs."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+def status_of(error: HeteroError) -> int:
+    """Of its answer."""
+    if isinstance(error, RequestError):
+        return error.status
+    if isinstance(error, BusyError | DeviceMemoryError):
+        return 503
+    # A template refuses what a user wrote by a ModelError; what else it says of a model was said when it was opened.
+    return 400 if isinstance(error, UsageError | ModelError) else 500
+
+
+def headers_of(status: int) -> dict[str, str]:
+    """Beside the body."""
+    if status in (429, 503):
+        return {"retry-after": RETRY_AFTER_S}
+    return {"www-authenticate": "Bearer"} if status == 401 else {}
+
+
+def openai_error(error: HeteroError) -> dict[str, Any]:
+    """As OpenAI's clients read it."""
+    status = status_of(error)
+    kind = OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error(error: HeteroError) -> dict[str, Any]:
+    """As Anthropic's clients read it."""
+    status = status_of(error)
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -1,0 +1,113 @@
+"""One request's text as asyncio sees it: tokens from the engine's thread, what they cost, and its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from hetero_ee.decoding.result import FinishReason, GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.errors import HeteroError
+from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.metrics import Metrics
+from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler
+
+
+class Generation:
+    """A request that stands in the queue from here on. Close it, or iterate to its end."""
+
+    def __init__(
+        self, scheduler: Scheduler, metrics: Metrics, prompt_ids: list[int], params: SamplingParams, timeout_s: float
+    ) -> None:
+        """Raises BusyError."""
+        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def tell(event: Event) -> None:  # from the engine's thread
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._job = Job(prompt_ids, params, tell)
+        self._scheduler, self._metrics = scheduler, metrics
+        self._start_s = self._begun_s = self._first_s = self._last_s = time.monotonic()
+        self._timeout_s, self._is_over = timeout_s, False
+        self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
+        self.text = ""
+        self.reason: FinishReason | None = None  # until the last token is there
+        self.stopped_by: str | None = None  # the stop string that ended it
+        scheduler.submit(self._job)
+
+    async def tokens(self, ping_s: float | None = None) -> AsyncIterator[GeneratedToken | None]:
+        """The tokens as they come, None after each ping_s without one. Raises HeteroError, RequestError after the
+        request's timeout."""
+        try:
+            while self.reason is None:
+                event = await self._next(ping_s)
+                if isinstance(event, HeteroError):
+                    raise event
+                if isinstance(event, Begun):
+                    self._begin(event)
+                else:
+                    if event is not None:
+                        self._take(event)
+                    yield event
+        finally:
+            self.close()
+
+    async def finish(self) -> None:
+        """The whole text. Raises as tokens() does."""
+        async for _ in self.tokens():
+            pass
+
+    def close(self) -> None:
+        """Ends the text within a step, if it has not ended. Closing twice does nothing."""
+        if not self._is_over:
+            self._is_over = True
+            self._scheduler.cancel(self._job)
+            self._metrics.ended(self.reason, self._last_s - self._start_s)
+
+    @property
+    def finish_reason(self) -> str:
+        """In OpenAI's words."""
+        return "stop" if self.reason is FinishReason.STOP else "length"
+
+    def timings(self) -> dict[str, float]:
+        """As llama-server says it; the prompt's time goes to the first token."""
+        n_read, prompt_s = self.n_prompt_tokens - self.n_cached_tokens, self._first_s - self._begun_s
+        n_steps, steps_s = max(0, self.n_tokens - 1), self._last_s - self._first_s
+        return (
+            {"cache_n": self.n_cached_tokens}
+            | _rates("prompt", n_read, prompt_s, n_read)
+            | _rates("predicted", self.n_tokens, steps_s, n_steps)
+        )
+
+    async def _next(self, ping_s: float | None) -> Event | None:
+        left_s = self._start_s + self._timeout_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._events.get(), left_s if ping_s is None else min(left_s, ping_s))
+        except TimeoutError:
+            if time.monotonic() - self._start_s < self._timeout_s:
+                return None
+            message = f"the answer was not complete after {self._timeout_s:g} s, the longest that one may take."
+            raise RequestError(message, status=504, code="timeout") from None
+
+    def _begin(self, event: Begun) -> None:
+        self._begun_s, self.n_cached_tokens = time.monotonic(), event.n_cached_tokens
+        self._metrics.begun(self._begun_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens)
+
+    def _take(self, token: GeneratedToken) -> None:
+        now_s, is_first = time.monotonic(), self.n_tokens == 0
+        self._metrics.token(now_s - (self._start_s if is_first else self._last_s), is_first=is_first)
+        if is_first:
+            self._first_s = now_s
+        self._last_s, self.reason, self.stopped_by = now_s, token.finish_reason, token.stopped_by
+        self.n_tokens += 1
+        self.text += token.text
+
+
+def _rates(name: str, n_tokens: int, seconds: float, n_timed: int) -> dict[str, float]:
+    return {
+        f"{name}_n": n_tokens,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / n_timed if n_timed else 0.0,
+        f"{name}_per_second": n_timed / seconds if seconds > 0 else 0.0,
+    }

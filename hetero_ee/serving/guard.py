@@ -1,0 +1,107 @@
+"""Who may ask at all: key, Host, Origin, content type. ASGI, so that a stream passes through it unchanged.
+
+A page of any site can make a browser ask 127.0.0.1, or a name that its owner points there. So browsers' requests carry
+an Origin, which has to be allowed, and on a local address the Host has to be one of this machine's names.
+"""
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hetero_ee.errors import HeteroError, shown
+from hetero_ee.serving.errors import RequestError, anthropic_error, headers_of, openai_error, status_of
+from hetero_ee.serving.settings import LOCAL_NAMES, ServerSettings
+
+OPEN_PATHS = ("/health",)  # says nothing of anyone
+MESSAGES_PATH = "/v1/messages"
+CORS_HEADERS = {
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type, x-api-key, anthropic-version",
+    "access-control-max-age": "600",
+}
+
+
+def refusal(path: str, error: HeteroError) -> Response:
+    """The error in the shape of who asks there."""
+    shape, status = anthropic_error if path.startswith(MESSAGES_PATH) else openai_error, status_of(error)
+    return JSONResponse(shape(error), status, headers_of(status))
+
+
+class Guard:
+    """Lets through who may ask, and answers browsers' questions whether they may."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        allowed = origin if origin in self._settings.cors_origins else None
+        try:
+            self._check_caller(headers, origin)
+            if scope["method"] == "OPTIONS" and allowed is not None:
+                await Response(status_code=204, headers=CORS_HEADERS | _cors(allowed))(scope, receive, send)
+                return
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(headers)
+            if scope["method"] == "POST":
+                _check_content(headers)
+        except RequestError as error:
+            await refusal(scope["path"], error)(scope, receive, _with_cors(send, allowed))
+            return
+        await self._app(scope, receive, _with_cors(send, allowed))
+
+    def _check_caller(self, headers: Headers, origin: str | None) -> None:
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if self._settings.is_local and name.strip("[]").lower() not in (*LOCAL_NAMES, self._settings.host):
+            raise RequestError(f"Host {shown(host)} is no name of this machine's own.", status=403)
+        is_own = origin in (f"http://{host}", f"https://{host}")
+        if origin is not None and not is_own and origin not in self._settings.cors_origins:
+            raise RequestError(
+                f"pages of {shown(origin)} may not ask this server; --cors-origin lets them.", status=403
+            )
+
+    def _check_key(self, headers: Headers) -> None:
+        key = self._settings.api_key
+        if key is None:
+            return
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise RequestError(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key.",
+                status=401,
+                code="invalid_api_key",
+            )
+
+
+def _check_content(headers: Headers) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(f"Content-Type is {shown(kind)}; expected application/json.", status=415)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise RequestError("compressed bodies are not taken; send the JSON as it is.", status=415)
+
+
+def _cors(origin: str) -> dict[str, str]:
+    return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+
+def _with_cors(send: Send, origin: str | None) -> Send:
+    """Adds to an answer that this origin's pages may read it."""
+    if origin is None:
+        return send
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            pairs = [(name.encode(), value.encode()) for name, value in _cors(origin).items()]
+            message["headers"] = [*message.get("headers", ()), *pairs]
+        await send(message)
+
+    return sending

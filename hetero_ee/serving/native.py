@@ -1,0 +1,94 @@
+"""What belongs to neither OpenAI nor Anthropic but for /v1/models: llama-server's and vLLM's ways to look inside."""
+
+from dataclasses import asdict
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from hetero_ee import __version__
+from hetero_ee.serving.body import read_body
+from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.served_model import ServedModel
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OWNER = "hetero-ee"
+
+
+async def models(request: Request, served: ServedModel) -> Response:
+    """The one there is."""
+    return JSONResponse({"object": "list", "data": [_card(served)]})
+
+
+async def model(request: Request, served: ServedModel) -> Response:
+    """By its name. Raises RequestError for another."""
+    if request.path_params["name"] != served.settings.model_name:
+        raise RequestError(
+            f"there is no such model here; this server has {served.settings.model_name}.",
+            "model",
+            status=404,
+            code="model_not_found",
+        )
+    return JSONResponse(_card(served))
+
+
+async def health(request: Request, served: ServedModel) -> Response:
+    """Whether requests are taken."""
+    is_alive = served.scheduler.is_alive
+    return JSONResponse({"status": "ok" if is_alive else "error"}, 200 if is_alive else 503)
+
+
+async def metrics(request: Request, served: ServedModel) -> Response:
+    """As Prometheus reads it."""
+    return Response(served.metrics.text(), media_type=METRICS_TYPE)
+
+
+async def props(request: Request, served: ServedModel) -> Response:
+    """As llama-server says what it runs."""
+    engine, usual = served.engine, asdict(served.usual)
+    return JSONResponse(
+        {
+            "default_generation_settings": {"n_ctx": engine.context_tokens, "params": usual},
+            "total_slots": served.scheduler.n_slots,
+            "model_alias": served.settings.model_name,
+            "chat_template": served.template or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"hetero-ee {__version__}",
+            "plan": None if engine.plan is None else str(engine.plan),
+        }
+    )
+
+
+async def tokenize(request: Request, served: ServedModel) -> Response:
+    """llama-server's `content`, or vLLM's `prompt` with what a prompt's beginning needs. Raises RequestError."""
+    fields = await read_body(request, served.settings)
+    content, prompt = fields.text("content"), fields.text("prompt")
+    if content is None and prompt is None:
+        fields.refuse("content", "is missing; expected the text")
+    name = "add_special" if prompt is None else "add_special_tokens"
+    special = fields.flag(name) if name in fields.values else prompt is not None
+    text = prompt if content is None else content
+    ids = await served.encode(text or "", with_special_tokens=special)
+    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.most_tokens})
+
+
+async def detokenize(request: Request, served: ServedModel) -> Response:
+    """Raises RequestError."""
+    fields = await read_body(request, served.settings)
+    text = await served.decode(fields.items("tokens") or [])
+    return JSONResponse({"content": text, "prompt": text})
+
+
+async def not_offered(request: Request, served: ServedModel) -> Response:
+    """Raises RequestError."""
+    raise RequestError(
+        f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions and "
+        "/v1/messages.",
+        code="unsupported_endpoint",
+    )
+
+
+def _card(served: ServedModel) -> dict[str, object]:
+    spec = served.engine.spec
+    meta = {"n_vocab": spec.vocab_size, "n_ctx": served.most_tokens, "n_ctx_train": spec.max_context_tokens}
+    head = {"id": served.settings.model_name, "object": "model", "created": served.created_s, "owned_by": OWNER}
+    return {**head, "max_model_len": served.most_tokens, "meta": meta}

@@ -1,0 +1,216 @@
+"""The thread that the engine runs on: requests wait in a bounded queue, run in slots, and leave between two steps."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.steps import Stepped
+from hetero_ee.decoding.texts import Continuation
+from hetero_ee.engine import Engine
+from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
+from hetero_ee.serving.slots import Slot, Slots
+
+LOG = logging.getLogger(__name__)
+STOPPING = "the server is shutting down; send the request again when it is back."
+
+
+class BusyError(HeteroError):
+    """The queue is full, or the server is about to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request has left the queue."""
+
+    n_cached_tokens: int  # of its prompt, in the KV cache already
+
+
+Event = Begun | GeneratedToken | HeteroError
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request's text. tell: called from the engine's thread with each event; the last is the last token or an
+    error. stop: set by who no longer wants it."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    tell: Callable[[Event], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    job: Job
+    slot: Slot
+    n_cached: int
+    generated: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served into the slots that are free. close() ends the thread and every request."""
+
+    def __init__(self, engine: Engine, n_slots: int, queue_size: int) -> None:
+        """n_slots: texts at a time. queue_size: requests that may wait beside them."""
+        closing = [source.close for source in (engine.drafting.sources if engine.drafting else ())]
+        if engine.exits is not None and engine.exits.candidates is not None:
+            closing.append(engine.exits.candidates.close)
+        self._engine, self._steps, self.n_slots = engine, engine.steps(), n_slots
+        self._slots = Slots(engine.executor, n_slots, closing)
+        self._queue, self._queue_size = deque[Job](), queue_size
+        self._running: dict[int, _Running] = {}
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_closing
+
+    @property
+    def _keeps_generated(self) -> bool:
+        """What exited tokens leave in the cache, or tokens that skipped neurons, is not what a prompt's would be."""
+        return self._engine.exits is None and self._engine.executor.neurons.n_neurons == 0
+
+    def submit(self, job: Job) -> None:
+        """Puts it behind the others. Raises BusyError."""
+        with self._changed:
+            if self._is_closing:
+                raise BusyError(STOPPING)
+            n_free = self.n_slots - len(self._running)
+            if len(self._queue) >= self._queue_size + n_free:
+                raise BusyError(f"{len(self._queue)} requests wait already, the most there may be; try again later.")
+            self._queue.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Ends it within a step, and while its prompt is read within a chunk."""
+        job.stop.set()
+        with self._changed:
+            self._changed.notify()
+
+    def stop_soon(self) -> None:
+        """Ends every request with an error; for a signal's handler, which must not wait."""
+        self._is_closing = True
+        for running in list(self._running.values()):
+            running.job.stop.set()
+
+    def close(self) -> None:
+        """The same, and waits until the thread has ended. Closing twice does nothing."""
+        self.stop_soon()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._drop_stopped()
+                self._admit()
+                if self._running:
+                    self._step()
+        finally:
+            self._is_closing = True
+            error = HeteroError(STOPPING)
+            for number in list(self._running):
+                self._end(number, error)
+            for job in list(self._queue):
+                job.tell(error)
+            self._queue.clear()
+            self._slots.free_idle()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where that is to end."""
+        with self._changed:
+            while not (self._running or self._queue or self._is_closing):
+                self._changed.wait()
+        return not self._is_closing
+
+    def _drop_stopped(self) -> None:
+        with self._changed:
+            for job in [job for job in self._queue if job.stop.is_set()]:
+                self._queue.remove(job)
+        for number, running in list(self._running.items()):
+            if running.job.stop.is_set():
+                self._end(number, None)
+
+    def _admit(self) -> None:
+        """Waiting requests begin as long as there are slots."""
+        while self._slots.n_idle:
+            with self._changed:
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+            slot, n_cached = self._slots.take(job.prompt_ids)
+            try:
+                number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
+            except HeteroError as error:
+                self._slots.give_back(slot, job.prompt_ids[:n_cached])
+                job.tell(error)
+                continue
+            self._running[number] = _Running(job, slot, n_cached)
+            job.tell(Begun(n_cached))
+
+    def _step(self) -> None:
+        try:
+            stepped = self._steps.step()
+        except Exception as error:  # a defect: it ends the requests that it met, not the server
+            LOG.exception("a step of the engine failed")
+            failure = HeteroError(f"the engine failed ({type(error).__name__}); the server's log has more.")
+            for number in list(self._running):
+                self._end(number, failure)
+            return
+        for each in stepped:
+            self._pass_on(each)
+
+    def _pass_on(self, stepped: Stepped) -> None:
+        running = self._running[stepped.number]
+        if isinstance(stepped.outcome, HeteroError):
+            if self._again_with_more_memory(stepped.number, stepped.outcome):
+                return
+            has_others = len(self._running) > 1 and isinstance(stepped.outcome, UsageError)
+            self._end(stepped.number, BusyError(str(stepped.outcome)) if has_others else stepped.outcome)
+            return
+        running.generated.append(stepped.outcome.token_id)
+        running.job.tell(stepped.outcome)
+        if stepped.is_last:
+            self._end(stepped.number, None)
+
+    def _again_with_more_memory(self, number: int, error: HeteroError) -> bool:
+        """Whether the text begins again, with the memory that idle sequences have held till now: where there was too
+        little for its first token."""
+        running = self._running[number]
+        is_of_memory = isinstance(error, DeviceMemoryError | UsageError)
+        if running.generated or not is_of_memory or not self._slots.held_idle():
+            return False
+        del self._running[number]
+        self._slots.give_back(running.slot, [])
+        self._slots.free_idle()
+        with self._changed:
+            self._queue.appendleft(running.job)
+        return True
+
+    def _end(self, number: int, error: HeteroError | None) -> None:
+        """The text leaves. What its sequence holds for certain is kept: after an error nothing, nor of a prompt that
+        was not read to its end."""
+        running = self._running.pop(number)
+        self._steps.leave(number)
+        kept: list[int] = []
+        if error is None and running.generated:
+            kept = [*running.job.prompt_ids, *(running.generated[:-1] if self._keeps_generated else ())]
+        self._slots.give_back(running.slot, kept)
+        if error is not None:
+            running.job.tell(error)

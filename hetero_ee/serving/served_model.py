@@ -1,0 +1,118 @@
+"""The model that a server serves: from what a request asks to a text that is being generated."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.engine import Engine
+from hetero_ee.errors import UsageError
+from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.generation import Generation
+from hetero_ee.serving.metrics import Metrics
+from hetero_ee.serving.scheduler import Scheduler
+from hetero_ee.serving.settings import ServerSettings
+from hetero_ee.text.chat_template import ChatTemplate, Message
+from hetero_ee.text.prompt import Prompt, PromptReader
+
+
+class ServedModel:
+    """An engine with its queue. usual: the sampling of requests that say nothing, the model's own where None. The
+    engine is for nobody else until close(), which leaves it open."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        usual: SamplingParams | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """chat_template: in place of the model's own. Raises HeteroError."""
+        self.engine, self.settings = engine, settings
+        self.usual = engine.default_sampling if usual is None else usual
+        self.created_s = int(time.time())
+        source = engine.tokenizer.chat_template if chat_template is None else chat_template
+        self.template = source
+        self._template = None if source is None else ChatTemplate(source, engine.tokenizer.special_tokens)
+        self._prompts = PromptReader(engine.tokenizer, engine.spec)
+        self._encoding = threading.Lock()  # of tokenizer and template, neither of which is for several threads
+        engine.tokenizer.encode("a")  # what the tokenizer sets at its first use it sets while nobody decodes
+        self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
+        self.metrics = Metrics(settings.model_name, self.scheduler)
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest context there may be."""
+        return self.engine.executor.most_tokens
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """As Engine.generate reads it. Raises HeteroError."""
+        return self._fitting(await asyncio.to_thread(self._read, prompt))
+
+    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """As a conversation reads it. Raises HeteroError."""
+        return self._fitting(await asyncio.to_thread(self._render, messages))
+
+    async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
+        """Raises HeteroError."""
+
+        def work() -> list[int]:
+            with self._encoding:
+                return self.engine.tokenizer.encode(text, with_special_tokens=with_special_tokens)
+
+        return await asyncio.to_thread(work)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Raises RequestError for a token that is none."""
+        n_tokens = self.engine.spec.vocab_size
+        for each in token_ids:
+            if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < n_tokens:
+                raise RequestError(f"tokens holds what is no token; expected ids from 0 to {n_tokens - 1}.", "tokens")
+
+        def work() -> str:
+            with self._encoding:
+                return self.engine.tokenizer.decode(token_ids)
+
+        return await asyncio.to_thread(work)
+
+    def generation(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
+        """In the queue from now on. Raises BusyError."""
+        return Generation(self.scheduler, self.metrics, prompt_ids, params, self.settings.request_timeout_s)
+
+    def close(self) -> None:
+        """Ends every text. Closing twice does nothing."""
+        self.scheduler.close()
+        if self._template is not None:
+            self._template.close()
+
+    def _read(self, prompt: Prompt) -> list[int]:
+        with self._encoding:
+            try:
+                # How long it may be is judged below, where programs are told in a word of their own.
+                return self._prompts.ids(prompt, 2**62)
+            except UsageError as error:
+                raise RequestError(str(error), "prompt", code="invalid_value") from error
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template-file.",
+                "messages",
+                code="no_chat_template",
+            )
+        with self._encoding:
+            text = self._template.render(messages)
+            ids = self.engine.tokenizer.encode(text, with_special_tokens=False)
+        if not ids:
+            raise RequestError("the chat template makes no token of these messages.", "messages")
+        return ids
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        if len(ids) >= self.most_tokens:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.most_tokens}, one of them new; shorten "
+                "it, or start the server with a larger --ctx-size.",
+                code="context_length_exceeded",
+            )
+        return ids

@@ -1,0 +1,76 @@
+"""Runs the application on a socket until a signal ends it."""
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from hetero_ee.errors import UsageError
+from hetero_ee.serving.app import create_app
+from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.settings import ServerSettings
+
+MAX_HEADER_BYTES = 32 * 2**10
+MAX_CONNECTIONS = 512
+SHUTDOWN_S = 5  # for answers to leave; then connections are cut
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which would wait for every text to end by itself."""
+
+    def __init__(self, config: uvicorn.Config, served: ServedModel) -> None:
+        super().__init__(config)
+        self._served = served
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._served.scheduler.stop_soon()
+        super().handle_exit(sig, frame)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The listening socket, before a model is loaded. Raises UsageError where the address can't be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((settings.host, settings.port))
+    except OSError as error:
+        found.close()
+        raise UsageError(
+            f"{settings.host}:{settings.port} can't be listened on ({error.strerror or error}); name another --port."
+        ) from error
+    return found
+
+
+def url_of(settings: ServerSettings, listening: socket.socket) -> str:
+    """Where clients find it."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listening.getsockname()[1]}"
+
+
+def http_server(served: ServedModel) -> uvicorn.Server:
+    """Within bounds on headers and connections."""
+    config = uvicorn.Config(
+        create_app(served),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    return _Server(config, served)
+
+
+def serve(served: ServedModel, listening: socket.socket, begun: Callable[[], None]) -> None:
+    """Answers requests until SIGINT or SIGTERM, which are raised again at the end. begun: called once it listens."""
+    try:
+        listening.listen()
+        begun()
+        http_server(served).run(sockets=[listening])
+    finally:
+        served.close()
