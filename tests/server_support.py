@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from hetero_ee import Engine
+from hetero_ee.runtime.batch import Batch
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.server import bind, http_server, url_of
 from hetero_ee.serving.settings import ServerSettings
@@ -95,3 +97,17 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert found.pop() == "[DONE]"
     yield from map(json.loads, found)
+
+
+def slowed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """From now on every pass takes 10 ms at least; the passes, as they come."""
+    passes: list[Batch] = []
+    run = engine.executor.run
+
+    def slow(batch: Batch, hidden: Any, layers: range) -> Any:
+        passes.append(batch)
+        time.sleep(0.01)
+        return run(batch, hidden, layers)
+
+    monkeypatch.setattr(engine.executor, "run", slow)
+    return passes

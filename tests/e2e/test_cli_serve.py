@@ -1,0 +1,69 @@
+"""`hetero-ee serve` as a process, and what it refuses before it opens a model."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hetero_ee import HeteroError, UsageError
+from hetero_ee_cli.app import app
+from hetero_ee_cli.commands import serve
+from tests.server_support import ENDLESS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number: signal.Signals) -> None:
+    words = ["serve", str(tiny), "--port", "0", "--quantizer", "none", "-t", "1", "--alias", "me", "--temp", "0"]
+    command = [sys.executable, "-m", "hetero_ee_cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stderr.readline()
+        try:
+            found = re.fullmatch(r"me is served at (http://127\.0\.0\.1:\d+); Ctrl-C ends it\.\n", line)
+            assert found, line + process.stderr.read()
+            body = ENDLESS | {"prompt": "Tom", "max_tokens": 550, "stream": True}
+            with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=30) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                assert any("shutting down" in each for each in lines)
+            assert process.wait(15) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+        finally:
+            process.kill()
+        assert (process.stdout.read(), process.stderr.read()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "give an --api-key, or --insecure"),
+        (["--port", "99999"], "port is 99999"),
+        (["--parallel", "0"], "n_slots is 0"),
+        (["--api-key", "a", "--api-key-file", __file__], "give one key"),
+        (["--api-key-file", "not there"], "API key from not there can't be read"),
+        (["--cors-origin", "*"], "cors_origin"),
+        (["--temp", "-1"], "-1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(empty_cache: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message).replace("n_slots", "(n_slots|--parallel)")):
+        app(["serve", *words], standalone_mode=False)
+    assert not empty_cache.exists()
+
+
+def test_a_port_that_is_taken_is_named(empty_cache: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} can't be listened on"):
+            app(["serve", "--port", str(port)], standalone_mode=False)
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    monkeypatch.setattr(serve, "EXTRA", ("no_such_package",))
+    with pytest.raises(HeteroError, match=r"^serve needs no_such_package, .* pip install 'hetero-ee\[server\]'\.$"):
+        app(["serve"], standalone_mode=False)

@@ -1,0 +1,120 @@
+"""The engine's thread: who runs, who waits, what is kept of those before, and how texts end that nobody wants."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_ee import Engine, GeneratedToken, HeteroError
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.errors import DeviceMemoryError
+from hetero_ee.serving.scheduler import Begun, BusyError, Event, Job, Scheduler
+from tests.server_support import eventually, opened, slowed
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[Engine]:
+    with opened(tiny) as found:
+        found.executor.prompt_chunk_tokens = 32
+        yield found
+
+
+@pytest.fixture
+def slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return slowed(engine, monkeypatch)
+
+
+class Told:
+    """A job, and what it was told."""
+
+    def __init__(self, prompt_ids: list[int], n_tokens: int = 400) -> None:
+        self.events: list[Event] = []
+        self.job = Job(prompt_ids, SamplingParams(max_new_tokens=n_tokens, ignore_eos=True), self.events.append)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(isinstance(each, GeneratedToken) for each in self.events)
+
+    def is_over(self) -> bool:
+        last = self.events[-1] if self.events else None
+        return isinstance(last, HeteroError) or (isinstance(last, GeneratedToken) and last.finish_reason is not None)
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    found = Scheduler(engine, n_slots=2, queue_size=4)
+    yield found
+    found.close()
+    assert engine.executor.cache.sequences == ()  # nothing is left in the cache
+
+
+def test_a_cancelled_text_gets_one_more_token_at_most(scheduler: Scheduler, slowly: list[Any]) -> None:
+    told = Told([5, 6, 7])
+    scheduler.submit(told.job)
+    eventually(lambda: told.n_tokens > 2)
+    scheduler.cancel(told.job)
+    n_tokens = told.n_tokens
+    eventually(lambda: scheduler.n_running == 0)
+    assert told.n_tokens <= n_tokens + 1
+
+
+def test_a_prompt_is_left_between_its_chunks(scheduler: Scheduler, slowly: list[Any]) -> None:
+    told = Told([5] * 500)
+    scheduler.submit(told.job)
+    eventually(lambda: len(slowly) > 1)
+    scheduler.cancel(told.job)
+    eventually(lambda: scheduler.n_running == 0)
+    assert len(slowly) < 10 and told.n_tokens == 0  # of sixteen chunks
+
+
+def test_a_long_prompt_holds_others_up_for_a_chunk_alone(scheduler: Scheduler, slowly: list[Any]) -> None:
+    talking, reading = Told([5, 6, 7]), Told([5] * 500, 1)
+    scheduler.submit(talking.job)
+    eventually(lambda: talking.n_tokens > 0)
+    scheduler.submit(reading.job)
+    eventually(reading.is_over)
+    sizes = [len(batch) for batch in slowly]
+    between = sizes[sizes.index(32) : len(sizes) - sizes[::-1].index(32)]
+    assert between.count(32) == 15 and between.count(1) >= 14  # a token after each chunk
+
+
+def test_the_memory_of_those_before_is_given_to_who_lacks_it(
+    scheduler: Scheduler, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two prompts, the first one's keys and values are kept until the second finds no memory beside them."""
+    first, second = Told([5, 6, 7], 3), Told([9, 8], 3)
+    scheduler.submit(first.job)
+    eventually(first.is_over)
+    cache, prompt = engine.executor.cache, engine.executor.prompt
+
+    def scarce(*arguments: Any) -> Any:
+        if len(cache.sequences) > 1:
+            raise DeviceMemoryError("there is no memory for two.")
+        return prompt(*arguments)
+
+    monkeypatch.setattr(engine.executor, "prompt", scarce)
+    assert len(cache.sequences) == 1
+    scheduler.submit(second.job)
+    eventually(second.is_over)
+    assert second.n_tokens == 3 and isinstance(second.events[-1], GeneratedToken)
+
+
+def test_the_longest_beginning_is_gone_on_from(scheduler: Scheduler) -> None:
+    for prompt, n_cached in (([1] * 9, 0), ([2] * 9, 0), ([1] * 9 + [3], 9), ([2] * 9 + [4, 4], 9), ([7] * 5, 0)):
+        told = Told(prompt, 1)
+        scheduler.submit(told.job)
+        eventually(told.is_over)
+        assert told.events[0] == Begun(n_cached)
+
+
+def test_nothing_is_taken_once_it_is_closed(engine: Engine) -> None:
+    scheduler = Scheduler(engine, n_slots=1, queue_size=4)
+    told = [Told([5, 6, 7]) for _ in range(3)]
+    for each in told:
+        scheduler.submit(each.job)
+    scheduler.close()
+    assert all(isinstance(each.events[-1], HeteroError) for each in told)
+    with pytest.raises(BusyError, match="shutting down"):
+        scheduler.submit(Told([5]).job)
+    scheduler.close()
