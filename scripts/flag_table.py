@@ -1,6 +1,7 @@
 """The options that commands share, as a table: a mark where a command has one, a note where it does not and why."""
 
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from typer.main import get_command
@@ -14,7 +15,7 @@ GROUPS_OF = {
     "run": [*RUNS, *WRITES, *TALKS],
     "generate": [*RUNS, *WRITES],
     "chat": [*RUNS, *WRITES, *TALKS],
-    "serve": [*PLANS, "Plan and report", *WRITES],
+    "serve": [*PLANS, "Plan and report", *WRITES, *TALKS],
     "simulate": RUNS,
     "bench": [*PLANS, "Plan and report"],
     "eval": PLANS,
@@ -58,6 +59,7 @@ def _cell(command: str, panel: str, option: str) -> str:
     return "" if panel in GROUPS_OF[command] else NOT_OF_ITS_KIND
 
 
+@cache
 def _options(command: str) -> dict[str, Any]:
     """The command's options by the names of their parameters."""
     parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
@@ -69,4 +71,5 @@ def _callback(command: str) -> Any:
 
 
 def _flags(option: str) -> str:
-    return ", ".join(f"`{flag}`" for flag in _options("run")[option].opts)
+    found = next(_options(name)[option] for name in GROUPS_OF if option in _options(name))
+    return ", ".join(f"`{flag}`" for flag in found.opts)

@@ -46,7 +46,7 @@ def test_a_signal_ends_it_and_its_streams(tiny: Path, empty_cache: Path, number:
         (["--parallel", "0"], "n_slots is 0"),
         (["--api-key", "a", "--api-key-file", __file__], "give one key"),
         (["--api-key-file", "not there"], "API key from not there can't be read"),
-        (["--cors-origin", "*"], "cors_origin"),
+        (["--cors-origin", "*"], "--cors-origin is"),
         (["--temp", "-1"], "-1"),
     ],
 )

@@ -13,14 +13,19 @@ from hetero_ee.decoding.shared_steps import SharedSteps
 from hetero_ee.decoding.steps import AlternatingSteps
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.decoding.turns import NEVER, Turns
+from tests.emulation import LAPTOP
 from tests.scripted_model import KINDS, PROMPT, ScriptedModel, decoding, drafted, numbers, successor, wrong_at
 
 TEXTS = ("Once upon a time", "Tom had a dog.", "The sun", "Lily and Ben went to the park. " * 12)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny: Path) -> Iterator[Engine]:
-    with Engine.from_pretrained(tiny, quantizer="none", threads=1) as found:
+@pytest.fixture(scope="module", params=["cpu", "split"])
+def engine(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """On the CPU alone, or split between it and an emulated GPU."""
+    split: Any = {"profile": LAPTOP, "emulate": True, "gpu_layers": 1, "mode": "full"}
+    with Engine.from_pretrained(
+        tiny, quantizer="none", threads=1, **split if request.param == "split" else {}
+    ) as found:
         yield found
 
 

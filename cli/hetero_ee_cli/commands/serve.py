@@ -9,6 +9,7 @@ import typer
 
 from hetero_ee.config import READING, Progress
 from hetero_ee.errors import HeteroError, UsageError
+from hetero_ee_cli.commands.chat import ChatOptions
 from hetero_ee_cli.options.engine import EngineOptions, ModelArgument
 from hetero_ee_cli.options.flags import with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
@@ -54,9 +55,6 @@ class ServerOptions:
     model_name: Annotated[
         str | None, typer.Option("--alias", help="The model's name for clients. [default: its own]")
     ] = None
-    chat_template_file: Annotated[
-        Path | None, typer.Option(help="Jinja chat template to use instead of the model's own.")
-    ] = None
 
     def settings(self, model: str | None) -> "ServerSettings":
         """Raises UsageError."""
@@ -80,13 +78,10 @@ class ServerOptions:
         }
         return ServerSettings(**{name: value for name, value in given.items() if value is not None})
 
-    def template(self) -> str | None:
-        """The text of the file. Raises UsageError."""
-        return None if self.chat_template_file is None else read_text("chat template", self.chat_template_file)
-
 
 @with_options(
     without={
+        "system": "requests bring their own",
         "seed": "each request has its own, or a random one",
         "stats": "of several texts at a time it would say nothing of one",
         "trace": "a server's would have no end",
@@ -96,6 +91,7 @@ class ServerOptions:
 def serve(
     engine: EngineOptions,
     server: ServerOptions,
+    conversation: ChatOptions,
     sampling: SamplingOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
@@ -107,7 +103,7 @@ def serve(
     """
     _require_extra()
     options = engine.arguments(model)
-    settings, template = server.settings(options["model"]), server.template()
+    settings, template = server.settings(options["model"]), conversation.template()
     placed, changes = placement.checked(limits, engine), sampling.changes()
     with ending_at_once():
         from hetero_ee.serving import server as http
