@@ -57,7 +57,7 @@ def _endpoint(answer: Answer, served: ServedModel) -> Callable[[Request], Awaita
         except HeteroError as error:
             return refusal(request.url.path, error)
         except Exception as error:  # a defect, which the log is told and the client not
-            LOG.exception("%s failed", request.url.path)
+            LOG.exception("%r failed", request.url.path)
             message = f"the server failed ({type(error).__name__}); its log has more."
             return refusal(request.url.path, RequestError(message, status=500))
 

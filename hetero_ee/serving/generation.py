@@ -91,6 +91,7 @@ class Generation:
             raise RequestError(message, status=504, code="timeout") from None
 
     def _begin(self, event: Begun) -> None:
+        """Again where the first time there was no memory."""
         self._begun_s, self.n_cached_tokens = time.monotonic(), event.n_cached_tokens
         self._metrics.begun(self._begun_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens)
 

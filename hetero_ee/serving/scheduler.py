@@ -123,13 +123,14 @@ class Scheduler:
                 if self._running:
                     self._step()
         finally:
-            self._is_closing = True
             error = HeteroError(STOPPING)
+            with self._changed:  # whoever comes later is refused
+                self._is_closing = True
+                waiting, self._queue = list(self._queue), deque()
             for number in list(self._running):
                 self._end(number, error)
-            for job in list(self._queue):
+            for job in waiting:
                 job.tell(error)
-            self._queue.clear()
             self._slots.free_idle()
 
     def _wait(self) -> bool:

@@ -108,6 +108,24 @@ def test_the_longest_beginning_is_gone_on_from(scheduler: Scheduler) -> None:
         assert told.events[0] == Begun(n_cached)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_of_replies_that_skipped_neurons_nothing_is_kept(scheduler: Scheduler, engine: Engine, skips: bool) -> None:
+    """Their keys and values are not those that a prompt, which skips none, would have there."""
+    counts = engine.executor.neurons
+    counts.n_neurons = 1 if skips else 0
+    try:
+        told = Told([6] * 9, 5)
+        scheduler.submit(told.job)
+        eventually(told.is_over)
+        reply = [each.token_id for each in told.events if isinstance(each, GeneratedToken)]
+        again = Told([*[6] * 9, *reply], 1)
+        scheduler.submit(again.job)
+        eventually(again.is_over)
+        assert again.events[0] == Begun(9 if skips else 13)
+    finally:
+        counts.n_neurons = 0
+
+
 def test_nothing_is_taken_once_it_is_closed(engine: Engine) -> None:
     scheduler = Scheduler(engine, n_slots=1, queue_size=4)
     told = [Told([5, 6, 7]) for _ in range(3)]

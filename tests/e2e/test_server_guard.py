@@ -26,7 +26,7 @@ POSTS = (
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[RunningServer]:
     settings: Any = {"api_key": "the key", "cors_origins": (ORIGIN,), "max_body_bytes": MAX_BODY_BYTES}
-    with opened(tiny) as engine, serving(engine, body_timeout_s=0.4, **settings) as running:
+    with opened(tiny) as engine, serving(engine, body_timeout_s=1.0, **settings) as running:
         yield running
 
 

