@@ -34,7 +34,7 @@ class ServerOptions:
 
     host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. [default: 8080]")] = None
-    api_key: Annotated[str | None, typer.Option(help="Key that every request but /health has to bring.")] = None
+    api_key: Annotated[str | None, typer.Option(help="Key that requests have to bring.")] = None
     api_key_file: Annotated[
         Path | None, typer.Option(help="Read the key from a file, out of sight of this machine's other users.")
     ] = None
