@@ -47,7 +47,6 @@ class Job:
 class _Running:
     job: Job
     slot: Slot
-    n_cached: int
     generated: list[int] = field(default_factory=list)
 
 
@@ -123,7 +122,7 @@ class Scheduler:
                 if self._running:
                     self._step()
         finally:
-            error = HeteroError(STOPPING)
+            error = BusyError(STOPPING)
             with self._changed:  # whoever comes later is refused
                 self._is_closing = True
                 waiting, self._queue = list(self._queue), deque()
@@ -155,22 +154,26 @@ class Scheduler:
                 if not self._queue:
                     return
                 job = self._queue.popleft()
-            slot, n_cached = self._slots.take(job.prompt_ids)
             try:
-                number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
-            except HeteroError as error:
-                self._slots.give_back(slot, job.prompt_ids[:n_cached])
-                job.tell(error)
-                continue
-            self._running[number] = _Running(job, slot, n_cached)
-            job.tell(Begun(n_cached))
+                self._begin(job)
+            except Exception as error:
+                job.tell(_failure(error))
+
+    def _begin(self, job: Job) -> None:
+        slot, n_cached = self._slots.take(job.prompt_ids)
+        try:
+            number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
+        except BaseException:
+            self._slots.give_back(slot, job.prompt_ids[:n_cached])
+            raise
+        self._running[number] = _Running(job, slot)
+        job.tell(Begun(n_cached))
 
     def _step(self) -> None:
         try:
             stepped = self._steps.step()
-        except Exception as error:  # a defect: it ends the requests that it met, not the server
-            LOG.exception("a step of the engine failed")
-            failure = HeteroError(f"the engine failed ({type(error).__name__}); the server's log has more.")
+        except Exception as error:
+            failure = _failure(error)
             for number in list(self._running):
                 self._end(number, failure)
             return
@@ -182,8 +185,11 @@ class Scheduler:
         if isinstance(stepped.outcome, HeteroError):
             if self._again_with_more_memory(stepped.number, stepped.outcome):
                 return
-            has_others = len(self._running) > 1 and isinstance(stepped.outcome, UsageError)
-            self._end(stepped.number, BusyError(str(stepped.outcome)) if has_others else stepped.outcome)
+            # A cache that texts share was full; or the text was stopped, which nobody hears of but where all is to end.
+            is_shared = len(self._running) > 1 and isinstance(stepped.outcome, UsageError)
+            message = STOPPING if running.job.stop.is_set() else str(stepped.outcome)
+            is_busy = is_shared or running.job.stop.is_set()
+            self._end(stepped.number, BusyError(message) if is_busy else stepped.outcome)
             return
         running.generated.append(stepped.outcome.token_id)
         running.job.tell(stepped.outcome)
@@ -215,3 +221,11 @@ class Scheduler:
         self._slots.give_back(running.slot, kept)
         if error is not None:
             running.job.tell(error)
+
+
+def _failure(error: Exception) -> HeteroError:
+    """What requests are told. A defect ends those that met it, not the server; the log has its traceback."""
+    if isinstance(error, HeteroError):
+        return error
+    LOG.error("the engine failed", exc_info=error)
+    return HeteroError(f"the engine failed ({type(error).__name__}); the server's log has more.")

@@ -35,13 +35,12 @@ class Slots:
     def take(self, token_ids: list[int]) -> tuple[Slot, int]:
         """An idle slot for this prompt, and how many of its first tokens the slot's sequence holds; the last is never
         one of them, for its logits are wanted."""
-        slot = self._best_for(token_ids)
-        self._idle.remove(slot)
-        cache = self._executor.cache
+        slot, cache = self._best_for(token_ids), self._executor.cache
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
             slot.sequence, slot.token_ids = cache.open_new(), []
         n_held = min(_common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
         cache.truncate(slot.sequence, n_held)
+        self._idle.remove(slot)
         return slot, n_held
 
     def give_back(self, slot: Slot, token_ids: list[int]) -> None:

@@ -126,6 +126,25 @@ def test_of_replies_that_skipped_neurons_nothing_is_kept(scheduler: Scheduler, e
         counts.n_neurons = 0
 
 
+@pytest.mark.parametrize("place", ["open_new", "make_room"])
+def test_a_defect_where_a_text_begins_is_its_own(
+    scheduler: Scheduler, engine: Engine, monkeypatch: pytest.MonkeyPatch, slowly: list[Any], place: str
+) -> None:
+    """While another waits for its turn, and then runs."""
+    owner = engine.executor.cache if place == "open_new" else engine.executor
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, lambda *_: 1 // 0)
+        failed = Told([5, 6, 7])
+        scheduler.submit(failed.job)
+        eventually(failed.is_over)
+    assert "the engine failed (ZeroDivisionError)" in str(failed.events[-1])
+    for _ in range(3):
+        told = Told([5, 6, 7], 2)
+        scheduler.submit(told.job)
+        eventually(told.is_over)
+        assert told.n_tokens == 2
+
+
 def test_nothing_is_taken_once_it_is_closed(engine: Engine) -> None:
     scheduler = Scheduler(engine, n_slots=1, queue_size=4)
     told = [Told([5, 6, 7]) for _ in range(3)]
