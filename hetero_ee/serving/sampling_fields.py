@@ -44,6 +44,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "samplers": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "tfs_z": ONE,
     "lora": ([],),
 }
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
@@ -74,6 +78,9 @@ def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> N
 
 def openai_sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
     """As OpenAI's clients say it, with llama-server's and vLLM's names for what OpenAI lacks. Raises RequestError."""
+    penalty = _either(fields, "repeat_penalty", "repetition_penalty")
+    if penalty not in (None, 1.0):
+        fields.refuse_unless("repeat_last_n", (-1,), "the penalty here is of all tokens, prompt included; leave it out")
     return changed(
         usual,
         {
@@ -82,7 +89,7 @@ def openai_sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
             "top_p": fields.number("top_p"),
             "top_k": _top_k(fields),
             "min_p": fields.number("min_p"),
-            "repeat_penalty": _either(fields, "repeat_penalty", "repetition_penalty"),
+            "repeat_penalty": penalty,
             "seed": _seed(fields),
             "stop": fields.texts("stop") or None,
             "stop_token_ids": fields.items("stop_token_ids"),

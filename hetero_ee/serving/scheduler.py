@@ -160,7 +160,9 @@ class Scheduler:
                 job.tell(_failure(error))
 
     def _begin(self, job: Job) -> None:
-        slot, n_cached = self._slots.take(job.prompt_ids)
+        context = self._engine.context_tokens
+        n_reply = min(job.params.max_new_tokens or context, context // 4)  # as a conversation has it
+        slot, n_cached = self._slots.take(job.prompt_ids, n_reply)
         try:
             number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
         except BaseException:

@@ -30,7 +30,7 @@ class ServerSettings:
             if not low <= getattr(self, name) <= high:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected {low} to {high}.")
         if not 0 < self.request_timeout_s <= 86_400:
-            raise UsageError(f"timeout is {self.request_timeout_s:g}; expected seconds, above 0 to 86400.")
+            raise UsageError(f"request_timeout_s is {self.request_timeout_s:g}; expected seconds, above 0 to 86400.")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise UsageError("api_key is empty or holds characters that no header can; expected printable ASCII.")
         for origin in self.cors_origins:

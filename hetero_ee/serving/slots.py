@@ -32,10 +32,11 @@ class Slots:
     def n_idle(self) -> int:
         return len(self._idle)
 
-    def take(self, token_ids: list[int]) -> tuple[Slot, int]:
+    def take(self, token_ids: list[int], n_reply: int) -> tuple[Slot, int]:
         """An idle slot for this prompt, and how many of its first tokens the slot's sequence holds; the last is never
-        one of them, for its logits are wanted."""
+        one of them, for its logits are wanted. n_reply: tokens that may follow, for which there is to be room."""
         slot, cache = self._best_for(token_ids), self._executor.cache
+        self._make_room(slot, len(token_ids) + n_reply)
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
             slot.sequence, slot.token_ids = cache.open_new(), []
         n_held = min(_common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
@@ -58,6 +59,18 @@ class Slots:
     def held_idle(self) -> bool:
         """Whether a sequence that nobody uses holds memory."""
         return any(slot.sequence != CLOSED for slot in self._idle)
+
+    def _make_room(self, taken: Slot, n_tokens: int) -> None:
+        """Idle sequences go, the oldest first, where all would hold more than the one context that was planned for:
+        else the plan would have to grow for what nobody may ask for again."""
+        cache = self._executor.cache
+        n_held = sum(cache.length(each) for each in cache.sequences if each != taken.sequence)
+        for slot in self._idle:
+            if n_held + n_tokens <= cache.max_tokens:
+                return
+            if slot is not taken and slot.sequence in cache.sequences:
+                n_held -= cache.length(slot.sequence)
+                self._free(slot)
 
     def _best_for(self, token_ids: list[int]) -> Slot:
         """The one that holds most of the prompt, if that is half of what it holds; else an empty one, or the oldest."""

@@ -100,6 +100,17 @@ def test_the_memory_of_those_before_is_given_to_who_lacks_it(
     assert second.n_tokens == 3 and isinstance(second.events[-1], GeneratedToken)
 
 
+def test_what_idle_sequences_hold_makes_room_for_who_comes(scheduler: Scheduler, engine: Engine) -> None:
+    """Of a context of 600 tokens: 200 and 200 stay beside each other, and go, the oldest first, for 300 more."""
+    cache = engine.executor.cache
+    for prompt, lengths in (([1] * 200, [200]), ([2] * 200, [200, 200]), ([3] * 350, [200, 350]), ([4] * 500, [500])):
+        told = Told(prompt, 1)
+        scheduler.submit(told.job)
+        eventually(told.is_over)
+        eventually(lambda: scheduler.n_running == 0)
+        assert sorted(cache.length(each) for each in cache.sequences) == lengths
+
+
 def test_the_longest_beginning_is_gone_on_from(scheduler: Scheduler) -> None:
     for prompt, n_cached in (([1] * 9, 0), ([2] * 9, 0), ([1] * 9 + [3], 9), ([2] * 9 + [4, 4], 9), ([7] * 5, 0)):
         told = Told(prompt, 1)

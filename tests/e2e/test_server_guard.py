@@ -196,7 +196,7 @@ def test_no_body_makes_the_server_fail(server: RunningServer) -> None:
         ({"api_key": ""}, "api_key is empty"),
         ({"api_key": "caf\xe9"}, "api_key is empty"),
         ({"cors_origins": ("*",)}, "cors_origin is"),
-        ({"request_timeout_s": 0.0}, "timeout is 0"),
+        ({"request_timeout_s": 0.0}, "request_timeout_s is 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: Any, words: str) -> None:

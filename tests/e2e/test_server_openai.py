@@ -123,6 +123,8 @@ def test_the_models_are_the_one(client: openai.OpenAI) -> None:
         ("tool_choice", "required"),
         ("reasoning_effort", "high"),
         ("extra_body", {"grammar": "root ::= 'a'"}),
+        ("extra_body", {"repeat_last_n": 64, "repeat_penalty": 1.1}),
+        ("extra_body", {"skip_special_tokens": False}),
         ("temperature", 1000.0),
         ("top_p", 0.0),
         ("max_tokens", 0),
@@ -150,7 +152,13 @@ def test_what_asks_for_nothing_is_taken(client: openai.OpenAI) -> None:
         "store": False,
         "parallel_tool_calls": True,
         "tools": [],
-        "extra_body": {"cache_prompt": True, "never_heard_of": [1], "top_k": -1, "max_tokens": None},
+        "extra_body": {
+            "cache_prompt": True,
+            "never_heard_of": [1],
+            "repeat_last_n": 64,
+            "top_k": -1,
+            "max_tokens": None,
+        },
     }
     assert client.chat.completions.create(messages=ASKED, max_completion_tokens=2, **GREEDY, **harmless).choices
 
