@@ -20,11 +20,11 @@ class Generation:
         self, scheduler: Scheduler, metrics: Metrics, prompt_ids: list[int], params: SamplingParams, timeout_s: float
     ) -> None:
         """Raises BusyError."""
-        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Event]]()
 
-        def tell(event: Event) -> None:  # from the engine's thread
+        def tell(event: Event) -> None:  # from the engine's thread, whose time counts: the loop may be late
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
+                loop.call_soon_threadsafe(self._events.put_nowait, (time.monotonic(), event))
 
         self._job = Job(prompt_ids, params, tell)
         self._scheduler, self._metrics = scheduler, metrics
@@ -41,14 +41,17 @@ class Generation:
         request's timeout."""
         try:
             while self.reason is None:
-                event = await self._next(ping_s)
+                happened = await self._next(ping_s)
+                if happened is None:
+                    yield None
+                    continue
+                at_s, event = happened
                 if isinstance(event, HeteroError):
                     raise event
                 if isinstance(event, Begun):
-                    self._begin(event)
+                    self._begin(event, at_s)
                 else:
-                    if event is not None:
-                        self._take(event)
+                    self._take(event, at_s)
                     yield event
         finally:
             self.close()
@@ -80,7 +83,7 @@ class Generation:
             | _rates("predicted", self.n_tokens, steps_s, n_steps)
         )
 
-    async def _next(self, ping_s: float | None) -> Event | None:
+    async def _next(self, ping_s: float | None) -> tuple[float, Event] | None:
         left_s = self._start_s + self._timeout_s - time.monotonic()
         try:
             return await asyncio.wait_for(self._events.get(), left_s if ping_s is None else min(left_s, ping_s))
@@ -90,13 +93,13 @@ class Generation:
             message = f"the answer was not complete after {self._timeout_s:g} s, the longest that one may take."
             raise RequestError(message, status=504, code="timeout") from None
 
-    def _begin(self, event: Begun) -> None:
+    def _begin(self, event: Begun, at_s: float) -> None:
         """Again where the first time there was no memory."""
-        self._begun_s, self.n_cached_tokens = time.monotonic(), event.n_cached_tokens
+        self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
         self._metrics.begun(self._begun_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens)
 
-    def _take(self, token: GeneratedToken) -> None:
-        now_s, is_first = time.monotonic(), self.n_tokens == 0
+    def _take(self, token: GeneratedToken, now_s: float) -> None:
+        is_first = self.n_tokens == 0
         self._metrics.token(now_s - (self._start_s if is_first else self._last_s), is_first=is_first)
         if is_first:
             self._first_s = now_s
