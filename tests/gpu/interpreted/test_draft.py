@@ -194,7 +194,7 @@ def end_on(operations: Any, end: DraftEnd, head: Any, recorder: Any = None) -> G
 
 
 def test_an_end_by_these_kernels_is_that_of_plain_torch() -> None:
-    size, n_tokens, rank, m = 64, 600, 8, 3
+    size, n_tokens, rank, m = 64, 90, 8, 3
     up, down = random(1, size, rank, scale=0.1).cpu(), random(2, rank, size, scale=0.1).cpu()
     head = quantize(random(3, n_tokens, size).cpu(), "int8")
     state_map = StateMap(quantize(up, "int8"), quantize(down, "int8"), random(4, size, scale=0.1).cpu())
@@ -214,6 +214,6 @@ def test_an_end_by_these_kernels_is_that_of_plain_torch() -> None:
         return work
 
     replayed = end_on(gpu_operations(Registry(), "cuda"), end, head, recorder)
-    for n_rows in (1, m, m, 1, m):
+    for n_rows in (1, m, 1, m):
         assert torch.equal(replayed.run(hidden[:n_rows], noise[:n_rows]), found[:n_rows])
     assert len(recorded) == 2  # for each number of rows once
