@@ -101,7 +101,7 @@ SETTINGS = (
         str,
         None,
         "codebook, search, rtn or nf4 (int4, converted once), or none (fp32).",
-        default_text="the checkpoint's own 4 bits, else codebook",
+        default_text="the checkpoint's own bits, else codebook",
         choices=("codebook", "search", "rtn", "nf4", "none"),
     ),
     Setting(

@@ -27,7 +27,7 @@ class Quantization:
 
     @classmethod
     def of_model(cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False) -> Self:
-        """For the checkpoint in `folder`; None keeps its own 4 bits and is else the default.
+        """For the checkpoint in `folder`; None keeps its own bits and is else the default.
 
         Raises ModelError, and UsageError for a quantizer whose codes can't be neuron-major.
         """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from hetero_ee.config import demo_model_folder
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.planner import shapes_sha256
+from hetero_ee.profiling.preset import product_shapes
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.dummy import dummy_weights
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
@@ -142,6 +147,10 @@ def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:
     write_gguf(model, tmp_path / "m.gguf", lambda name: kinds.get(name, "Q4_K"))
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     assert spec.int8_matrices == ("layers.0.attention.qkv",)
+    assert sum(part.weight_bytes for part in model_parts(spec, "fp16")) == weights.n_bytes  # as plans count them
+    assert dummy_weights(spec).n_bytes == weights.n_bytes
+    assert product_shapes(spec) == product_shapes(replace(spec, int8_matrices=()))  # one profile serves both
+    assert shapes_sha256(spec) != shapes_sha256(replace(spec, int8_matrices=()))
     assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
     error = (logits(spec, weights) - expected_logits(model)).square().mean() / expected_logits(model).square().mean()
     assert error < 0.05
