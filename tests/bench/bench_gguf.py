@@ -1,6 +1,6 @@
 """What importing GGUF files costs in quality: a model in each of llama.cpp's types, by this engine and by llama.cpp.
 
-    pip install -e ".[bench,gguf,test]" && PYTHONPATH=. python tests/bench/bench_gguf.py --text stories_b.txt [--types Q4_0 Q4_K_M]
+    pip install -e ".[bench,gguf,test]" && PYTHONPATH=. python tests/bench/bench_gguf.py --text stories_b.txt
 
 The demo model is written as a GGUF file in F16, which llama.cpp's own quantizer makes the other types of. KL divergence
 is that of the next token from the model in fp32, over windows of 400 tokens: of the weights as the file has them, in
