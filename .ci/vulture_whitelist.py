@@ -34,5 +34,4 @@ speedup, tokens_before_divergence, first_divergences, scored_mean_depth, cpu_pas
 vram_bytes  # of a profile's machine: another card's memory makes the profile foreign
 
 # For sparsity, which follows.
-_.neuron_frequencies
 _.from_section

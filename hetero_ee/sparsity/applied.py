@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.errors import UsageError
+from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import SparsityCurves
 from hetero_ee.sparsity.file import WAY_OUT
@@ -21,7 +21,7 @@ def made_sparse(
 
     Raises UsageError where nothing was calibrated, StoreError where that is damaged or of other weights.
     """
-    curves = found_sparsity(place)
+    curves = _known(place, request)
     expected = expecting(spec, request, curves)
     if request.is_exact:
         return expected, weights
@@ -40,7 +40,7 @@ def planned_sparse(
     curves = None
     if folder is not None and (is_store(folder) or any(folder.glob("*.safetensors"))):
         place = CalibrationPlace.of_model(spec, folder, cache, quantizer, neuron_major=True)
-        curves = found_sparsity(place) if is_store(place.store) else None
+        curves = _known(place, request) if is_store(place.store) else None
     return expecting(spec, request, curves)
 
 
@@ -57,3 +57,13 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
         assert curves is not None
         share = curves.auto().target
     return replace(spec, neuron_major=True, active_shares=(min(natural, 1 - share), natural))
+
+
+def _known(place: CalibrationPlace, request: SparsityRequest) -> SparsityCurves | None:
+    """What was calibrated; what can't be read is an error only where it says which neurons to leave out."""
+    try:
+        return found_sparsity(place)
+    except StoreError:
+        if request.is_exact:
+            return None
+        raise
