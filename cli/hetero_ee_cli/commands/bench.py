@@ -114,7 +114,8 @@ def bench(
         if rates is not None:
             head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, placed)
             placed = replace(placed, options=replace(placed.options, draft_head=head))
-        subject = _Subject(spec, name, folder, opening["quantizer"], engine.ctx_size, profile, placed, progress, rates)
+        weights = opening["quantizer"], engine.sparsity
+        subject = _Subject(spec, name, folder, *weights, engine.ctx_size, profile, placed, progress, rates)
         print_rows(_measured(subject, runs), style)
     placement.write_trace(subject.spans, f"bench of {name}")
 
@@ -127,6 +128,7 @@ class _Subject:
     name: str
     folder: Path | None  # None for random weights
     quantizer: str | None
+    sparsity: str | None
     context_tokens: int | None  # None: as many as the tests need
     profile: "HardwareProfile"
     placed: Placed
@@ -248,6 +250,7 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     with Engine.from_pretrained(
         subject.folder,
         quantizer=subject.quantizer,
+        sparsity=subject.sparsity,
         context_tokens=context_tokens if given is None else subject.context_tokens or 0,
         threads=threads,
         plan=given,

@@ -1,18 +1,29 @@
 """The sparse FFN: bit for bit its definition, as the CPU's kernel is; and near the plain torch reference."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hetero_ee.models.blocks import decoder_blocks
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.gpu.buffers import SegmentRoom
+from hetero_ee.runtime.gpu.operations import gpu_operations
+from hetero_ee.runtime.gpu.registry import Registry
+from hetero_ee.runtime.gpu.segment import GpuSegment
+from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.sparse_ffn import sparse_ffn
 from tests import sparse_ffn_reference as definition
-from tests.gpu_support import DEVICE, Guarded, assert_same_bits
+from tests.families import random_model, save_checkpoint
+from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
 from tests.gpu_tiles import nmse
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows
+from tests.sparse_models import stored_by_neurons, with_least
 
 BOUND = 1e-9
 
@@ -67,7 +78,7 @@ def test_sections_of_two_blocks() -> None:
 
 
 def test_a_tokens_bits_do_not_depend_on_the_others() -> None:
-    case = Case((65, 32), 8)
+    case = Case((33, 32), 8)
     active = SETS["another for each token"](case.active).astype(np.float32)
     together = case.run(active)
     for m in range(1, 8):
@@ -154,3 +165,24 @@ def test_wrong_matrices_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             RowMatrix(*wrong)
+
+
+def test_a_segment_of_sparse_ffns(tmp_path: Path) -> None:
+    """The kernel in its place, launched and replayed, against the plain reference there."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    folder = save_checkpoint(random_model("llama-relu", **sizes), tmp_path)
+    spec, weights = with_least(stored_by_neurons(folder), 0.5)
+    plain, found = gpu_operations(Registry(lambda package: package == "torch"), "cuda"), []
+    for operations in (plain, replace(plain, sparse_ffn=sparse_ffn)):
+        cache = GpuKvCache((spec.n_layers, spec.n_kv_heads, spec.head_dim), 64, torch.device(DEVICE), kind="fp16")
+        room, sequence = SegmentRoom(spec, cache), cache.open_new()
+        segment = GpuSegment(spec, weights, decoder_blocks(spec)[1:3], cache, operations, lambda work: work, room)
+        rows = []
+        for first in range(3):
+            batch = Batch.of_sequence(sequence, 2 * first + 4 * (first > 0), [1, 2] if first else [1, 2, 3, 4, 5, 6])
+            cache.admit(batch)
+            rows.append(segment.run(random(first, len(batch), 32), batch))
+        found.append((torch.cat(rows), room))
+    (expected, counted), (bits, room) = found
+    assert nmse(bits, expected) <= BOUND
+    assert room.n_used.item() == counted.n_used.item() > 0 and room.n_neurons == counted.n_neurons == 6 * 96
