@@ -25,7 +25,8 @@ from tests.e2e.test_families import reference_greedy
 from tests.families import random_model, save_checkpoint
 
 TOLERANCE = 1e-4  # of the largest logit, as in short texts
-CPU_ERROR = 1e-2  # normalised, squared, of int8 activations; OffByOne makes 0.36 and more
+# Normalised, squared, of int8 activations, and of keys that they move over an edge of int8; OffByOne makes 0.36 and more.
+CPU_ERROR = {"fp32": 1e-2, "fp16": 1e-2, "int8": 2e-2}
 SHARPER = 2.0  # queries and keys: a token's attention is then on a few others, near or far
 CHUNK_TOKENS = 256
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 4096}
@@ -125,7 +126,7 @@ def test_the_cpus_logits_are_the_references_at_every_depth(
     executor = CpuExecutor(spec, weights, n_tokens, 1, cache=cache())
     found = our_logits(executor, token_ids)
     for early_or_late in zip(found.tensor_split(2), expected.tensor_split(2), strict=True):
-        assert error(*early_or_late) <= CPU_ERROR
+        assert error(*early_or_late) <= CPU_ERROR[kind]
     assert torch.equal(our_logits(executor, token_ids, CHUNK_TOKENS + 77), found)
 
 
