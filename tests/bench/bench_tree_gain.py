@@ -193,6 +193,7 @@ def main() -> None:
     results = []
     for kappa in arguments.kappa:
         points = [(1.0, 1.0), *(tuple(map(float, point.split(":"))) for point in kappa.split(","))]
+        points.append((FAR * points[-1][0], FAR * points[-1][1]))  # from there on arithmetic, row after row
         for name in ("chain", "tree"):
             row = gain(found, is_tree=name == "tree", kappa=list(zip(*points, strict=True)))
             results.append({"kappa": kappa, "drafts": name, **row})

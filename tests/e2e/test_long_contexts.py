@@ -25,7 +25,7 @@ from tests.e2e.test_families import reference_greedy
 from tests.families import random_model, save_checkpoint
 
 TOLERANCE = 1e-4  # of the largest logit, as in short texts
-# Normalised, squared, of int8 activations, and of keys that they move over an edge of int8; OffByOne makes 0.36 and more.
+# Normalised, squared, of int8 activations and of int8 keys that they move over an edge; OffByOne makes 0.36 and more.
 CPU_ERROR = {"fp32": 1e-2, "fp16": 1e-2, "int8": 2e-2}
 SHARPER = 2.0  # queries and keys: a token's attention is then on a few others, near or far
 CHUNK_TOKENS = 256
