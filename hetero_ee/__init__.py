@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hetero_ee.config import Progress as Progress
     from hetero_ee.decoding.async_tokens import AsyncTokens as AsyncTokens
     from hetero_ee.decoding.conversation import Conversation as Conversation
+    from hetero_ee.decoding.logprobs import TokenLogprobs as TokenLogprobs
     from hetero_ee.decoding.reply import Reply as Reply
     from hetero_ee.decoding.result import FinishReason as FinishReason
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
@@ -59,6 +60,7 @@ _NAMES = {
     "hetero_ee.config": ("Progress",),
     "hetero_ee.decoding.async_tokens": ("AsyncTokens",),
     "hetero_ee.decoding.conversation": ("Conversation",),
+    "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
     "hetero_ee.decoding.reply": ("Reply",),
     "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult"),
     "hetero_ee.decoding.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),

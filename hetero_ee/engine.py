@@ -13,6 +13,7 @@ from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
+from hetero_ee.decoding.logprobs import NO_LOGPROBS
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.decoding.shared_steps import SharedSteps
@@ -398,7 +399,10 @@ class Engine:
 
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         chosen = self.default_sampling if sampling is None else SamplingParams.read(sampling)
-        return chosen.changed(**changes)
+        params = chosen.changed(**changes)
+        if params.logprobs is not None and self.exits is not None:
+            raise UsageError(f"logprobs is {params.logprobs}; {NO_LOGPROBS}.")
+        return params
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._prompts.ids(prompt, self.executor.most_tokens)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.errors import shown
 
 
@@ -25,6 +26,7 @@ class GeneratedToken:
     finish_reason: FinishReason | None  # None but for the last token
     elapsed_s: float  # since generation began, prompt included
     stopped_by: str | None = None  # the stop string that ended the text
+    logprobs: TokenLogprobs | None = None  # where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class GenerationResult:
     prompt_s: float  # from the start until the first token was chosen
     generation_s: float  # from then to the last
     n_cached_tokens: int = 0  # of the prompt, in the KV cache already from earlier turns of a conversation
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
 
     def __repr__(self) -> str:
         return (
@@ -86,4 +89,5 @@ def collect(tokens: list[GeneratedToken], n_cached_tokens: int = 0) -> Generatio
         prompt_s=first_s,
         generation_s=last_s - first_s,
         n_cached_tokens=n_cached_tokens,
+        logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
     )

@@ -21,6 +21,7 @@ from hetero_ee.runtime.choice import Noise, all_finite, gumbel_noise, tempered
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
+MAX_LOGPROBS = 20
 MAX_RUNS = 500  # of equal scores that are put in order one by one: half the time of sorting 32,000 again
 
 
@@ -38,6 +39,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings that end the text and are not part of it
     stop_token_ids: tuple[int, ...] = ()  # tokens that end it, beside the model's own
     ignore_eos: bool = False  # the model's end tokens don't end the text
+    logprobs: int | None = None  # 0 to 20: each token's log-probability, and so many likeliest ones'; None for none
 
     def __post_init__(self) -> None:
         _require_whole("max_new_tokens", self.max_new_tokens, 1, 2**31, optional=True)
@@ -48,6 +50,7 @@ class SamplingParams:
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
         _require_flag("ignore_eos", self.ignore_eos)
+        _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -127,6 +130,7 @@ class SamplingChanges(TypedDict, total=False):
     stop: str | Collection[str]
     stop_token_ids: Collection[int]
     ignore_eos: bool
+    logprobs: int | None
 
 
 def choose_token(
@@ -194,7 +198,7 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
     n_kept = len(scores) if params.top_k == 0 else min(params.top_k, len(scores))
     if n_kept == len(scores) and params.top_p == 1 and params.min_p == 0:
         return scores
-    order = torch.from_numpy(_best_first(scores.numpy(), n_kept))
+    order = torch.from_numpy(best_first(scores.numpy(), n_kept))
     values = scores[order]
     probabilities = torch.softmax(values, 0)
     if params.top_p < 1:
@@ -206,7 +210,7 @@ def _filtered(scores: Tensor, params: SamplingParams) -> Tensor:
     return torch.full_like(scores, -math.inf).index_copy(0, kept, scores[kept])
 
 
-def _best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
+def best_first(scores: NDArray[np.float64], n_kept: int) -> NDArray[np.int64]:
     """Ids of the n_kept greatest, the greatest first, of equals the lowest id.
 
     NumPy's quick partition and quick sort, which don't keep the order of equals, and what puts that right: a tenth of

@@ -1,11 +1,12 @@
 """The texts being generated: how each begins, takes a token and ends. All that the ways to decode share."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from hetero_ee.config import READING, Progress
+from hetero_ee.decoding.logprobs import token_logprobs
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams, choose_token
 from hetero_ee.errors import UsageError
@@ -156,7 +157,10 @@ def step(
 ) -> GeneratedToken:
     """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
     token_id = choose_token(logits, text.token_ids, params, text.sequence, len(text.token_ids), noise)
-    return taken(text, token_id, params, ending, elapsed_s)
+    token = taken(text, token_id, params, ending, elapsed_s)
+    if params.logprobs is None:
+        return token
+    return replace(token, logprobs=token_logprobs(logits, token_id, params.logprobs))
 
 
 def taken(text: Text, token_id: int, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:

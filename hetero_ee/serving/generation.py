@@ -9,6 +9,7 @@ from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
 from hetero_ee.serving.errors import RequestError
+from hetero_ee.serving.logprobs import PlacedToken
 from hetero_ee.serving.metrics import Metrics
 from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler
 
@@ -32,6 +33,7 @@ class Generation:
         self._timeout_s, self._is_over = timeout_s, False
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
         self.text = ""
+        self.placed: list[PlacedToken] = []  # those with log-probabilities
         self.reason: FinishReason | None = None  # until the last token is there
         self.stopped_by: str | None = None  # the stop string that ended it
         scheduler.submit(self._job)
@@ -105,6 +107,8 @@ class Generation:
             self._first_s = now_s
         self._last_s, self.reason, self.stopped_by = now_s, token.finish_reason, token.stopped_by
         self.n_tokens += 1
+        if token.logprobs is not None:
+            self.placed.append(PlacedToken(token.token_id, len(self.text), token.logprobs))
         self.text += token.text
 
 

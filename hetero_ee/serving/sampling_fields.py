@@ -17,8 +17,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": ZERO,
     "frequency_penalty": ZERO,
     "logit_bias": ({}, []),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (False,),
     "n_probs": (0,),
     "response_format": ({"type": "text"},),
@@ -50,6 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tfs_z": ONE,
     "lora": ([],),
 }
+REFUSED_IN_TEXTS: dict[str, tuple[Any, ...]] = {"top_logprobs": (0,)}
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
@@ -67,6 +66,7 @@ REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
 }
 OPENAI_NAMES = {"max_new_tokens": "max_tokens"}  # of fields of SamplingParams, where they differ
+CHAT_NAMES = OPENAI_NAMES | {"logprobs": "top_logprobs"}
 
 
 def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> None:
@@ -76,8 +76,13 @@ def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> N
             fields.refuse_unless(name, harmless, NOT_OFFERED)
 
 
-def openai_sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
-    """As OpenAI's clients say it, with llama-server's and vLLM's names for what OpenAI lacks. Raises RequestError."""
+def openai_sampling(
+    fields: Fields, usual: SamplingParams, n_logprobs: int | None, names: dict[str, str]
+) -> SamplingParams:
+    """As OpenAI's clients say it, with llama-server's and vLLM's names for what OpenAI lacks.
+
+    n_logprobs: as SamplingParams.logprobs. names: as `changed` takes them. Raises RequestError.
+    """
     penalty = _either(fields, "repeat_penalty", "repetition_penalty")
     if penalty not in (None, 1.0):
         fields.refuse_unless("repeat_last_n", (-1,), "the penalty here is of all tokens, prompt included; leave it out")
@@ -94,8 +99,9 @@ def openai_sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
             "stop": fields.texts("stop") or None,
             "stop_token_ids": fields.items("stop_token_ids"),
             "ignore_eos": fields.flag("ignore_eos"),
+            "logprobs": n_logprobs,
         },
-        OPENAI_NAMES,
+        names,
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.engine import Engine
@@ -73,6 +73,15 @@ class ServedModel:
         def work() -> str:
             with self._encoding:
                 return self.engine.tokenizer.decode(token_ids)
+
+        return await asyncio.to_thread(work)
+
+    async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
+        """What each of these tokens is called."""
+
+        def work() -> dict[int, str]:
+            with self._encoding:
+                return {each: self.engine.tokenizer.token_text(each) for each in token_ids}
 
         return await asyncio.to_thread(work)
 

@@ -57,6 +57,15 @@ class Tokenizer:
         """Text of the ids; special tokens are left out."""
         return str(self._backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def token_text(self, token_id: int) -> str:
+        """Of one token in the midst of others, its leading space kept; a special token's name."""
+        # Some decoders strip what a text begins with, so its second one is looked at.
+        once, twice = (
+            str(self._backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            for ids in ([token_id], [token_id, token_id])
+        )
+        return twice[len(once) :]
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._backend.eos_token_id

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_ee import Engine
+from hetero_ee import Engine, UsageError
 from tests.emulation import LAPTOP
 from tests.server_support import RunningServer, serving
 
@@ -37,3 +37,16 @@ def test_clients_and_their_next_turns_get_the_tokens_that_generate_gives(server:
         assert more == alone.text
         n_story = len(server.engine.tokenizer.encode(story))
         assert n_cached == n_story if server.engine.exits is not None else 20 < n_cached < alone.n_prompt_tokens
+
+
+def test_log_probabilities_are_the_full_models_or_refused(server: RunningServer) -> None:
+    asked = {"prompt": STORIES[1], "max_tokens": 3, "temperature": 0, "logprobs": 1}
+    answer = server.post("/v1/completions", asked)
+    if server.engine.exits is None:
+        found = answer.json()["choices"][0]["logprobs"]
+        assert len(found["tokens"]) == 3
+        assert [max(each.values()) for each in found["top_logprobs"]] == found["token_logprobs"]
+        return
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
+    with pytest.raises(UsageError, match="logprobs is 2; the full model's probabilities are not computed"):
+        server.engine.generate(STORIES[1], max_new_tokens=2, logprobs=2)

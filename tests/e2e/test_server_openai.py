@@ -114,7 +114,7 @@ def test_the_models_are_the_one(client: openai.OpenAI) -> None:
     ("param", "value"),
     [
         ("n", 2),
-        ("logprobs", True),
+        ("top_logprobs", 2),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -0.5),
         ("logit_bias", {"5": 10}),

@@ -254,6 +254,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "stop": [None, 5, ("",), ("a", 5), ("x" * 1001,), tuple("ab" * 33), b"ab", {"a": 1}],
     "stop_token_ids": [None, 5, "5", (-1,), (1.0,), (True,), ("a",), (2**40,)],
     "ignore_eos": [None, 1, 0, "false"],
+    "logprobs": [*(each for each in NO_NUMBERS if each is not None), -1, 21, 1.0],
 }
 
 
