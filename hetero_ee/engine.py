@@ -13,9 +13,10 @@ from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
-from hetero_ee.decoding.logprobs import NO_LOGPROBS
+from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
+from hetero_ee.decoding.scoring import prompt_logprobs
 from hetero_ee.decoding.shared_steps import SharedSteps
 from hetero_ee.decoding.steps import AlternatingSteps, Steps
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
@@ -299,6 +300,20 @@ class Engine:
             return AlternatingSteps(self._tokens)
         executor, others = self.executor, (self._tokenizer.decode, self._clock, self._turns, self._look)
         return SharedSteps(executor, lambda: self._ending(executor), *others)
+
+    def prompt_logprobs(self, cached_as: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
+        """Of a prompt's tokens but the first, by the full model, some a pass; for servers. Raises UsageError.
+
+        cached_as: an open, empty sequence of the KV cache, which then holds all of them but the last.
+        """
+        prompt = Continuation(cached_as, token_ids)
+
+        def watched() -> Generator[list[TokenLogprobs]]:
+            self._look()
+            yield from prompt_logprobs(self.executor, prompt, n_top, self._ending(self.executor))
+            self._look()
+
+        return self._turns.taking(watched())
 
     def calibrate(
         self,

@@ -1,29 +1,56 @@
 """What the full model says of a text that is there already."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from torch import Tensor
 
+from hetero_ee.decoding.logprobs import TokenLogprobs, token_logprobs
+from hetero_ee.decoding.texts import Continuation, Ending, require_room
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
+
+SCORED_TOKENS = 128  # in one pass beside other texts: their logits, a vocabulary each, are memory that no plan counts
 
 
 def score(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> Iterator[tuple[Tensor, int]]:
     """What this text's tokens after its prompt would have been chosen from: logits (vocab,) and the layers passed, all
     of them, for each. The text has a sequence of its own."""
-    sequence, size = executor.cache.open_new(), executor.prompt_chunk_tokens
+    sequence = executor.cache.open_new()
     try:
-        for first in range(0, len(token_ids) - 1, size):
-            chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
-            hidden = executor.hidden(Batch.of_sequence(sequence, first, chunk))
-            wanted = hidden[max(0, n_prompt_tokens - 1 - first) :]
-            for logits in executor.to_logits(wanted) if len(wanted) else ():
+        for rows in _logits(executor, sequence, token_ids, n_prompt_tokens, executor.prompt_chunk_tokens):
+            for logits in rows:
                 yield logits, executor.spec.n_layers
     finally:
         executor.cache.close(sequence)
+
+
+def prompt_logprobs(
+    executor: Executor, prompt: Continuation, n_top: int, ending: Ending
+) -> Generator[list[TokenLogprobs]]:
+    """Of each token of a prompt but the first, given those before it: some of them a pass. Its sequence holds nothing
+    before, and afterwards all but its last token. Raises UsageError where the context has no room for it."""
+    token_ids, n_done = prompt.token_ids, 1
+    require_room(len(token_ids), ending)
+    executor.make_room({prompt.cached_as: len(token_ids)})
+    size = min(executor.prompt_chunk_tokens, SCORED_TOKENS)
+    for rows in _logits(executor, prompt.cached_as, token_ids, 1, size):
+        said = token_ids[n_done : n_done + len(rows)]
+        n_done += len(said)
+        yield [token_logprobs(logits, token_id, n_top) for logits, token_id in zip(rows, said, strict=True)]
 
 
 def n_changed(executor: Executor, token_ids: Sequence[int], n_prompt_tokens: int) -> int:
     """Of this text's tokens after its prompt, those that the full model would not have chosen there, greedily."""
     said = (int(logits.argmax()) for logits, _ in score(executor, token_ids, n_prompt_tokens))
     return sum(token_id != each for token_id, each in zip(token_ids[n_prompt_tokens:], said, strict=True))
+
+
+def _logits(
+    executor: Executor, sequence: int, token_ids: Sequence[int], n_prompt_tokens: int, size: int
+) -> Iterator[Tensor]:
+    """(m, vocab) of what tokens after the prompt would be chosen from, in passes of at most `size` tokens."""
+    for first in range(0, len(token_ids) - 1, size):
+        chunk = list(token_ids[first : min(first + size, len(token_ids) - 1)])
+        wanted = executor.hidden(Batch.of_sequence(sequence, first, chunk))[max(0, n_prompt_tokens - 1 - first) :]
+        if len(wanted):
+            yield executor.to_logits(wanted)

@@ -78,14 +78,19 @@ class Text:
 def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending) -> list[Text]:
     """A text for each prompt. Raises UsageError for one that the context has no room for and can't grow for."""
     longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
-    if not ending.has_room(longest + 1):
-        raise UsageError(
-            f"the prompt has {longest} tokens, the context holds {ending.context_tokens}, and no plan for more fits "
-            "this machine; shorten it, or leave more memory to it."
-        )
+    require_room(longest, ending)
     if isinstance(prompts, Continuation):
         return [Text.of_prompt(0, prompts.token_ids, params, decode, prompts.cached_as)]
     return [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
+
+
+def require_room(n_prompt_tokens: int, ending: Ending) -> None:
+    """Raises UsageError where the context has no room for such a prompt and a token after it, and can't grow."""
+    if not ending.has_room(n_prompt_tokens + 1):
+        raise UsageError(
+            f"the prompt has {n_prompt_tokens} tokens, the context holds {ending.context_tokens}, and no plan for more "
+            "fits this machine; shorten it, or leave more memory to it."
+        )
 
 
 def in_own_sequences(

@@ -3,10 +3,9 @@
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hetero_ee.config import Progress
-from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.errors import HeteroError
 
 CLOSED = "this engine is closed; open the model again with Engine.from_pretrained."
@@ -21,11 +20,11 @@ class Turns:
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._lock = threading.RLock()  # its own thread may take it again: where a step collects a dropped text
-        self._texts: weakref.WeakSet[Generator[GeneratedToken]] = weakref.WeakSet()
+        self._texts: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
         self._stop = NEVER  # of the text whose step it is
         self._is_closed = False
 
-    def taking(self, tokens: Generator[GeneratedToken], stop: threading.Event = NEVER) -> Generator[GeneratedToken]:
+    def taking(self, tokens: Generator[T], stop: threading.Event = NEVER) -> Generator[T]:
         """The tokens, each step of them alone. stop: ends the text even while its prompt is read.
 
         Raises HeteroError where all was closed meanwhile.

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -37,12 +37,12 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events. They are closed, and with them the text, when the client goes away."""
+    """Server-sent events. They are closed, and with them the texts, when the client goes away."""
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Generation]) -> None:
         super().__init__(media_type=EVENTS_TYPE, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._generation = events, generation
+        self._events, self._generations = events, generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
@@ -51,7 +51,8 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            self._generation.close()
+            for each in self._generations:
+                each.close()
             await _cancelled(sending, leaving)
 
     async def _send(self, send: Send) -> None:

@@ -39,7 +39,7 @@ async def messages(request: Request, served: ServedModel) -> Response:
     generation = served.generation(await served.chat_ids(said), params)
     name = served.settings.model_name
     if is_stream:
-        return EventStream(_events(generation, name, served.settings.ping_s), generation)
+        return EventStream(_events(generation, name, served.settings.ping_s), [generation])
     await until_gone(request, generation.finish())
     content = [{"type": "text", "text": generation.text}]
     return JSONResponse(_message(name, content, generation) | _stop(generation))

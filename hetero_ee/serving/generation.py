@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
@@ -11,28 +12,43 @@ from hetero_ee.errors import HeteroError
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.logprobs import PlacedToken
 from hetero_ee.serving.metrics import Metrics
-from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler
+from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler, Scored, Scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt as the beginning of its answer."""
+
+    text: str
+    offsets: list[int]  # of its tokens in the text
+    scoring: Scoring | None  # None: without log-probabilities
 
 
 class Generation:
     """A request that stands in the queue from here on. Close it, or iterate to its end."""
 
     def __init__(
-        self, scheduler: Scheduler, metrics: Metrics, prompt_ids: list[int], params: SamplingParams, timeout_s: float
+        self,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        timeout_s: float,
+        echo: Echo | None = None,
     ) -> None:
-        """Raises BusyError."""
+        """echo: the prompt begins the text. Raises BusyError."""
         loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Event]]()
 
         def tell(event: Event) -> None:  # from the engine's thread, whose time counts: the loop may be late
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(self._events.put_nowait, (time.monotonic(), event))
 
-        self._job = Job(prompt_ids, params, tell)
+        self._job = Job(prompt_ids, params, tell, None if echo is None else echo.scoring)
         self._scheduler, self._metrics = scheduler, metrics
         self._start_s = self._begun_s = self._first_s = self._last_s = time.monotonic()
-        self._timeout_s, self._is_over = timeout_s, False
+        self._timeout_s, self._is_over, self._echo = timeout_s, False, echo
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
-        self.text = ""
+        self._untold = self.text = "" if echo is None else echo.text
         self.placed: list[PlacedToken] = []  # those with log-probabilities
         self.reason: FinishReason | None = None  # until the last token is there
         self.stopped_by: str | None = None  # the stop string that ended it
@@ -52,6 +68,8 @@ class Generation:
                     raise event
                 if isinstance(event, Begun):
                     self._begin(event, at_s)
+                elif isinstance(event, Scored):
+                    self._score(event, at_s)
                 else:
                     self._take(event, at_s)
                     yield event
@@ -62,6 +80,11 @@ class Generation:
         """The whole text. Raises as tokens() does."""
         async for _ in self.tokens():
             pass
+
+    def taken_echo(self) -> str:
+        """The prompt where it begins the text, once."""
+        text, self._untold = self._untold, ""
+        return text
 
     def close(self) -> None:
         """Ends the text within a step, if it has not ended. Closing twice does nothing."""
@@ -99,6 +122,15 @@ class Generation:
         """Again where the first time there was no memory."""
         self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
         self._metrics.begun(self._begun_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens)
+
+    def _score(self, event: Scored, now_s: float) -> None:
+        if self._echo is None or self._echo.scoring is None:
+            return
+        ids, logprobs = self._job.prompt_ids, [None, *event.logprobs]
+        self.placed += map(PlacedToken, ids, self._echo.offsets, logprobs)
+        if self._echo.scoring.is_all:
+            self._first_s = self._last_s = now_s
+            self.reason = FinishReason.LENGTH
 
     def _take(self, token: GeneratedToken, now_s: float) -> None:
         is_first = self.n_tokens == 0

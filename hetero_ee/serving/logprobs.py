@@ -15,7 +15,7 @@ class PlacedToken:
 
     token_id: int
     offset: int  # characters before it
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None  # None of a prompt's first
 
 
 def asked_by_chat(fields: Fields) -> int | None:
@@ -35,30 +35,38 @@ def asked_by_completion(fields: Fields) -> int | None:
 
 def ids_in(tokens: Iterable[PlacedToken]) -> set[int]:
     """Whose texts the shapes below ask for."""
-    return {token_id for each in tokens for token_id in (each.token_id, *(one for one, _ in each.logprobs.top))}
+    return {token_id for each in tokens for token_id in (each.token_id, *(one for one, _ in _top(each)))}
 
 
 def of_completion(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
     """Lists as long as the tokens. The chosen token is among the likeliest ones always, as clients expect it."""
     return {
         "tokens": [texts[each.token_id] for each in tokens],
-        "token_logprobs": [each.logprobs.logprob for each in tokens],
+        "token_logprobs": [None if each.logprobs is None else each.logprobs.logprob for each in tokens],
         "top_logprobs": [_likeliest(each, texts) for each in tokens],
         "text_offset": [each.offset for each in tokens],
     }
+
+
+def _top(token: PlacedToken) -> tuple[tuple[int, float], ...]:
+    return () if token.logprobs is None else token.logprobs.top
 
 
 def of_chat(tokens: Sequence[PlacedToken], texts: Mapping[int, str]) -> dict[str, Any]:
     """An object a token."""
     content = []
     for each in tokens:
+        if each.logprobs is None:
+            continue
         top = [_named(texts[token_id], logprob) for token_id, logprob in each.logprobs.top]
         content.append(_named(texts[each.token_id], each.logprobs.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float]:
+def _likeliest(token: PlacedToken, texts: Mapping[int, str]) -> dict[str, float] | None:
     """By text; of tokens with the same one the likeliest counts."""
+    if token.logprobs is None:
+        return None
     found: dict[str, float] = {}
     for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
         found.setdefault(texts[token_id], logprob)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee.decoding.logprobs import NO_LOGPROBS
+from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, shown
 from hetero_ee.serving.answers import PING, EventStream, event, until_gone
 from hetero_ee.serving.body import Fields, read_body
 from hetero_ee.serving.errors import openai_error
-from hetero_ee.serving.generation import Generation
+from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.logprobs import asked_by_chat, asked_by_completion, ids_in, of_chat, of_completion
 from hetero_ee.serving.messages import openai_messages
 from hetero_ee.serving.sampling_fields import (
@@ -26,6 +27,7 @@ from hetero_ee.serving.sampling_fields import (
     openai_sampling,
     refuse_unsupported,
 )
+from hetero_ee.serving.scheduler import Scoring
 from hetero_ee.serving.served_model import ServedModel
 
 DONE = "[DONE]"
@@ -40,19 +42,25 @@ class _Kind:
     piece: str  # `object` of an event
     is_chat: bool
 
-    def choice(self, text: str, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
         """Of a whole answer."""
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def delta(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None, *, is_first: bool = False
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        *,
+        is_first: bool = False,
     ) -> dict[str, Any]:
         """Of an event."""
         role = {"role": "assistant"} if is_first else {}
         content = {"content": text} if text or is_first else {}
         said: dict[str, Any] = {"delta": role | content} if self.is_chat else {"text": text}
-        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 CHAT = _Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", is_chat=True)
@@ -66,8 +74,10 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
     params = openai_sampling(fields, served.usual, n_logprobs, CHAT_NAMES)
     messages, asked = openai_messages(fields), _Asked.of(fields)
-    generation = served.generation(await served.chat_ids(messages), params)
-    return await _answer(request, _Answer(CHAT, served, asked), generation, served)
+    _check_n(asked.n_each, 1, fields, served)
+    ids = await served.chat_ids(messages)
+    generations = _started([(ids, None)], asked.n_each, params, served)
+    return await _answer(request, _Answer(CHAT, served, asked), generations, served)
 
 
 async def completions(request: Request, served: ServedModel) -> Response:
@@ -75,9 +85,18 @@ async def completions(request: Request, served: ServedModel) -> Response:
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED, REFUSED_IN_TEXTS)
     n_logprobs = _offered(asked_by_completion(fields), fields, served)
-    params, asked = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES), _Asked.of(fields)
-    generation = served.generation(await served.prompt_ids(_prompt(fields)), params)
-    return await _answer(request, _Answer(TEXT, served, asked), generation, served)
+    is_echo, asked, prompts = fields.flag("echo"), _Asked.of(fields), _prompts(fields)
+    _check_n(asked.n_each, len(prompts), fields, served)
+    scoring = None
+    if is_echo and n_logprobs is not None:
+        is_all = fields.whole("max_tokens") == 0  # which no text may have
+        fields = Fields({**fields.values, "max_tokens": 1}) if is_all else fields
+        scoring = Scoring(n_logprobs, is_all)
+    params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES)
+    ids = [await served.prompt_ids(each) for each in prompts]
+    echoes = [await served.echo(*each, scoring) if is_echo else None for each in zip(prompts, ids, strict=True)]
+    generations = _started(list(zip(ids, echoes, strict=True)), asked.n_each, params, served)
+    return await _answer(request, _Answer(TEXT, served, asked), generations, served)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +105,14 @@ class _Asked:
 
     is_stream: bool
     has_usage: bool  # in an event of its own
+    n_each: int  # texts of each prompt
 
     @classmethod
     def of(cls, fields: Fields) -> "_Asked":
         fields.text("model")  # whatever its name: there is one
-        return cls(fields.flag("stream"), fields.inner("stream_options").flag("include_usage"))
+        n_each = fields.whole("n")
+        has_usage = fields.inner("stream_options").flag("include_usage")
+        return cls(fields.flag("stream"), has_usage, 1 if n_each is None else n_each)
 
 
 class _Answer:
@@ -105,30 +127,39 @@ class _Answer:
     def is_stream(self) -> bool:
         return self._asked.is_stream
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
+    async def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """In one document."""
-        choice = self._kind.choice(generation.text, await self._logprobs(generation), generation.finish_reason)
-        tail = {"usage": _usage(generation), "timings": generation.timings()}
-        return {**self._head, "object": self._kind.whole, "choices": [choice], **tail}
+        choices = []
+        for index, each in enumerate(generations):
+            await each.finish()
+            choices.append(self._kind.choice(index, each.text, await self._logprobs(each), each.finish_reason))
+        tail = {"usage": _usage(generations, self._asked.n_each), **_timings(generations)}
+        return {**self._head, "object": self._kind.whole, "choices": choices, **tail}
 
-    async def events(self, generation: Generation, ping_s: float) -> AsyncIterator[bytes]:
-        """Pieces of the text, why it ended, the usage where that was asked for."""
+    async def events(self, generations: Sequence[Generation], ping_s: float) -> AsyncIterator[bytes]:
+        """Pieces of each text, one text after the other, why it ended, the usage where that was asked for."""
         try:
-            if self._kind.is_chat:
-                yield self._piece([self._kind.delta("", None, None, is_first=True)])
-            async for token in generation.tokens(ping_s):
-                if token is None:
-                    yield PING
-                elif token.text:
-                    yield self._piece([self._kind.delta(token.text, await self._logprobs(generation), None)])
+            for index, each in enumerate(generations):
+                async for piece in self._pieces(index, each, ping_s):
+                    yield piece
+                end = self._kind.delta(index, each.taken_echo(), await self._logprobs(each), each.finish_reason)
+                yield self._piece([end], **_timings(generations))
         except HeteroError as error:
             yield event(openai_error(error))
             return
-        end = self._kind.delta("", await self._logprobs(generation), generation.finish_reason)
-        yield self._piece([end], timings=generation.timings())
         if self._asked.has_usage:
-            yield self._piece([], usage=_usage(generation))
+            yield self._piece([], usage=_usage(generations, self._asked.n_each))
         yield event(DONE)
+
+    async def _pieces(self, index: int, generation: Generation, ping_s: float) -> AsyncIterator[bytes]:
+        """All of a text but its end. What is echoed comes with the first token, whose log-probabilities follow it."""
+        if self._kind.is_chat:
+            yield self._piece([self._kind.delta(index, "", None, None, is_first=True)])
+        async for token in generation.tokens(ping_s):
+            if token is None:
+                yield PING
+            elif text := generation.taken_echo() + token.text:
+                yield self._piece([self._kind.delta(index, text, await self._logprobs(generation), None)])
 
     async def _logprobs(self, generation: Generation) -> dict[str, Any] | None:
         """Of the tokens that came since the last time."""
@@ -143,11 +174,42 @@ class _Answer:
         return event({**self._head, "object": self._kind.piece, "choices": choices, **usage, **more})
 
 
-async def _answer(request: Request, answer: _Answer, generation: Generation, served: ServedModel) -> Response:
+async def _answer(
+    request: Request, answer: _Answer, generations: Sequence[Generation], served: ServedModel
+) -> Response:
     if answer.is_stream:
-        return EventStream(answer.events(generation, served.settings.ping_s), generation)
-    await until_gone(request, generation.finish())
-    return JSONResponse(await answer.whole(generation))
+        return EventStream(answer.events(generations, served.settings.ping_s), generations)
+    try:
+        return JSONResponse(await until_gone(request, answer.whole(generations)))
+    finally:
+        for each in generations:
+            each.close()
+
+
+def _started(
+    prompts: Sequence[tuple[list[int], Echo | None]], n_each: int, params: SamplingParams, served: ServedModel
+) -> list[Generation]:
+    """n_each texts of each prompt, the first with the request's seed, others with the next ones. Raises BusyError."""
+    generations: list[Generation] = []
+    try:
+        for ids, echo in prompts:
+            for index in range(n_each):
+                seeded = params if index == 0 else params.changed(seed=(params.seed + index) % 2**64)
+                generations.append(served.generation(ids, seeded, echo))
+    except HeteroError:
+        for each in generations:
+            each.close()
+        raise
+    return generations
+
+
+def _check_n(n_each: int, n_prompts: int, fields: Fields, served: ServedModel) -> None:
+    """Raises RequestError for more texts than may run and wait at a time."""
+    most = served.settings.n_slots + served.settings.queue_size
+    if n_prompts > most:
+        fields.refuse("prompt", f"holds {n_prompts} prompts; expected at most {most}, as may run and wait at a time")
+    if not 1 <= n_each <= most // n_prompts:
+        fields.refuse("n", f"is {shown(n_each)}; expected 1 to {most // n_prompts}, as may run and wait at a time")
 
 
 def _offered(n_logprobs: int | None, fields: Fields, served: ServedModel) -> int | None:
@@ -157,23 +219,28 @@ def _offered(n_logprobs: int | None, fields: Fields, served: ServedModel) -> int
     return n_logprobs
 
 
-def _prompt(fields: Fields) -> Any:
-    """Text, or a list of token ids; a list of one prompt is that one."""
+def _prompts(fields: Fields) -> list[Any]:
+    """Each of them text, or a list of token ids."""
     prompt = fields.values.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            fields.refuse("prompt", f"holds {len(prompt)} prompts; send one a request, they run side by side")
-        prompt = prompt[0]
+        return prompt
     if not isinstance(prompt, str | list):
         fields.refuse("prompt", "is missing; expected text, or a list of token ids")
-    return prompt
+    return [prompt]
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
-    n_prompt, n_tokens = generation.n_prompt_tokens, generation.n_tokens
+def _timings(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Of one text; of several that ran beside each other they would say little."""
+    return {"timings": generations[0].timings()} if len(generations) == 1 else {}
+
+
+def _usage(generations: Sequence[Generation], n_each: int) -> dict[str, Any]:
+    """Of texts, n_each of which have one prompt."""
+    n_prompt = sum(each.n_prompt_tokens for each in generations[::n_each])
+    n_tokens = sum(each.n_tokens for each in generations)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_tokens,
         "total_tokens": n_prompt + n_tokens,
-        "prompt_tokens_details": {"cached_tokens": generation.n_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(each.n_cached_tokens for each in generations[::n_each])},
     }

@@ -13,7 +13,6 @@ ZERO, ONE = (0, 0.0), (1, 1.0)
 # What would change the answer and can't be done, with the values that ask for nothing. Others unknown are ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": ONE,
-    "n": ONE,
     "presence_penalty": ZERO,
     "frequency_penalty": ZERO,
     "logit_bias": ({}, []),
@@ -27,7 +26,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_choice": (),
     "structured_outputs": (),
-    "echo": (False,),
     "suffix": ("",),
     "min_tokens": ZERO,
     "n_keep": (0, -1),
@@ -50,6 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 REFUSED_IN_TEXTS: dict[str, tuple[Any, ...]] = {"top_logprobs": (0,)}
 REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),

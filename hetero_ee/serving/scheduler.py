@@ -3,9 +3,11 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from itertools import count
 
+from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import Stepped
@@ -29,17 +31,33 @@ class Begun:
     n_cached_tokens: int  # of its prompt, in the KV cache already
 
 
-Event = Begun | GeneratedToken | HeteroError
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model says of a prompt."""
+
+    logprobs: list[TokenLogprobs]  # of its tokens but the first
+
+
+Event = Begun | Scored | GeneratedToken | HeteroError
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Wants a prompt's own log-probabilities, before any text."""
+
+    n_top: int  # of the likeliest tokens in each place
+    is_all: bool  # no text follows
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's text. tell: called from the engine's thread with each event; the last is the last token or an
-    error. stop: set by who no longer wants it."""
+    """One request's text. tell: called from the engine's thread with each event; the last is the last token, an error,
+    or of a prompt that is scored alone what it scores. stop: set by who no longer wants it."""
 
     prompt_ids: list[int]
     params: SamplingParams
     tell: Callable[[Event], None]
+    scoring: Scoring | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -48,6 +66,8 @@ class _Running:
     job: Job
     slot: Slot
     generated: list[int] = field(default_factory=list)
+    scoring: Generator[list[TokenLogprobs]] | None = None  # until the prompt is scored
+    scored: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Scheduler:
@@ -61,7 +81,8 @@ class Scheduler:
         self._engine, self._steps, self.n_slots = engine, engine.steps(), n_slots
         self._slots = Slots(engine.executor, n_slots, closing)
         self._queue, self._queue_size = deque[Job](), queue_size
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Running] = {}  # by the texts' numbers, prompts that are scored by negative ones
+        self._scoring_numbers = count(-1, -1)
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -163,15 +184,51 @@ class Scheduler:
         context = self._engine.context_tokens
         n_reply = min(job.params.max_new_tokens or context, context // 4)  # as a conversation has it
         slot, n_cached = self._slots.take(job.prompt_ids, n_reply)
+        if job.scoring is None:
+            self._join(job, slot, n_cached)
+            job.tell(Begun(n_cached))
+            return
+        self._engine.executor.cache.truncate(slot.sequence, 0)  # every token's logits are wanted
+        scoring = self._engine.prompt_logprobs(slot.sequence, job.prompt_ids, job.scoring.n_top)
+        self._running[next(self._scoring_numbers)] = _Running(job, slot, scoring=scoring)
+        job.tell(Begun(0))
+
+    def _join(self, job: Job, slot: Slot, n_cached: int) -> None:
+        """Its text begins; n_cached tokens of its prompt are read."""
         try:
             number = self._steps.join(Continuation(slot.sequence, job.prompt_ids), job.params, job.stop)
         except BaseException:
             self._slots.give_back(slot, job.prompt_ids[:n_cached])
             raise
         self._running[number] = _Running(job, slot)
-        job.tell(Begun(n_cached))
+
+    def _score(self, number: int, running: _Running, scoring: Generator[list[TokenLogprobs]]) -> None:
+        """A pass of a prompt that is scored; behind the last its text begins, if there is to be one."""
+        job, slot = running.job, running.slot
+        try:
+            said = next(scoring, None)
+            if said is not None:
+                running.scored += said
+                return
+            job.tell(Scored(running.scored))
+            if job.scoring is not None and job.scoring.is_all:
+                self._end(number, None)
+                return
+            del self._running[number]
+            if self._engine.drafting is not None:  # draft sources have not seen the prompt
+                self._engine.executor.cache.truncate(slot.sequence, 0)
+            self._join(job, slot, 0)
+        except Exception as error:
+            failure = _failure(error)
+            if number in self._running:
+                self._pass_on(Stepped(number, failure))
+            else:
+                job.tell(failure)
 
     def _step(self) -> None:
+        for number, running in list(self._running.items()):
+            if running.scoring is not None:
+                self._score(number, running, running.scoring)
         try:
             stepped = self._steps.step()
         except Exception as error:
@@ -217,6 +274,8 @@ class Scheduler:
         was not read to its end."""
         running = self._running.pop(number)
         self._steps.leave(number)
+        if running.scoring is not None:
+            running.scoring.close()
         kept: list[int] = []
         if error is None and running.generated:
             kept = [*running.job.prompt_ids, *(running.generated[:-1] if self._keeps_generated else ())]

@@ -9,12 +9,13 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.engine import Engine
 from hetero_ee.errors import UsageError
 from hetero_ee.serving.errors import RequestError
-from hetero_ee.serving.generation import Generation
+from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.metrics import Metrics
-from hetero_ee.serving.scheduler import Scheduler
+from hetero_ee.serving.scheduler import Scheduler, Scoring
 from hetero_ee.serving.settings import ServerSettings
 from hetero_ee.text.chat_template import ChatTemplate, Message
 from hetero_ee.text.prompt import Prompt, PromptReader
+from hetero_ee.text.text_stream import TextStream
 
 
 class ServedModel:
@@ -85,9 +86,22 @@ class ServedModel:
 
         return await asyncio.to_thread(work)
 
-    def generation(self, prompt_ids: list[int], params: SamplingParams) -> Generation:
+    async def echo(self, prompt: Prompt, prompt_ids: list[int], scoring: Scoring | None) -> Echo:
+        """Of a prompt that prompt_ids() has read."""
+
+        def work() -> Echo:
+            with self._encoding:
+                stream, text, offsets = TextStream(self.engine.tokenizer.decode, []), "", []
+                for each in prompt_ids:
+                    offsets.append(len(text))
+                    text += stream.add(each)
+            return Echo(prompt if isinstance(prompt, str) else text + stream.finish(), offsets, scoring)
+
+        return await asyncio.to_thread(work)
+
+    def generation(self, prompt_ids: list[int], params: SamplingParams, echo: Echo | None = None) -> Generation:
         """In the queue from now on. Raises BusyError."""
-        return Generation(self.scheduler, self.metrics, prompt_ids, params, self.settings.request_timeout_s)
+        return Generation(self.scheduler, self.metrics, prompt_ids, params, self.settings.request_timeout_s, echo)
 
     def close(self) -> None:
         """Ends every text. Closing twice does nothing."""

@@ -9,7 +9,7 @@ import pytest
 from hetero_ee import Engine, GeneratedToken, HeteroError
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import DeviceMemoryError
-from hetero_ee.serving.scheduler import Begun, BusyError, Event, Job, Scheduler
+from hetero_ee.serving.scheduler import Begun, BusyError, Event, Job, Scheduler, Scored, Scoring
 from tests.server_support import eventually, opened, slowed
 
 
@@ -166,3 +166,41 @@ def test_nothing_is_taken_once_it_is_closed(engine: Engine) -> None:
     with pytest.raises(BusyError, match="shutting down"):
         scheduler.submit(Told([5]).job)
     scheduler.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_prompt_that_is_scored_ends_within_a_pass_of_its_cancelling(
+    scheduler: Scheduler, slowly: list[Any], is_cancelled: bool
+) -> None:
+    events: list[Event] = []
+    ids = [5 + i % 200 for i in range(400)]
+    job = Job(ids, SamplingParams(max_new_tokens=1), events.append, Scoring(0, is_all=True))
+    scheduler.submit(job)
+    eventually(lambda: len(slowly) > 1)
+    n_passes = len(slowly)
+    if is_cancelled:
+        scheduler.cancel(job)
+    eventually(lambda: scheduler.n_running == 0)
+    if is_cancelled:
+        assert len(slowly) <= n_passes + 2 and [type(each) for each in events] == [Begun]
+    else:
+        scored = events[-1]
+        assert len(slowly) == 13 and isinstance(scored, Scored) and len(scored.logprobs) == len(ids) - 1
+
+
+def test_an_error_while_a_prompt_is_scored_ends_it_alone(
+    engine: Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    events: list[Event] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.executor, "lm_head", broken)
+        scheduler.submit(Job([5, 6, 7], SamplingParams(max_new_tokens=1), events.append, Scoring(0, is_all=False)))
+        eventually(lambda: len(events) > 1)
+    assert [type(each) for each in events] == [Begun, HeteroError]
+    after = Told([5, 6, 7], n_tokens=3)
+    scheduler.submit(after.job)
+    eventually(after.is_over)
+    assert after.n_tokens == 3

@@ -5,8 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetero_ee import Engine, UsageError
+from hetero_ee.decoding.scoring import score
 from tests.emulation import LAPTOP
 from tests.server_support import RunningServer, serving
 
@@ -50,3 +52,18 @@ def test_log_probabilities_are_the_full_models_or_refused(server: RunningServer)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
     with pytest.raises(UsageError, match="logprobs is 2; the full model's probabilities are not computed"):
         server.engine.generate(STORIES[1], max_new_tokens=2, logprobs=2)
+
+
+def test_a_prompt_is_scored_in_exact_mode_and_drafted_on_from(server: RunningServer) -> None:
+    if server.engine.exits is not None:
+        asked = {"prompt": STORIES[2], "max_tokens": 0, "echo": True, "logprobs": 0}
+        assert server.post("/v1/completions", asked).status_code == 400
+        return
+    alone = server.engine.generate(STORIES[2], max_new_tokens=12)
+    answer = server.completion(STORIES[2], max_tokens=12, echo=True, logprobs=0)
+    assert answer["choices"][0]["text"] == STORIES[2] + alone.text
+    found = answer["choices"][0]["logprobs"]["token_logprobs"]
+    ids = server.engine.tokenizer.encode(STORIES[2])
+    logs = [torch.log_softmax(row.double(), 0) for row, _ in score(server.engine.executor, ids, 1)]
+    assert found[1 : len(ids)] == pytest.approx([row[each].item() for row, each in zip(logs, ids[1:], strict=True)])
+    assert len(found) == len(ids) + 12
