@@ -52,7 +52,7 @@ class Source:
         paths = {path.name: path for path in _paths(self.folder)}
 
         def digest(file: SourceFile) -> str:
-            with readable(paths[file.name]) as opened:
+            with readable(paths.get(file.name, self.folder / file.name)) as opened:  # one that has gone can't be read
                 return sha256_of(opened, 0, file.n_bytes)
 
         return dict(zip((file.name for file in self.files), workers(digest, self.files), strict=True))
