@@ -41,6 +41,7 @@ from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
 
 SMALLEST = 1e-30  # below it 127 / the largest magnitude is no number; such weights count as zeros
 WEIGHT_LIMIT = 127
+MOST_UNITS = 2  # whose sums are in registers at once, on any target
 QUAD_BYTES = 256  # of four rows' unpacked entries in a unit
 COLUMNS = [16 * half + 4 * quarter + lane for quarter in range(4) for half in range(2) for lane in range(4)]
 SIGNED_TABLE = 64  # bytes from the table's start to its entries as they are; before them, those moved up
@@ -145,7 +146,8 @@ def add_unit(typing: Any, totals: Any, codes: Any, table: Any, x: Any, stride: A
 @intrinsic
 def widest_strip(typing: Any) -> Any:
     """A tuple as long as the sums of as many units as registers hold at once: four a unit."""
-    kind = types.UniTuple(types.int64, 8 if target_has(cpu_target.target_context, "avx512f") else 4)
+    n_units = MOST_UNITS if target_has(cpu_target.target_context, "avx512f") else 1
+    kind = types.UniTuple(types.int64, 4 * n_units)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.get_constant_null(kind)

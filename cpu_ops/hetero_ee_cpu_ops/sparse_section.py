@@ -11,6 +11,7 @@ import numpy as np
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
 from hetero_ee_cpu_ops.row_unit import (
+    MOST_UNITS,
     QUAD_BYTES,
     add_quad,
     add_unit,
@@ -50,7 +51,7 @@ F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
 # Offsets in a chunk's frame, in bytes.
 PRODUCTS = 64 * 4  # bytes of one token's h in a block
 FACTOR_BYTES = 4 * STRIP_GROUPS
-QUADS, MOST_UNITS = BLOCK // 4, 2  # of a strip's units in registers at once
+QUADS = BLOCK // 4
 WEIGHT_BYTES = QUADS * FACTOR_BYTES  # of a token in 16 groups
 NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
 AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order

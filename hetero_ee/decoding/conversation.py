@@ -7,13 +7,12 @@ before; and so are its tokens, since a row's bits depend on its own sequence alo
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import takewhile
 from typing import Self, Unpack
 
 from hetero_ee.decoding.reply import Reply
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingChanges, SamplingParams
-from hetero_ee.decoding.texts import Continuation
+from hetero_ee.decoding.texts import Continuation, common_length, room_for_reply
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.chat_template import MAX_MESSAGE_CHARACTERS, ChatTemplate, Message
@@ -144,7 +143,7 @@ class Conversation:
 
     def _begin(self, earlier: list[Message], question: Message, params: SamplingParams) -> Reply:
         n_forgotten, ids = self._fitted(earlier, question, params)
-        n_cached = min(_common_length(self._cached_ids, ids), len(ids) - 1)  # the last one's logits are wanted
+        n_cached = min(common_length(self._cached_ids, ids), len(ids) - 1)  # the last one's logits are wanted
         tokens = self._generated([*earlier[n_forgotten:], question], ids, n_cached, params)
         self._reply = Reply(tokens, params, len(ids), n_cached, n_forgotten)
         return self._reply
@@ -152,10 +151,10 @@ class Conversation:
     def _fitted(self, earlier: list[Message], question: Message, params: SamplingParams) -> tuple[int, list[int]]:
         """How many of the earlier messages must be forgotten, and the ids of the rest."""
         ids = self._encoded([*earlier, question])
-        context, n_reply = self.context_tokens, _room_for_reply(self.context_tokens, params)
+        context, n_reply = self.context_tokens, room_for_reply(self.context_tokens, params)
         if len(ids) > context - n_reply:
             context = self._executor.grow(min(self._executor.most_tokens, len(ids) + n_reply))
-        quarter, room = max(1, context // 4), context - _room_for_reply(context, params)
+        quarter, room = max(1, context // 4), context - room_for_reply(context, params)
         if len(ids) <= room:
             return 0, ids
         enough: tuple[int, list[int]] | None = None
@@ -208,16 +207,6 @@ def _message(role: str, text: str) -> Message:
     except UnicodeEncodeError as error:
         raise UsageError(f"the message {shown(text)} is not valid Unicode at character {error.start}.") from error
     return Message(role, text)
-
-
-def _room_for_reply(context_tokens: int, params: SamplingParams) -> int:
-    """A quarter of the context, or all tokens that a reply may have where that is less."""
-    return min(params.max_new_tokens or context_tokens, max(1, context_tokens // 4))
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    """Length of the longest common beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _free(executor: Executor, sequence: int, template: ChatTemplate, closing: Sequence[Callable[[int], None]]) -> None:

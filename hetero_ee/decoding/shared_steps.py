@@ -13,10 +13,9 @@ from torch import Tensor
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import Stepped
-from hetero_ee.decoding.texts import Continuation, Ending, Text, last_tokens, prefill, step, texts_of
+from hetero_ee.decoding.texts import Continuation, Ending, Text, last_tokens, prefill, prompt_chunks, step, texts_of
 from hetero_ee.decoding.turns import Turns
 from hetero_ee.errors import HeteroError
-from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.text.text_stream import Decode
 
@@ -88,8 +87,8 @@ class SharedSteps:
                 return [self._taken(running, prefill(executor, text))]
             n_read = executor.cache.length(text.cached_as)
             executor.make_room({text.cached_as: text.n_prompt_tokens})
-            chunk = text.token_ids[n_read : n_read + executor.prompt_chunk_tokens]
-            logits = executor.prompt([Batch.of_sequence(text.cached_as, n_read, chunk, is_prompt=True)])
+            chunk = next(prompt_chunks(executor, text, n_read))
+            logits = executor.prompt([chunk])
             is_whole = n_read + len(chunk) == text.n_prompt_tokens
             return [self._taken(running, logits)] if is_whole else []
         except HeteroError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -93,6 +94,16 @@ def require_room(n_prompt_tokens: int, ending: Ending) -> None:
         )
 
 
+def room_for_reply(context_tokens: int, params: SamplingParams) -> int:
+    """A quarter of the context, or all tokens that a reply may have where that is less."""
+    return min(params.max_new_tokens or context_tokens, max(1, context_tokens // 4))
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
 def in_own_sequences(
     executor: Executor, texts: list[Text], tokens: Iterator[GeneratedToken], *closing: Callable[[int], None]
 ) -> Iterator[GeneratedToken]:
@@ -129,13 +140,14 @@ def prefill(executor: Executor, text: Text, observe: Observe | None = None) -> T
     n_missing = text.n_prompt_tokens - n_cached
     tell = executor.progress
     try:
-        return executor.prompt(_chunks(executor, text, n_cached, tell), observe)
+        return executor.prompt(prompt_chunks(executor, text, n_cached, tell), observe)
     finally:  # also where Ctrl-C or an error ends it: what shows how far it is goes away
         if tell is not None:
             tell(READING, n_missing, n_missing)
 
 
-def _chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None) -> Iterator[Batch]:
+def prompt_chunks(executor: Executor, text: Text, n_cached: int, tell: Progress | None = None) -> Iterator[Batch]:
+    """What the cache lacks of the prompt, in passes; tell: as prefill says it."""
     prompt, n_tokens = text.token_ids[: text.n_prompt_tokens], executor.prompt_chunk_tokens
     for first in range(n_cached, len(prompt), n_tokens):
         if tell is not None:

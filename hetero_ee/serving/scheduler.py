@@ -11,7 +11,7 @@ from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.steps import Stepped
-from hetero_ee.decoding.texts import Continuation
+from hetero_ee.decoding.texts import Continuation, room_for_reply
 from hetero_ee.engine import Engine
 from hetero_ee.errors import DeviceMemoryError, HeteroError, UsageError
 from hetero_ee.serving.slots import Slot, Slots
@@ -181,8 +181,7 @@ class Scheduler:
                 job.tell(_failure(error))
 
     def _begin(self, job: Job) -> None:
-        context = self._engine.context_tokens
-        n_reply = min(job.params.max_new_tokens or context, context // 4)  # as a conversation has it
+        n_reply = room_for_reply(self._engine.context_tokens, job.params)
         slot, n_cached = self._slots.take(job.prompt_ids, n_reply)
         if job.scoring is None:
             self._join(job, slot, n_cached)

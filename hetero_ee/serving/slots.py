@@ -6,8 +6,8 @@ again. Keys and values of a token depend on the tokens before it alone, so the t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
+from hetero_ee.decoding.texts import common_length
 from hetero_ee.runtime.executors.executor import Executor
 
 CLOSED = -1
@@ -39,7 +39,7 @@ class Slots:
         self._make_room(slot, len(token_ids) + n_reply)
         if slot.sequence == CLOSED or slot.sequence not in cache.sequences:
             slot.sequence, slot.token_ids = cache.open_new(), []
-        n_held = min(_common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
+        n_held = min(common_length(slot.token_ids, token_ids), len(token_ids) - 1, cache.length(slot.sequence))
         cache.truncate(slot.sequence, n_held)
         self._idle.remove(slot)
         return slot, n_held
@@ -74,8 +74,8 @@ class Slots:
 
     def _best_for(self, token_ids: list[int]) -> Slot:
         """The one that holds most of the prompt, if that is half of what it holds; else an empty one, or the oldest."""
-        best = max(self._idle, key=lambda slot: _common_length(slot.token_ids, token_ids))
-        if 2 * _common_length(best.token_ids, token_ids) >= max(1, len(best.token_ids)):
+        best = max(self._idle, key=lambda slot: common_length(slot.token_ids, token_ids))
+        if 2 * common_length(best.token_ids, token_ids) >= max(1, len(best.token_ids)):
             return best
         return next((slot for slot in self._idle if not slot.token_ids), self._idle[0])
 
@@ -84,8 +84,3 @@ class Slots:
             for close in (self._executor.cache.close, *self._closing):
                 close(slot.sequence)
         slot.sequence, slot.token_ids = CLOSED, []
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    """Length of the longest common beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

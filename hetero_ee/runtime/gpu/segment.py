@@ -103,7 +103,8 @@ class GpuSegment:
         The cache, which has admitted the rows, is filled. Raises ValueError for hidden states of other shapes. What
         turns by positions of its own is launched one by one.
         """
-        self._room.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
+        if self._n_neurons:
+            self._room.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
             for rows, m in self._placed(hidden, batch):
