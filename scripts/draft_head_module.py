@@ -59,7 +59,10 @@ class TrainingHead(nn.Module):
             states = torch.cat([states[:, :1], guessed[:, :-1].detach().float()], 1)
 
     def _layer(self, x: Tensor, held: list[tuple[Tensor, Tensor]]) -> Tensor:
-        x = x + self.o_proj(self._attended(x, held).flatten(2))
+        return self.fed_forward(x + self.o_proj(self._attended(x, held).flatten(2)))
+
+    def fed_forward(self, x: Tensor) -> Tensor:
+        """The layer's second half, of any rows."""
         scaled = x.float()
         normed = scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps) * self.norm
         return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -71,7 +74,8 @@ class TrainingHead(nn.Module):
             part(x).view(*x.shape[:2], -1, spec.head_dim).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        queries, keys = self._turned(queries), self._turned(keys)
+        positions = torch.arange(n_rows)
+        queries, keys = self.turned(queries, positions), self.turned(keys, positions)
         group = spec.n_heads // spec.n_kv_heads
         held.append((keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)))
         n_guessed = len(held) - 1
@@ -88,11 +92,11 @@ class TrainingHead(nn.Module):
             mixed = mixed + weights[..., n_rows + age, None] * shifted(guessed_values, age)
         return mixed.transpose(1, 2)
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """Rotary positions, as the engine turns them: x (b, heads, n, head_dim)."""
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary positions (n,), as the engine turns them: x (..., n, head_dim)."""
         rope = self.spec.rope
         assert rope is not None, "looked at before a head is made"
-        angles = torch.arange(x.shape[2])[:, None] * torch.tensor(rope.inverse_frequencies())
+        angles = positions[:, None] * torch.tensor(rope.inverse_frequencies())
         cosine, sine = angles.cos() * rope.scaling.magnitude, angles.sin() * rope.scaling.magnitude
         half = rope.n_features // 2
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -119,16 +119,9 @@ class Expansion:
         query, key, value = (
             part(x).view(len(x), -1, spec.head_dim).transpose(0, 1) for part in (head.q_proj, head.k_proj, head.v_proj)
         )
-        assert spec.rope is not None
-        angles = positions[:, None] * torch.tensor(spec.rope.inverse_frequencies())
-        cosine, sine = (part * spec.rope.scaling.magnitude for part in (angles.cos(), angles.sin()))
-        turned = []
-        for each in (query, key):
-            first, second, rest = each.split([cosine.shape[1]] * 2 + [each.shape[2] - 2 * cosine.shape[1]], 2)
-            parts = [first * cosine - second * sine, second * cosine + first * sine, rest]
-            turned.append(torch.cat(parts, 2).float())
         group = spec.n_heads // spec.n_kv_heads
-        return turned[0], turned[1].repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+        query, key = head.turned(query, positions), head.turned(key, positions)
+        return query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
 
     def _finished(
         self, x: Tensor, query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor
@@ -139,10 +132,7 @@ class Expansion:
         weights = (scores * head.spec.head_dim**-0.5).softmax(-1)
         n = keys.shape[1]
         mixed = weights[..., :n] @ values + (weights[:, :, None, n:] @ own_values)[:, :, 0]
-        x = x + head.o_proj(mixed.transpose(0, 1).flatten(1))
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + head.spec.norm_eps) * head.norm
-        inner = torch.nn.functional.silu(head.gate_proj(normed)) * head.up_proj(normed)
-        return torch.as_tensor(x + head.down_proj(inner))
+        return head.fed_forward(x + head.o_proj(mixed.transpose(0, 1).flatten(1)))
 
 
 def steps(arguments: argparse.Namespace) -> Iterator[list[list[Node]]]:
