@@ -1,15 +1,16 @@
 """What a tree of drafts would bring over a chain: a draft head's own candidates, replayed on texts the model wrote.
 
-    python tests/bench/bench_tree_gain.py --model DIR --head DIR --text FILE [--kappa 2:1.05,4:1.2,8:1.45,16:2.9 ...]
+    python tests/bench/bench_tree_gain.py --model DIR --head DIR --text FILE [--temperature 1] [--kappa 2:1.05,4:1.2 ..]
 
 At each position the head (fp32, plain torch) expands its likeliest candidates level by level, as EAGLE-2 does (arXiv
 2406.16858): WIDTH nodes a level by their path's probability, DEPTH levels. A step's tree is the nodes whose path is
-likelier than a limit, its chain those of them that are the first choice all the way; greedy decoding accepts what lies
-on the path that the model took. tokens: of a step, its own included; rows: what its pass verifies; gain: tokens over
-the mean of kappa(rows), a pass's time over that of one row, straight between the given points and through the last from
-0. Each at its best limit and sharpness, by which the head's logits are multiplied: greedy text takes the likeliest
-token more often than it is likely. Drafts are taken to cost nothing, which favours trees: they take more. The last
-line is one JSON document.
+likelier than a limit; its chain those of them that are the first choice all the way; its comb the chain's and those
+that hang on it. Exact decoding accepts what lies on the path that the model took: its likeliest tokens, or drawn ones,
+of which the head's likeliest are right less often. tokens: of a step, its own included; rows: what its pass verifies;
+gain: tokens over the mean of kappa(rows), a pass's time over that of one row, straight between the given points and
+through the last from 0. Each at its best limit and sharpness, by which the head's logits are multiplied: greedy text
+takes the likeliest token more often than it is likely. Drafts are taken to cost nothing, which favours trees: they take
+more. The last line is one JSON document.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from draft_head_teacher import Teacher
 from stories import read_stories
 
 WIDTH, DEPTH = 8, 10
-SHARPNESS, FAR = (1.0, 2.0, 4.0), 100
+SHARPNESS, FAR = (0.5, 1.0, 2.0, 4.0), 100
 LIMITS = np.geomspace(0.9, 0.01, 30)
 # One layer of Llama-2-7B's shape behind 2,048 tokens on two cores of a Zen 4 and of a Sapphire Rapids, and weights
 # alone on two of a Zen 5 (docs/benchmarks.md).
@@ -44,11 +45,13 @@ KAPPAS = ("2:1.02,4:1.11,8:1.47,16:2.93", "2:1.05,4:1.15,8:1.30,16:2.24", "2:1.0
 
 @dataclass(frozen=True)
 class Node:
-    """A candidate: its path's probability; whether the model took it; whether it is the first choice all the way."""
+    """A candidate: its path's probability; whether the model took it; whether it is the first choice all the way, or
+    hangs on what is."""
 
     chance: float
     is_right: bool
     is_chain: bool
+    is_comb: bool
 
 
 @dataclass
@@ -85,7 +88,8 @@ class Expansion:
             chances, parents, tokens = self._best(level, sharpness)
             right = level.is_right[parents] & (tokens == true)
             chain = level.is_chain[parents] & (torch.arange(len(tokens)) == self._first(level, parents, chances))
-            found += [Node(*each) for each in zip(chances.exp().tolist(), right.tolist(), chain.tolist(), strict=True)]
+            columns = (chances.exp(), right, chain, level.is_chain[parents])
+            found += [Node(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
             if depth < DEPTH:
                 level = self._next(level, row + depth, keys, values, chances, parents, tokens, right, chain)
         return found
@@ -137,7 +141,7 @@ class Expansion:
 
 def steps(arguments: argparse.Namespace) -> Iterator[list[list[Node]]]:
     """Of each step the candidates at each sharpness."""
-    spec, params = read_spec(arguments.model), SamplingParams(temperature=0.0)
+    spec, params = read_spec(arguments.model), SamplingParams(temperature=arguments.temperature, seed=0)
     stored = read_draft_head(arguments.head, spec)
     with Engine.from_pretrained(arguments.model, threads=arguments.threads, profile="off") as engine:
         teacher = Teacher(engine, arguments.model)
@@ -152,12 +156,17 @@ def steps(arguments: argparse.Namespace) -> Iterator[list[list[Node]]]:
                 yield [expansion.nodes(row, sharpness) for sharpness in SHARPNESS]
 
 
-def gain(found: list[list[list[Node]]], *, is_tree: bool, kappa: list[tuple[float, ...]]) -> dict[str, float]:
+def is_of(node: Node, shape: str) -> bool:
+    """Whether a chain, a comb or a tree has the node."""
+    return shape == "tree" or (shape == "comb" and node.is_comb) or node.is_chain
+
+
+def gain(found: list[list[list[Node]]], *, shape: str, kappa: list[tuple[float, ...]]) -> dict[str, float]:
     """At the limit and sharpness that are best."""
     rows = []
     for limit, (at, sharpness) in product(LIMITS, enumerate(SHARPNESS)):
         steps_ = [each[at] for each in found]
-        kept = [[node for node in nodes if node.chance > limit and (is_tree or node.is_chain)] for nodes in steps_]
+        kept = [[node for node in nodes if node.chance > limit and is_of(node, shape)] for nodes in steps_]
         tokens = float(np.mean([1 + sum(node.is_right for node in nodes) for nodes in kept]))
         n_rows = [1 + len(nodes) for nodes in kept]
         cost = float(np.mean(np.interp(n_rows, *kappa)))
@@ -173,6 +182,7 @@ def main() -> None:
     parser.add_argument("--kappa", nargs="+", default=KAPPAS, help="rows:time over one row's, separated by commas")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -184,8 +194,8 @@ def main() -> None:
     for kappa in arguments.kappa:
         points = [(1.0, 1.0), *(tuple(map(float, point.split(":"))) for point in kappa.split(","))]
         points.append((FAR * points[-1][0], FAR * points[-1][1]))  # from there on arithmetic, row after row
-        for name in ("chain", "tree"):
-            row = gain(found, is_tree=name == "tree", kappa=list(zip(*points, strict=True)))
+        for name in ("chain", "comb", "tree"):
+            row = gain(found, shape=name, kappa=list(zip(*points, strict=True)))
             results.append({"kappa": kappa, "drafts": name, **row})
             limits = f"{row['sharpness']:g} | {row['limit']:.2f} | {row['tokens']:.2f} | {row['rows']:.1f}"
             print(f"| {kappa} | {name} | {limits} | {row['gain']:.2f} |")
