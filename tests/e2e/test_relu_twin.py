@@ -28,7 +28,8 @@ SCENES = ("One day, a", "Once there was a")
 
 
 @pytest.fixture
-def twin(cache: Path) -> Iterator[Engine]:
+def twin(kernels: Path) -> Iterator[Engine]:
+    """Converted into the run's own cache: once for all tests."""
     with Engine.from_pretrained(TWIN, sparsity="exact", threads=1, profile="off") as engine:
         yield engine
 
