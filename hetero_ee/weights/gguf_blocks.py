@@ -1,8 +1,9 @@
 """Weights of GGUF files, block by block: those that tiles can hold as they are, and all others as floats.
 
 Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q5_0 fp16 d, 32 fifth bits, 16 bytes; Q8_0 fp16 d,
-32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. The low nibbles of codes are elements 0 to 15, the high ones
-16 to 31. Source: ggml-common.h.
+32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. IQ4_XS, eight blocks at once: fp16 d, 8 x 2 high bits of s, 8
+x 4 low ones, 8 x 16 bytes; scales d (s - 32). The low nibbles of codes are elements 0 to 15, the high ones 16 to 31.
+Source: ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -108,6 +109,16 @@ def _iq4_nl(raw: Tensor) -> Blocks:
     return Blocks(_nibbles(blocks[..., 2:]), _halves(blocks), IQ4_NL_CODEBOOK)
 
 
+def _iq4_xs(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 136)
+    place = torch.arange(8, dtype=torch.uint8)  # of the block among its eight
+    high = (blocks[..., 2:4].repeat_interleave(4, -1) >> place % 4 * 2) & 3
+    low = (blocks[..., 4:8].repeat_interleave(2, -1) >> place % 2 * 4) & 15
+    scales = _halves(blocks)[..., None] * ((high << 4 | low).float() - 32)
+    codes = _nibbles(blocks[..., 8:].reshape(len(raw), -1, 16))
+    return Blocks(codes, scales.flatten(1), IQ4_NL_CODEBOOK)
+
+
 def _mxfp4(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 17)
     renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
@@ -131,10 +142,12 @@ def _q8_0(raw: Tensor) -> Blocks:
 KEPT: dict[str, Callable[[Tensor], Blocks]] = {
     "Q4_0": _q4_0,
     "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "Q5_0": _q5_0,
     "Q8_0": _q8_0,
 }
+ROUNDED = frozenset({"IQ4_XS"})  # of these, those whose scales have more bits than fp16
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:

@@ -18,12 +18,13 @@ from hetero_ee.models.hf_names import Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
-from hetero_ee.weights.gguf_blocks import FLOATS, Blocks, floats, kept_blocks, require_reader
+from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, Blocks, floats, kept_blocks, require_reader
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_scales
 from hetero_ee.weights.weight import TileWeight
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
 LEAST_VALUE = -127  # int8 tiles have no -128
+HALF_ROUNDING = 2.0**-11  # of a value, at most, where it is no subnormal
 
 
 class GgufCheckpoint:
@@ -53,7 +54,7 @@ class GgufCheckpoint:
         return torch.cat([self._read(part) for part in self._parts[name]])
 
     def tiles(self, name: str) -> TileWeight | None:
-        """The same in tiles, each weight as the file has it; None where they can't hold it.
+        """The same in tiles, weights as the file has them, or their scales `rounded`; None where they can't hold it.
 
         In 8 bits for embedding, head and those that the model has so, else in 4.
         """
@@ -62,7 +63,12 @@ class GgufCheckpoint:
         if len(blocks) < len(parts):
             return None
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
-        return _int8_tiles(blocks) if in_8_bits else _int4_tiles(blocks)
+        most = HALF_ROUNDING if self.rounded(name) else 0.0
+        return _int8_tiles(blocks, most) if in_8_bits else _int4_tiles(blocks, most)
+
+    def rounded(self, name: str) -> bool:
+        """Whether tiles hold scales of this tensor rounded."""
+        return not ROUNDED.isdisjoint(self.types(name))
 
     def _read(self, part: Part) -> Tensor:
         tensor = self._tensor(part)
@@ -126,40 +132,41 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoin
     return Checkpoint(folder, spec) if file is None else GgufCheckpoint(folder, file, spec)
 
 
-def _int4_tiles(parts: Sequence[Blocks]) -> TileWeight | None:
+def _int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
     """None where they have different codebooks or none."""
     codebook = parts[0].codebook
     if codebook is None or any(part.codebook != codebook for part in parts):
         return None
     zero = min(range(16), key=lambda code: abs(codebook[code]))
-    return _tiles([part.codes for part in parts], parts, codebook, zero)
+    return _tiles([part.codes for part in parts], parts, codebook, zero, most)
 
 
-def _int8_tiles(parts: Sequence[Blocks]) -> TileWeight | None:
+def _int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
     entries = [part.entries() for part in parts]
-    return _tiles(entries, parts, None, 0) if all(int(each.min()) >= LEAST_VALUE for each in entries) else None
+    holds = all(int(each.min()) >= LEAST_VALUE for each in entries)
+    return _tiles(entries, parts, None, 0, most) if holds else None
 
 
 def _tiles(
-    codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int
+    codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int, most: float
 ) -> TileWeight | None:
-    """None where fp16 can't hold the scales, together with one power of two."""
+    """None where fp16 can't hold the scales, together with one power of two, within `most` of each."""
     stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
     n_rows, n_columns = stacked.shape
     n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
     stacked = torch.nn.functional.pad(stacked, (0, 0, 0, n_padding), value=padding)
-    found = _exact_scales(torch.nn.functional.pad(scales, (0, 0, 0, n_padding)))
+    found = _fp16_scales(torch.nn.functional.pad(scales, (0, 0, 0, n_padding)), most)
     if found is None:
         return None
     tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
     return TileWeight(tiles, layout.pack_scales(found[0]), found[1], codebook, n_rows, n_columns)
 
 
-def _exact_scales(scales: Tensor) -> tuple[Tensor, int] | None:
-    """fp16 scales and their exponent, without any rounding."""
+def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
+    """fp16 scales and their exponent, each within `most` of itself."""
     for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
-        is_same = torch.equal(halves.double() * 2.0**exponent, scales.double())
-        if is_same and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        error = (halves.double() * 2.0**exponent - scales.double()).abs()
+        if bool((error <= most * scales.double().abs()).all()) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
             return halves, exponent
     return None
 

@@ -113,22 +113,22 @@ def test_kept_types_are_exact(tmp_path: Path, kind: str) -> None:
 
 
 # Relative squared error of a matrix, at most: of 8 bits, and of 4 on random weights of each type.
-REQUANTIZED = {
+INEXACT = {
     "Q4_1": ("int4", 0.01),
     "Q5_1": ("int8", 3e-5),
     "Q3_K": ("int4", 0.03),
     "Q4_K": ("int4", 0.03),
     "Q5_K": ("int8", 1e-4),
     "Q6_K": ("int8", 1e-4),
-    "IQ4_XS": ("int4", 0.03),
+    "IQ4_XS": ("int4", 1e-7),  # its codes are kept, and its scales of 17 bits become fp16
     "F16": ("int4", 0.01),
     "BF16": ("int4", 0.01),
 }
 
 
-@pytest.mark.parametrize("kind", REQUANTIZED)
-def test_other_types_are_requantized(tmp_path: Path, kind: str) -> None:
-    layout, most = REQUANTIZED[kind]
+@pytest.mark.parametrize("kind", INEXACT)
+def test_other_types_come_near(tmp_path: Path, kind: str) -> None:
+    layout, most = INEXACT[kind]
     held = write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: kind)
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     down, expected = weights.matrices["layers.0.ffn.down"], held["model.layers.0.mlp.down_proj.weight"]

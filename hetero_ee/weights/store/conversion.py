@@ -158,6 +158,8 @@ def _write_tensor(
         weight = quantize(values, quantization.quantizer_of(tensor.role), workers)
     assert weight is not None
     if isinstance(checkpoint, GgufCheckpoint):
+        if values is None and checkpoint.rounded(tensor.name):
+            values = checkpoint.tensor(tensor.name)
         report.add(checkpoint.types(tensor.name), tensor, weight, values)
     writer.add_matrix(tensor.name, in_rows(weight) if tensor.role is TensorRole.NEURONS else weight)
 

@@ -37,7 +37,7 @@ class ImportReport:
         self._sums: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def add(self, types: list[str], tensor: TensorSpec, weight: TileWeight, values: Tensor | None) -> None:
-        """values: what was quantized to `weight`, fp32; None where it was taken as it is."""
+        """values: what became `weight`, fp32; None where it was taken as it is."""
         layout = "int8" if weight.codebook is None else "int4"
         added = 1, tensor.n_elements, *((0.0, 0.0) if values is None else _errors(weight, values))
         sums = self._sums[", ".join(types), layout, values is None]
