@@ -16,14 +16,15 @@ Types = Callable[[str], str]  # of a tensor's name in the file, its type
 def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str, Tensor]:
     """The file, and the model's weights as it holds them by transformers' names, which the model gets too.
 
-    changes: of metadata, None leaves an entry out; tokenizer: a folder whose tokenizer.json the file describes.
+    changes: of metadata, None leaves an entry out; tokenizer: a folder whose tokenizer.json the file describes;
+    part_tensors: how many tensors a part has at most, of a file that is to be split.
     """
     import gguf
 
     config, tokenizer = model.config, changes.pop("tokenizer", None)
-    factors = changes.pop("factors", {})
+    factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
     arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
     for key, value in (_metadata(config, arch) | changes).items():
         _add(writer, key.format(arch=arch), value)
     for key, value in (tokenizer_metadata(tokenizer) if tokenizer else {}).items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_four_bit_type
-from hetero_ee.hub.gguf.folder import gguf_file
+from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
@@ -189,10 +189,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The weight files of a model folder, in name order. Raises CheckpointError.
 
     Of a single file and an index the single file counts, as it does for transformers. For a folder that stands for a
-    GGUF file, that file.
+    GGUF file, that file or its parts.
     """
-    if file := gguf_file(folder):
-        return [file]
+    if parts := gguf_files(folder):
+        return parts
     single, index = (find_file(folder, name, CheckpointError) for name in (SINGLE_FILE, INDEX_FILE))
     if single:
         return [single]

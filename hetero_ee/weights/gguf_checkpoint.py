@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
-from hetero_ee.hub.gguf.folder import gguf_file
-from hetero_ee.hub.gguf.header import GgufTensor, read_gguf_header
+from hetero_ee.hub.gguf.folder import gguf_files
+from hetero_ee.hub.gguf.header import GgufTensor
 from hetero_ee.hub.gguf.names import TURNED, gguf_name
+from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
@@ -28,18 +29,18 @@ HALF_ROUNDING = 2.0**-11  # of a value, at most, where it is no subnormal
 
 
 class GgufCheckpoint:
-    """The weights in `file`, which `folder` stands for, checked against `spec` before any tensor is read.
+    """The weights in `files`, which `folder` stands for, checked against `spec` before any tensor is read.
 
     Raises CheckpointError for a file that is damaged or holds other tensors than promised, UsageError where a type of
     them takes a package that is not installed.
     """
 
-    def __init__(self, folder: Path, file: Path, spec: ModelSpec) -> None:
-        self.folder, self.spec, self.files = folder, spec, [file]
-        self._header = read_gguf_header(file)
+    def __init__(self, folder: Path, files: list[Path], spec: ModelSpec) -> None:
+        self.folder, self.spec, self.files = folder, spec, files
+        self._header = read_model_header(files)
         self._parts = checkpoint_parts(spec)
-        self._check_shapes(file)
-        self._bytes = _mapped(file)
+        self._check_shapes(self._header.file)
+        self._bytes = {file: _mapped(file) for file in files}
 
     def tensors(self) -> list[TensorSpec]:
         """Every tensor of the model, in block order."""
@@ -73,7 +74,7 @@ class GgufCheckpoint:
     def _read(self, part: Part) -> Tensor:
         tensor = self._tensor(part)
         values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
-        refuse_non_finite(values, tensor.name, self.files[0])
+        refuse_non_finite(values, tensor.name, tensor.file)
         order = self._order(part)
         return values if order is None else values[order]
 
@@ -82,13 +83,13 @@ class GgufCheckpoint:
         blocks = kept_blocks(self._raw(tensor), tensor.type.name)
         if blocks is None:
             return None
-        refuse_non_finite(blocks.scales, f"{tensor.name} (scales)", self.files[0])
+        refuse_non_finite(blocks.scales, f"{tensor.name} (scales)", tensor.file)
         order = self._order(part)
         return blocks if order is None else blocks.rows(order)
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
         """The bytes of each row, uint8 (N, bytes); of a vector all of them in one."""
-        data = np.array(self._bytes[tensor.start : tensor.start + tensor.n_bytes])
+        data = np.array(self._bytes[tensor.file][tensor.start : tensor.start + tensor.n_bytes])
         n_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
         return torch.from_numpy(data).view(n_rows, -1)
 
@@ -128,8 +129,8 @@ class GgufCheckpoint:
 
 def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoint:
     """The weights of a model's folder. Raises CheckpointError, UsageError."""
-    file = gguf_file(folder)
-    return Checkpoint(folder, spec) if file is None else GgufCheckpoint(folder, file, spec)
+    files = gguf_files(folder)
+    return GgufCheckpoint(folder, files, spec) if files else Checkpoint(folder, spec)
 
 
 def _int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from hetero_ee.errors import UsageError
 from hetero_ee.hub.config_file import read_four_bit_type
-from hetero_ee.hub.gguf.folder import gguf_file
+from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.models.blocks import TensorRole
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 
@@ -33,7 +33,7 @@ class Quantization:
         """
         if neuron_major and quantizer in TABLE_QUANTIZERS:
             raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
-        own = None if neuron_major else GGUF if gguf_file(folder) else read_four_bit_type(folder)
+        own = None if neuron_major else GGUF if gguf_files(folder) else read_four_bit_type(folder)
         if quantizer is None:
             return cls(own=own, neuron_major=neuron_major)
         return cls(matrices=quantizer, own=own if own == quantizer else None, neuron_major=neuron_major)

@@ -27,6 +27,7 @@ from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
+from hetero_ee.weights.store.source import Source
 from tests.conftest import SHARED_MODELS
 from tests.families import random_model
 from tests.gguf_models import write_gguf
@@ -244,3 +245,27 @@ def test_the_demo_model_from_a_file(tmp_path: Path) -> None:
     file.unlink()
     with Engine.from_pretrained("demo_Q8-gguf", profile="off") as engine:
         assert engine.generate("Once upon a time", max_new_tokens=20).text == expected.text
+
+
+def test_parts_are_the_file_that_was_split(tmp_path: Path) -> None:
+    """The same store and logits, from whichever part; one that changes is converted again."""
+    model = random_model("llama", **SMALL)
+    n_tensors = len(model.state_dict())
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "Q4_0")
+    write_gguf(model, tmp_path / "m.gguf", lambda _: "Q4_0", part_tensors=-(-n_tensors // 3))
+    parts = sorted(tmp_path.glob("m-*-of-00003.gguf"))
+    assert len(parts) == 3
+    (tmp_path / "whole").mkdir()
+    expected = logits(*opened(tmp_path / "m.gguf", tmp_path / "whole"))
+    torch.testing.assert_close(logits(*opened(parts[1], tmp_path)), expected, rtol=0, atol=0)
+    data = {folder: sorted(folder.glob("store-None/*.bin")) for folder in (tmp_path, tmp_path / "whole")}
+    assert data[tmp_path] and len({b"".join(f.read_bytes() for f in files) for files in data.values()}) == 1
+    folders = {gguf_folder(part, configuration_only=True) for part in parts}
+    assert len(folders) == 1 and folders.pop().name == "m"
+    before = Source.of(gguf_folder(parts[0], configuration_only=True))
+    changed = bytearray(parts[2].read_bytes())
+    changed[-1] ^= 1
+    parts[2].write_bytes(changed)
+    after = Source.of(gguf_folder(parts[0], configuration_only=True))
+    now = {file.name for file in set(after.files) - set(before.files) if file.name.endswith(".gguf")}
+    assert now == {parts[2].name}

@@ -75,8 +75,6 @@ BAD = {
     "alignment 2^31": (gguf_bytes({"general.alignment": ("u32", 2**31)}, []), "general.alignment"),
     "alignment a text": (gguf_bytes({"general.alignment": "32"}, []), "general.alignment is '32'"),
     "alignment true": (gguf_bytes({"general.alignment": ("bool", True)}, []), "general.alignment is True"),
-    "a part": (gguf_bytes({"split.count": ("u32", 3)}, []), "one of 3 parts"),
-    "parts as a text": (gguf_bytes({"split.count": "3"}, []), "parts of a model"),
     "no dimensions": (placed(described("t", (), F32, 0)), "0 dimensions"),
     "dimensions 2^32": (placed(described("t", (1,), F32, 0, 2**32 - 1)), "dimensions, expected"),
     "five dimensions": (placed(described("t", (1,) * 5, F32, 0)), "5 dimensions"),

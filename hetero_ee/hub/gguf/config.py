@@ -124,11 +124,11 @@ class _Reader:
 
     def _bytes(self, tensor: GgufTensor) -> bytes:
         try:
-            with open_regular(self._header.file) as opened:
+            with open_regular(tensor.file) as opened:
                 opened.seek(tensor.start)
                 return opened.read(tensor.n_bytes).ljust(tensor.n_bytes, b"\0")
         except OSError as error:
-            raise CheckpointError(f"{self._header.file} can't be read ({reason_of(error)}).") from error
+            raise CheckpointError(f"{tensor.file} can't be read ({reason_of(error)}).") from error
 
     def _head_dim(self, config: dict[str, Any]) -> Any:
         hidden_size, n_heads = config["hidden_size"], config["num_attention_heads"]

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -44,16 +44,17 @@ Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[s
 class GgufTensor:
     """One tensor as the header describes it."""
 
+    file: Path
     name: str
     type: TensorType
     shape: tuple[int, ...]  # rows first, as torch has it
-    start: int  # counted from the file's first byte
+    start: int  # counted from its file's first byte
     n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself."""
+    """What a file says of itself; or the parts of a model together, which the first of them describes."""
 
     file: Path
     metadata: Mapping[str, Value]
@@ -70,7 +71,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Raises CheckpointError, naming the file and what is wrong, also for a part of a model that was split."""
+    """Of one file, a whole model or a part of one. Raises CheckpointError, naming the file and what is wrong."""
     try:
         with open_regular(file) as opened:
             n_file_bytes = os.fstat(opened.fileno()).st_size
@@ -78,17 +79,11 @@ def read_gguf_header(file: Path) -> GgufHeader:
             if not start.startswith(MAGIC):
                 raise CheckpointError(f"{file} {stand_in(start) or _damaged('it does not begin with GGUF')}.")
             cursor = _Cursor(opened, min(n_file_bytes, MAX_HEADER_BYTES))
-            metadata, tensors = _parsed(cursor, n_file_bytes)
+            metadata, tensors = _parsed(cursor, file, n_file_bytes)
     except OSError as error:
         raise CheckpointError(f"{file} can't be read ({reason_of(error)}).") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {_damaged(error)}.") from error
-    n_parts = metadata.get("split.count", 1)
-    if n_parts not in (0, 1):
-        raise CheckpointError(
-            f"{file} is one of {shown(n_parts)} parts of a model; join them to one file "
-            "(llama-gguf-split --merge FIRST_PART JOINED.gguf) and give that."
-        )
     return GgufHeader(file, metadata, tensors)
 
 
@@ -151,7 +146,7 @@ class _Cursor:
         return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
 
 
-def _parsed(cursor: _Cursor, n_file_bytes: int) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
+def _parsed(cursor: _Cursor, file: Path, n_file_bytes: int) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
     cursor.take(len(MAGIC))
     version = cursor.number("I")
     if version not in VERSIONS:
@@ -163,7 +158,7 @@ def _parsed(cursor: _Cursor, n_file_bytes: int) -> tuple[dict[str, Value], dict[
         )
     n_tensors = cursor.count("tensors", MAX_TENSORS)
     metadata = _metadata(cursor, cursor.count("metadata entries", MAX_ENTRIES))
-    described = [_described(cursor) for _ in range(n_tensors)]
+    described = [_described(cursor, file) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {shown(alignment)}, expected a power of two from 8 to {MAX_ALIGNMENT}")
@@ -181,7 +176,7 @@ def _metadata(cursor: _Cursor, n_entries: int) -> dict[str, Value]:
     return metadata
 
 
-def _described(cursor: _Cursor) -> GgufTensor:
+def _described(cursor: _Cursor, file: Path) -> GgufTensor:
     """A tensor whose start is still counted from the first one's."""
     name = cursor.text("a tensor's name", MAX_TENSOR_NAME_BYTES)
     n_dimensions = cursor.number("I")
@@ -198,7 +193,8 @@ def _described(cursor: _Cursor) -> GgufTensor:
         raise ValueError(
             f"tensor {shown(name)} has rows of {sizes[0]}, expected a multiple of {kind.name}'s {kind.block_weights}"
         )
-    return GgufTensor(name, kind, tuple(reversed(sizes)), start, n_weights // kind.block_weights * kind.block_bytes)
+    n_bytes = n_weights // kind.block_weights * kind.block_bytes
+    return GgufTensor(file, name, kind, tuple(reversed(sizes)), start, n_bytes)
 
 
 def _placed(described: list[GgufTensor], first: int, alignment: int, n_file_bytes: int) -> dict[str, GgufTensor]:
@@ -216,5 +212,5 @@ def _placed(described: list[GgufTensor], first: int, alignment: int, n_file_byte
         end = start + tensor.n_bytes
         if end > n_file_bytes:
             raise ValueError(f"tensor {shown(name)} ends at byte {end} of {n_file_bytes}; part of the file is missing")
-        tensors[name] = GgufTensor(name, tensor.type, tensor.shape, start, tensor.n_bytes)
+        tensors[name] = replace(tensor, start=start)
     return tensors

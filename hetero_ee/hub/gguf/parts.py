@@ -1,0 +1,83 @@
+"""A model that llama.cpp's gguf-split has cut into files: name-00001-of-00003.gguf and so on, together one header.
+
+The first one has the model's metadata. Each says how many parts there are, which it is, counted from 0, and how many
+tensors all have together.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_ee.errors import CheckpointError, shown
+from hetero_ee.hub.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from hetero_ee.hub.regular_file import find_file
+
+MAX_PARTS = 512  # published models have up to some dozens
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+
+def base_name(file: Path) -> str:
+    """The file's name without ending and number."""
+    found = _PART.fullmatch(file.name)
+    return found[1] if found else file.stem
+
+
+def part_files(file: Path) -> list[Path]:
+    """All parts of the model that `file` is one of, by their numbers; of a whole model the file alone.
+
+    Raises CheckpointError where one is missing.
+    """
+    if not _PART.fullmatch(file.name):
+        file = Path(os.path.realpath(file))
+    found = _PART.fullmatch(file.name)
+    if not found:
+        return [file]
+    number, n_parts = int(found[2]), int(found[3])
+    if not 1 <= number <= n_parts <= MAX_PARTS:
+        raise CheckpointError(f"{file} is named as part {number} of {n_parts}, expected 1 to {MAX_PARTS} parts.")
+    folder = Path(os.path.realpath(file.parent))  # not the file itself: a download cache links to other names
+    files = [folder / f"{found[1]}-{each:05}-of-{found[3]}.gguf" for each in range(1, n_parts + 1)]
+    for each, part in enumerate(files, 1):
+        if find_file(folder, part.name, CheckpointError) is None:
+            raise CheckpointError(
+                f"{part} is missing, part {each} of {n_parts} of a model; put all parts into one folder."
+            )
+    return files
+
+
+def read_model_header(files: Sequence[Path]) -> GgufHeader:
+    """The header of the model in `files`, as part_files gives them. Raises CheckpointError where they don't agree."""
+    headers = [read_gguf_header(file) for file in files]
+    for index, header in enumerate(headers):
+        _check_place(header, index, len(files))
+    tensors: dict[str, GgufTensor] = {}
+    for header in headers:
+        for name in tensors.keys() & header.tensors.keys():
+            raise CheckpointError(f"{header.file} has tensor {shown(name)}, which {tensors[name].file} has too.")
+        tensors |= header.tensors
+    for header in headers:
+        n_tensors = header.metadata.get("split.tensors.count", len(tensors))
+        if len(files) > 1 and n_tensors != len(tensors):
+            raise CheckpointError(
+                f"{header.file} says that all parts have {shown(n_tensors)} tensors, they have {len(tensors)}; "
+                "get all parts again."
+            )
+    return replace(headers[0], tensors=tensors)
+
+
+def _check_place(header: GgufHeader, index: int, n_parts: int) -> None:
+    """Whether a part is the one that its name says."""
+    count, number = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
+    if n_parts == 1 and count in (0, 1):
+        return
+    if n_parts == 1:
+        raise CheckpointError(
+            f"{header.file} is one of {shown(count)} parts of a model, but not named so; expected a name such as "
+            "model-00001-of-00003.gguf, and the other parts beside it."
+        )
+    if count != n_parts:
+        raise CheckpointError(f"{header.file} is named as one of {n_parts} parts, but says there are {shown(count)}.")
+    if number != index:
+        raise CheckpointError(f"{header.file} says that its number is {shown(number)}, expected {index} by its name.")
