@@ -415,6 +415,7 @@ class Engine:
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         chosen = self.default_sampling if sampling is None else SamplingParams.read(sampling)
         params = chosen.changed(**changes)
+        params.require_known(self.spec.vocab_size)
         if params.logprobs is not None and self.exits is not None:
             raise UsageError(f"logprobs is {params.logprobs}; {NO_LOGPROBS}.")
         return params

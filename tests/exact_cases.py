@@ -29,6 +29,7 @@ from tests.e2e.test_trained_models import OPENINGS
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy penalty": {"repeat_penalty": 1.3},
+    "added penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "logit_bias": {3: 4.0, 11: -100.0}},
     "temperature": {"temperature": 0.8},
     "top-k": {"temperature": 1.2, "top_k": 20},
     "top-p": {"temperature": 1.0, "top_p": 0.9},

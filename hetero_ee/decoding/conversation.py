@@ -142,6 +142,7 @@ class Conversation:
             self._reply.close()
 
     def _begin(self, earlier: list[Message], question: Message, params: SamplingParams) -> Reply:
+        params.require_known(self._executor.spec.vocab_size)
         n_forgotten, ids = self._fitted(earlier, question, params)
         n_cached = min(common_length(self._cached_ids, ids), len(ids) - 1)  # the last one's logits are wanted
         tokens = self._generated([*earlier[n_forgotten:], question], ids, n_cached, params)

@@ -6,6 +6,7 @@ it were computed: a draft can later be checked against the very token that the f
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict
@@ -40,6 +41,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end it, beside the model's own
     ignore_eos: bool = False  # the model's end tokens don't end the text
     logprobs: int | None = None  # 0 to 20: each token's log-probability, and so many likeliest ones'; None for none
+    presence_penalty: float = 0.0  # -2 to 2, taken from the logit of every token that the text has, not the prompt
+    frequency_penalty: float = 0.0  # the same, times how often the text has it (OpenAI's)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # of token ids, -100 to 100, added to their logits last of all
 
     def __post_init__(self) -> None:
         _require_whole("max_new_tokens", self.max_new_tokens, 1, 2**31, optional=True)
@@ -51,6 +55,9 @@ class SamplingParams:
         _require_number("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
         _require_flag("ignore_eos", self.ignore_eos)
         _require_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -65,6 +72,17 @@ class SamplingParams:
     def is_filtered(self) -> bool:
         """Whether some tokens can't be drawn."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some tokens' logits are others than the model's: by tokens before them, or by a bias."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repeat_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+    def require_known(self, vocab_size: int) -> None:
+        """Raises UsageError for a bias of a token that the model does not have."""
+        for token_id, _ in self.logit_bias:
+            _require_whole("logit_bias token", token_id, 0, vocab_size - 1)
 
     @classmethod
     def read(cls, sampling: Any) -> Self:
@@ -131,6 +149,9 @@ class SamplingChanges(TypedDict, total=False):
     stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Collection[tuple[int, float]]
 
 
 def choose_token(
@@ -140,18 +161,19 @@ def choose_token(
     sequence: int,
     position: int,
     noise: Noise | None = None,
+    n_prompt_tokens: int = 0,
 ) -> int:
     """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie.
 
-    noise: gumbel_noise, from who may have it already. Raises HeteroError for logits that are not finite: whatever came
-    out would be noise.
+    noise: gumbel_noise, from who may have it already. n_prompt_tokens: of the history, the first ones.
+    Raises HeteroError for logits that are not finite: whatever came out would be noise.
     """
     if not all_finite(logits):
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
     if params.temperature == 0:
-        scores = _penalized(logits, history, params.repeat_penalty)
+        scores = _changed(logits, history, params, n_prompt_tokens)
         return int(scores.numpy(force=True).argmax())  # NumPy's argmax takes a tenth of the time of torch's
-    noisy = filtered_scores(logits, history, params)
+    noisy = filtered_scores(logits, history, params, n_prompt_tokens)
     noisy += (noise or gumbel_noise)(len(noisy), params.seed, sequence, position)
     return int(noisy.numpy().argmax())
 
@@ -179,10 +201,24 @@ class RememberedNoise:
         return self._kept.pop(key) if key in self._kept else gumbel_noise(*key)
 
 
-def filtered_scores(logits: Tensor, history: Sequence[int], params: SamplingParams) -> Tensor:
+def filtered_scores(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int = 0) -> Tensor:
     """float64 (vocab,) of whose softmax choose_token draws at temperature > 0; -inf for tokens that are left out."""
-    scores = _penalized(logits, history, params.repeat_penalty)
+    scores = _changed(logits, history, params, n_prompt_tokens)
     return _filtered(tempered(scores, params.temperature), params)
+
+
+def _changed(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int) -> Tensor:
+    """The repeat penalty first, then what is added, so that an added amount is as large as it says."""
+    if not params.changes_logits:
+        return logits
+    added = dict(params.logit_bias)
+    if params.presence_penalty or params.frequency_penalty:
+        for token_id, count in Counter(history[n_prompt_tokens:]).items():
+            penalty = params.presence_penalty + params.frequency_penalty * count
+            added[token_id] = added.get(token_id, 0.0) - penalty
+    scores = _penalized(logits, history, params.repeat_penalty)
+    ids = torch.tensor(list(added), dtype=torch.int64)
+    return scores.index_add(0, ids, torch.tensor(list(added.values()), dtype=scores.dtype))
 
 
 def _penalized(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
@@ -242,6 +278,17 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple | set | frozenset):
         raise UsageError(f"{name} is {shown(values)}; expected a list.")
     return tuple(values)
+
+
+def _as_bias(values: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs, of a mapping or of pairs; a token's last one counts."""
+    pairs = tuple(values.items()) if isinstance(values, Mapping) else _as_tuple("logit_bias", values)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError(f"logit_bias holds {shown(pair)}; expected pairs of a token id and a number.")
+        _require_whole("logit_bias token", pair[0], 0, 2**31)
+        _require_number(f"logit_bias of token {pair[0]}", pair[1], -100.0, 100.0)
+    return tuple(dict(pairs).items())
 
 
 def _require_flag(name: str, value: Any) -> None:

@@ -173,7 +173,8 @@ def step(
     noise: Noise | None = None,
 ) -> GeneratedToken:
     """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
-    token_id = choose_token(logits, text.token_ids, params, text.sequence, len(text.token_ids), noise)
+    history = text.token_ids
+    token_id = choose_token(logits, history, params, text.sequence, len(history), noise, text.n_prompt_tokens)
     token = taken(text, token_id, params, ending, elapsed_s)
     if params.logprobs is None:
         return token

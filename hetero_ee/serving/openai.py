@@ -72,7 +72,7 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED, REFUSED_IN_CHATS)
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
-    params = openai_sampling(fields, served.usual, n_logprobs, CHAT_NAMES)
+    params = openai_sampling(fields, served.usual, n_logprobs, CHAT_NAMES, served.engine.spec.vocab_size)
     messages, asked = openai_messages(fields), _Asked.of(fields)
     _check_n(asked.n_each, 1, fields, served)
     ids = await served.chat_ids(messages)
@@ -92,7 +92,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
         is_all = fields.whole("max_tokens") == 0  # which no text may have
         fields = Fields({**fields.values, "max_tokens": 1}) if is_all else fields
         scoring = Scoring(n_logprobs, is_all)
-    params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES)
+    params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES, served.engine.spec.vocab_size)
     ids = [await served.prompt_ids(each) for each in prompts]
     echoes = [await served.echo(*each, scoring) if is_echo else None for each in zip(prompts, ids, strict=True)]
     generations = _started(list(zip(ids, echoes, strict=True)), asked.n_each, params, served)

@@ -13,9 +13,6 @@ ZERO, ONE = (0, 0.0), (1, 1.0)
 # What would change the answer and can't be done, with the values that ask for nothing. Others unknown are ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": ONE,
-    "presence_penalty": ZERO,
-    "frequency_penalty": ZERO,
-    "logit_bias": ({}, []),
     "prompt_logprobs": (False,),
     "n_probs": (0,),
     "response_format": ({"type": "text"},),
@@ -76,7 +73,7 @@ def refuse_unsupported(fields: Fields, *tables: dict[str, tuple[Any, ...]]) -> N
 
 
 def openai_sampling(
-    fields: Fields, usual: SamplingParams, n_logprobs: int | None, names: dict[str, str]
+    fields: Fields, usual: SamplingParams, n_logprobs: int | None, names: dict[str, str], vocab_size: int
 ) -> SamplingParams:
     """As OpenAI's clients say it, with llama-server's and vLLM's names for what OpenAI lacks.
 
@@ -85,33 +82,38 @@ def openai_sampling(
     penalty = _either(fields, "repeat_penalty", "repetition_penalty")
     if penalty not in (None, 1.0):
         fields.refuse_unless("repeat_last_n", (-1,), "the penalty here is of all tokens, prompt included; leave it out")
-    return changed(
-        usual,
-        {
-            "max_new_tokens": _length(fields, usual),
-            "temperature": fields.number("temperature"),
-            "top_p": fields.number("top_p"),
-            "top_k": _top_k(fields),
-            "min_p": fields.number("min_p"),
-            "repeat_penalty": penalty,
-            "seed": _seed(fields),
-            "stop": fields.texts("stop") or None,
-            "stop_token_ids": fields.items("stop_token_ids"),
-            "ignore_eos": fields.flag("ignore_eos"),
-            "logprobs": n_logprobs,
-        },
-        names,
-    )
+    values = {
+        "max_new_tokens": _length(fields, usual),
+        "temperature": fields.number("temperature"),
+        "top_p": fields.number("top_p"),
+        "top_k": _top_k(fields),
+        "min_p": fields.number("min_p"),
+        "repeat_penalty": penalty,
+        "seed": _seed(fields),
+        "stop": fields.texts("stop") or None,
+        "stop_token_ids": fields.items("stop_token_ids"),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "logprobs": n_logprobs,
+        "presence_penalty": fields.number("presence_penalty"),
+        "frequency_penalty": fields.number("frequency_penalty"),
+        "logit_bias": _bias(fields),
+    }
+    return changed(usual, values, names, vocab_size)
 
 
-def changed(usual: SamplingParams, values: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+def changed(
+    usual: SamplingParams, values: dict[str, Any], names: dict[str, str], vocab_size: int | None = None
+) -> SamplingParams:
     """These values in place of the usual ones; None keeps one, but of `max_new_tokens`. names: as requests have them.
 
-    Raises RequestError.
+    vocab_size: the model's, where token ids may be among them. Raises RequestError.
     """
     given = {name: value for name, value in values.items() if value is not None or name == "max_new_tokens"}
     try:
-        return usual.changed(**given)
+        params = usual.changed(**given)
+        if vocab_size is not None:
+            params.require_known(vocab_size)
+        return params
     except UsageError as error:
         message = str(error)
         name = message.partition(" ")[0]
@@ -141,6 +143,14 @@ def _top_k(fields: Fields) -> int | None:
 def _seed(fields: Fields) -> int:
     value = fields.whole("seed")
     return new_seed() if value is None or value == -1 else value
+
+
+def _bias(fields: Fields) -> list[Any] | None:
+    """Pairs, of an object, whose names are text, or of a list of pairs, as llama-server takes them too."""
+    if isinstance(fields.values.get("logit_bias"), list):
+        return fields.items("logit_bias")
+    given = fields.inner("logit_bias").values
+    return [(int(name) if name.isdecimal() and len(name) <= 10 else name, bias) for name, bias in given.items()]
 
 
 def _either(fields: Fields, *names: str) -> float | None:

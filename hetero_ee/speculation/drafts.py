@@ -61,7 +61,8 @@ class DraftSampler:
 
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
-        return choose_token(logits, history, self.params, text.sequence, len(history), self.noise.of_draft)
+        noise, n_prompt_tokens = self.noise.of_draft, text.n_prompt_tokens
+        return choose_token(logits, history, self.params, text.sequence, len(history), noise, n_prompt_tokens)
 
     def drafted(
         self,
@@ -74,10 +75,10 @@ class DraftSampler:
     ) -> list[Drafted]:
         """What follows each of the states (m, hidden), those of texts with these histories.
 
-        Chosen and judged on the GPU where the head lies there, but where earlier tokens are penalized: then, and where
+        Chosen and judged on the GPU where the head lies there, but where penalties or a bias change logits: then, and where
         the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody verifies.
         """
-        by_gpu = executor.head_on_gpu and self.params.repeat_penalty == 1
+        by_gpu = executor.head_on_gpu and not self.params.changes_logits
         if by_gpu and (is_verified or not self.params.is_filtered):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)

@@ -46,6 +46,7 @@ CONTEXT_TOKENS, N_TOKENS, N_DRAFTS = 256, 20, 6
 PROMPTS = [[1, 17, 30, 3, 99, 42, 42], [7, 12]]
 ENDING = Ending(frozenset(), CONTEXT_TOKENS)
 GREEDY, SAMPLED = SamplingParams(40), SamplingParams(40, temperature=0.8, seed=5)
+BIASED = GREEDY.changed(presence_penalty=2.0, frequency_penalty=1.0, logit_bias={7: 3.0})
 PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "half": ((r"layers\.0\..*", "gpu"), ("layers.*|embedding", "cpu"), ("head", "gpu")),
     "all": (("layers.*|head", "gpu"),),
@@ -116,7 +117,7 @@ def drafts_of(executor: Executor, source: DraftHeadSource, params: SamplingParam
         return list(islice(drafts, N_DRAFTS))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, repeat_penalty=1.3)], ids=str)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, repeat_penalty=1.3), BIASED], ids=str)
 @pytest.mark.parametrize("trimmed", [True, False])
 @pytest.mark.parametrize("places", sorted(PLACES))
 def test_the_cpus_drafts(model: Model, cpu: Executor, places: str, trimmed: bool, params: SamplingParams) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from hetero_ee.errors import UsageError
 from tests.server_support import NAME, RunningServer, opened, serving
 
 PROMPT = "Once upon a time"
@@ -77,6 +78,20 @@ def test_a_completion_says_what_generate_says(client: openai.OpenAI, server: Run
         assert pieces[-1].choices[0].finish_reason == "length"
 
 
+def test_penalties_and_bias_are_generates(client: openai.OpenAI, server: RunningServer) -> None:
+    plain = server.engine.generate(PROMPT, max_new_tokens=15, temperature=0)
+    changes: Any = {"presence_penalty": 1.0, "frequency_penalty": 0.5}
+    bias = {plain.token_ids[0]: -100.0}
+    said = server.engine.generate(PROMPT, max_new_tokens=15, temperature=0, logit_bias=bias, **changes)
+    assert plain.token_ids[0] not in said.token_ids
+    for given in ({str(token_id): value for token_id, value in bias.items()}, [*bias.items()]):
+        asked: Any = {"logit_bias": given, **changes}
+        (choice,) = client.completions.create(prompt=PROMPT, max_tokens=15, **GREEDY, **asked).choices
+        assert choice.text == said.text
+    with pytest.raises(UsageError, match="logit_bias token is 1000000"):
+        server.engine.generate(PROMPT, logit_bias={1_000_000: 1.0})
+
+
 def test_sampling_is_another_each_time_without_a_seed(client: openai.OpenAI) -> None:
     answers = [client.completions.create(model=NAME, prompt=PROMPT, max_tokens=20, temperature=1) for _ in range(2)]
     assert answers[0].choices[0].text != answers[1].choices[0].text
@@ -115,9 +130,15 @@ def test_the_models_are_the_one(client: openai.OpenAI) -> None:
     [
         ("n", 200),
         ("top_logprobs", 2),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("logit_bias", {"5": 10}),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"1.5": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"1000000": 1}),
+        ("logit_bias", 5),
+        ("logit_bias", [[5, False]]),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
         ("tool_choice", "required"),

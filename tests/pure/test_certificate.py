@@ -148,7 +148,7 @@ def test_exit_layers_that_were_not_judged_are_refused(exit_layers: tuple[int, ..
         some_certificate().certified_exit(exit_layers, 0.1)
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"repeat_penalty": 1.1}])
+@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"repeat_penalty": 1.1}, {"logit_bias": {3: 1}}])
 def test_sampling_that_was_not_certified_is_refused(changes: dict[str, Any]) -> None:
     check_sampling(SamplingParams(seed=3, max_new_tokens=5))
     with pytest.raises(UsageError, match="of greedy texts"):

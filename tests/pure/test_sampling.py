@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 from transformers.generation import logits_process as theirs
 
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import SamplingParams, choose_token, filtered_scores
 from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.runtime.choice import gumbel_noise
 from tests.sampling_support import filtered_probabilities
@@ -182,6 +183,41 @@ def test_greedy_takes_the_likeliest_and_the_lowest_id_wins_a_tie() -> None:
     assert choose_token(torch.tensor([2.0, 1.9]), [0], greedy.changed(temperature=-0.0), 0, 0) == 0
 
 
+def test_presence_and_frequency_count_the_text_alone() -> None:
+    logits, history = torch.zeros(5), [0, 0, 1, 2, 2, 2, 3]
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.25)
+    for n_prompt_tokens, counts in ((2, [0, 1, 3, 1, 0]), (0, [2, 1, 3, 1, 0]), (7, [0] * 5)):
+        added = torch.tensor([0.25 * count - 0.5 * (count > 0) for count in counts]).double()
+        found = torch.softmax(filtered_scores(logits, history, params, n_prompt_tokens), 0)
+        assert torch.allclose(found, torch.softmax(added, 0), atol=1e-6)
+
+
+def test_penalties_and_bias_are_the_definitions() -> None:
+    params = SamplingParams(
+        temperature=0.7, repeat_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5, logit_bias={2: 3, 9: -100}
+    )  # type: ignore[arg-type]
+    expected = LOGITS.clone()
+    for token_id in set(HISTORY):
+        expected[token_id] *= 1 / 1.5 if expected[token_id] > 0 else 1.5
+    for token_id in set(HISTORY[1:]):
+        expected[token_id] -= -1.0 + 0.5 * HISTORY[1:].count(token_id)
+    expected[2] += 3
+    expected[9] -= 100
+    found = torch.softmax(filtered_scores(LOGITS, HISTORY, params, 1), 0)
+    assert torch.allclose(found, torch.softmax(expected.double() / 0.7, 0), atol=1e-6)
+    greedy = params.changed(temperature=0)
+    assert choose_token(LOGITS, HISTORY, greedy, 0, 5, n_prompt_tokens=1) == int(expected.argmax())
+    assert greedy.changes_logits and greedy == replace(greedy)
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused() -> None:
+    params = SamplingParams().changed(logit_bias=[(1, 2.0), [15, -1.0]])  # type: ignore[list-item]
+    assert params.logit_bias == ((1, 2.0), (15, -1.0))
+    params.require_known(16)
+    with pytest.raises(UsageError, match=r"^logit_bias token is 15; expected a whole number from 0 to 14"):
+        params.require_known(15)
+
+
 def test_ties_at_the_edge_of_top_k_go_to_the_lowest_ids() -> None:
     probabilities = filtered_probabilities(torch.zeros(8), [], SamplingParams(temperature=1.0, top_k=3))
     assert probabilities.tolist() == pytest.approx([1 / 3] * 3 + [0.0] * 5)
@@ -254,6 +290,13 @@ IMPOSSIBLE: dict[str, list[Any]] = {
     "stop": [None, 5, ("",), ("a", 5), ("x" * 1001,), tuple("ab" * 33), b"ab", {"a": 1}],
     "stop_token_ids": [None, 5, "5", (-1,), (1.0,), (True,), ("a",), (2**40,)],
     "ignore_eos": [None, 1, 0, "false"],
+    "presence_penalty": [*NO_NUMBERS, -2.1, 2.1],
+    "frequency_penalty": [*NO_NUMBERS, -2.1, 2.1],
+    "logit_bias": [
+        *[None, 5, "5", (5,), ((5,),), ("ab",)],
+        *[{each: 1.0} for each in ("5", -1, 1.0, True, None, 2**40, 10**5000)],
+        *[{5: each} for each in [*NO_NUMBERS, -100.1, 101]],
+    ],
     "logprobs": [*(each for each in NO_NUMBERS if each is not None), -1, 21, 1.0],
 }
 
