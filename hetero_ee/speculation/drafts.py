@@ -75,8 +75,9 @@ class DraftSampler:
     ) -> list[Drafted]:
         """What follows each of the states (m, hidden), those of texts with these histories.
 
-        Chosen and judged on the GPU where the head lies there, but where penalties or a bias change logits: then, and where
-        the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody verifies.
+        Chosen and judged on the GPU where the head lies there, unless penalties or a bias change logits: then, and
+        where the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody
+        verifies.
         """
         by_gpu = executor.head_on_gpu and not self.params.changes_logits
         if by_gpu and (is_verified or not self.params.is_filtered):
