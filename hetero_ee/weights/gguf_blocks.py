@@ -7,7 +7,6 @@ Source: ggml-common.h.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import UsageError
-from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.blocks import Blocks
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -24,36 +23,6 @@ IQ4_NL_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_CODEBOOK = (*sorted(set(MXFP4_VALUES)), 13)  # the last has no code
 CHUNK_WEIGHTS = 2**22  # that the gguf package makes floats of together
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """W[n, k] = scales[n, k // 32] x entry: codebook[codes[n, k]], or codes[n, k] itself where that is None.
-
-    codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32).
-    """
-
-    codes: Tensor
-    scales: Tensor
-    codebook: tuple[int, ...] | None
-
-    def entries(self) -> Tensor:
-        """int8 (N, K)."""
-        if self.codebook is None:
-            return self.codes
-        return (
-            torch.tensor(self.codebook, dtype=torch.int8)
-            .index_select(0, self.codes.flatten().int())
-            .view_as(self.codes)
-        )
-
-    def dequantize(self) -> Tensor:
-        """fp32 (N, K)."""
-        return self.entries().float() * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
-
-    def rows(self, order: Tensor) -> "Blocks":
-        """The same rows in another order."""
-        return Blocks(self.codes[order], self.scales[order], self.codebook)
 
 
 def kept_blocks(raw: Tensor, kind: str) -> Blocks | None:

@@ -1,6 +1,5 @@
 """Reads the weights of a GGUF file, one tensor at a time, as Hugging Face's checkpoint of the same model has them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights import tiles as layout
+from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
-from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, Blocks, floats, kept_blocks, require_reader
-from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_scales
+from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks, require_reader
 from hetero_ee.weights.weight import TileWeight
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
-LEAST_VALUE = -127  # int8 tiles have no -128
 HALF_ROUNDING = 2.0**-11  # of a value, at most, where it is no subnormal
 
 
@@ -65,7 +62,7 @@ class GgufCheckpoint:
             return None
         in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
         most = HALF_ROUNDING if self.rounded(name) else 0.0
-        return _int8_tiles(blocks, most) if in_8_bits else _int4_tiles(blocks, most)
+        return int8_tiles(blocks, most) if in_8_bits else int4_tiles(blocks, most)
 
     def rounded(self, name: str) -> bool:
         """Whether tiles hold scales of this tensor rounded."""
@@ -131,45 +128,6 @@ def open_checkpoint(folder: Path, spec: ModelSpec) -> Checkpoint | GgufCheckpoin
     """The weights of a model's folder. Raises CheckpointError, UsageError."""
     files = gguf_files(folder)
     return GgufCheckpoint(folder, files, spec) if files else Checkpoint(folder, spec)
-
-
-def _int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """None where they have different codebooks or none."""
-    codebook = parts[0].codebook
-    if codebook is None or any(part.codebook != codebook for part in parts):
-        return None
-    zero = min(range(16), key=lambda code: abs(codebook[code]))
-    return _tiles([part.codes for part in parts], parts, codebook, zero, most)
-
-
-def _int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    entries = [part.entries() for part in parts]
-    holds = all(int(each.min()) >= LEAST_VALUE for each in entries)
-    return _tiles(entries, parts, None, 0, most) if holds else None
-
-
-def _tiles(
-    codes: Sequence[Tensor], parts: Sequence[Blocks], codebook: tuple[int, ...] | None, padding: int, most: float
-) -> TileWeight | None:
-    """None where fp16 can't hold the scales, together with one power of two, within `most` of each."""
-    stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
-    n_rows, n_columns = stacked.shape
-    n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
-    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, n_padding), value=padding)
-    found = _fp16_scales(torch.nn.functional.pad(scales, (0, 0, 0, n_padding)), most)
-    if found is None:
-        return None
-    tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
-    return TileWeight(tiles, layout.pack_scales(found[0]), found[1], codebook, n_rows, n_columns)
-
-
-def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
-    """fp16 scales and their exponent, each within `most` of itself."""
-    for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
-        error = (halves.double() * 2.0**exponent - scales.double()).abs()
-        if bool((error <= most * scales.double().abs()).all()) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-            return halves, exponent
-    return None
 
 
 def _mapped(file: Path) -> Any:
