@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.result import FinishReason as FinishReason
     from hetero_ee.decoding.result import GeneratedToken as GeneratedToken
     from hetero_ee.decoding.result import GenerationResult as GenerationResult
+    from hetero_ee.decoding.result import TokenOrigin as TokenOrigin
     from hetero_ee.decoding.sampling import Sampling as Sampling
     from hetero_ee.decoding.sampling import SamplingChanges as SamplingChanges
     from hetero_ee.decoding.sampling import SamplingParams as SamplingParams
@@ -62,7 +63,7 @@ _NAMES = {
     "hetero_ee.decoding.conversation": ("Conversation",),
     "hetero_ee.decoding.logprobs": ("TokenLogprobs",),
     "hetero_ee.decoding.reply": ("Reply",),
-    "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult"),
+    "hetero_ee.decoding.result": ("FinishReason", "GeneratedToken", "GenerationResult", "TokenOrigin"),
     "hetero_ee.decoding.sampling": ("Sampling", "SamplingChanges", "SamplingParams"),
     "hetero_ee.decoding.steps": ("Stepped", "Steps"),
     "hetero_ee.engine": ("Engine",),

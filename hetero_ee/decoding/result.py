@@ -1,10 +1,12 @@
 """What generation returns: one record a token while it runs, one for the whole when it is done."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.errors import shown
+
+FULL_MODEL, EXIT = "full", "exit"  # origins of tokens: all layers chose it; an exit did, or its draft was right
 
 
 class FinishReason(StrEnum):
@@ -13,6 +15,21 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_new_tokens
     CONTEXT = "context"  # the context is full
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOrigin:
+    """Who proposed a token, after how many layers it was known, and its place in the step that brought it."""
+
+    name: str  # FULL_MODEL, "exit", or of a draft source
+    depth: int  # layers: of the exit, or all
+    index: int = 0  # tokens of the same draft-verify step before it
+    n_drafted: int = 0  # drafts of that step, right ones and wrong ones
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a draft foretold it."""
+        return self.n_drafted > 0 and self.name != FULL_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +44,8 @@ class GeneratedToken:
     elapsed_s: float  # since generation began, prompt included
     stopped_by: str | None = None  # the stop string that ended the text
     logprobs: TokenLogprobs | None = None  # where they were asked for
+    # How it came, not what it is. None: the full model's own, in a pass without drafts.
+    origin: TokenOrigin | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.logprobs import PlacedToken
-from hetero_ee.serving.metrics import Metrics
+from hetero_ee.serving.metrics import Metrics, RequestCost
 from hetero_ee.serving.scheduler import Begun, Event, Job, Scheduler, Scored, Scoring
 
 
@@ -35,8 +35,10 @@ class Generation:
         params: SamplingParams,
         timeout_s: float,
         echo: Echo | None = None,
+        *,
+        keeps_tokens: bool = False,
     ) -> None:
-        """echo: the prompt begins the text. Raises BusyError."""
+        """echo: the prompt begins the text. keeps_tokens: in `kept`. Raises BusyError."""
         loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Event]]()
 
         def tell(event: Event) -> None:  # from the engine's thread, whose time counts: the loop may be late
@@ -46,10 +48,12 @@ class Generation:
         self._job = Job(prompt_ids, params, tell, None if echo is None else echo.scoring)
         self._scheduler, self._metrics = scheduler, metrics
         self._start_s = self._begun_s = self._first_s = self._last_s = time.monotonic()
-        self._timeout_s, self._is_over, self._echo = timeout_s, False, echo
+        self._timeout_s, self._is_begun, self._is_over, self._echo = timeout_s, False, False, echo
         self.n_prompt_tokens, self.n_cached_tokens, self.n_tokens = len(prompt_ids), 0, 0
         self._untold = self.text = "" if echo is None else echo.text
         self.placed: list[PlacedToken] = []  # those with log-probabilities
+        self.kept: list[GeneratedToken] = []
+        self._keeps_tokens, self._n_drafted, self._n_accepted = keeps_tokens, 0, 0
         self.reason: FinishReason | None = None  # until the last token is there
         self.stopped_by: str | None = None  # the stop string that ended it
         scheduler.submit(self._job)
@@ -91,7 +95,7 @@ class Generation:
         if not self._is_over:
             self._is_over = True
             self._scheduler.cancel(self._job)
-            self._metrics.ended(self.reason, self._last_s - self._start_s)
+            self._metrics.ended(self.reason, self._cost())
 
     @property
     def finish_reason(self) -> str:
@@ -102,10 +106,19 @@ class Generation:
         """As llama-server says it; the prompt's time goes to the first token."""
         n_read, prompt_s = self.n_prompt_tokens - self.n_cached_tokens, self._first_s - self._begun_s
         n_steps, steps_s = max(0, self.n_tokens - 1), self._last_s - self._first_s
+        drafts = {"draft_n": self._n_drafted, "draft_n_accepted": self._n_accepted} if self._n_drafted else {}
         return (
             {"cache_n": self.n_cached_tokens}
             | _rates("prompt", n_read, prompt_s, n_read)
             | _rates("predicted", self.n_tokens, steps_s, n_steps)
+            | drafts
+        )
+
+    def _cost(self) -> RequestCost:
+        queue_s, prefill_s = self._begun_s - self._start_s, self._first_s - self._begun_s
+        n_read = self.n_prompt_tokens - self.n_cached_tokens
+        return RequestCost(
+            queue_s, prefill_s, self._last_s - self._first_s, self.n_prompt_tokens, n_read, self.n_tokens
         )
 
     async def _next(self, ping_s: float | None) -> tuple[float, Event] | None:
@@ -120,8 +133,9 @@ class Generation:
 
     def _begin(self, event: Begun, at_s: float) -> None:
         """Again where the first time there was no memory."""
+        is_again, self._is_begun = self._is_begun, True
         self._begun_s, self.n_cached_tokens = at_s, event.n_cached_tokens
-        self._metrics.begun(self._begun_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens)
+        self._metrics.begun(at_s - self._start_s, self.n_prompt_tokens, self.n_cached_tokens, is_again=is_again)
 
     def _score(self, event: Scored, now_s: float) -> None:
         if self._echo is None or self._echo.scoring is None:
@@ -141,6 +155,12 @@ class Generation:
         self.n_tokens += 1
         if token.logprobs is not None:
             self.placed.append(PlacedToken(token.token_id, len(self.text), token.logprobs))
+        if self._keeps_tokens:
+            self.kept.append(token)
+        if token.origin is not None:
+            self._metrics.drafted(token.origin)
+            self._n_drafted += token.origin.n_drafted if token.origin.index == 0 else 0
+            self._n_accepted += token.origin.is_accepted
         self.text += token.text
 
 

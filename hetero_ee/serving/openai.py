@@ -29,6 +29,7 @@ from hetero_ee.serving.sampling_fields import (
 )
 from hetero_ee.serving.scheduler import Scoring
 from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.token_origins import ASKED, of_tokens
 
 DONE = "[DONE]"
 
@@ -76,7 +77,7 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     messages, asked = openai_messages(fields), _Asked.of(fields)
     _check_n(asked.n_each, 1, fields, served)
     ids = await served.chat_ids(messages)
-    generations = _started([(ids, None)], asked.n_each, params, served)
+    generations = _started([(ids, None)], asked, params, served)
     return await _answer(request, _Answer(CHAT, served, asked), generations, served)
 
 
@@ -95,7 +96,7 @@ async def completions(request: Request, served: ServedModel) -> Response:
     params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES, served.engine.spec.vocab_size)
     ids = [await served.prompt_ids(each) for each in prompts]
     echoes = [await served.echo(*each, scoring) if is_echo else None for each in zip(prompts, ids, strict=True)]
-    generations = _started(list(zip(ids, echoes, strict=True)), asked.n_each, params, served)
+    generations = _started(list(zip(ids, echoes, strict=True)), asked, params, served)
     return await _answer(request, _Answer(TEXT, served, asked), generations, served)
 
 
@@ -106,13 +107,14 @@ class _Asked:
     is_stream: bool
     has_usage: bool  # in an event of its own
     n_each: int  # texts of each prompt
+    has_origins: bool  # of tokens
 
     @classmethod
     def of(cls, fields: Fields) -> "_Asked":
         fields.text("model")  # whatever its name: there is one
         n_each = fields.whole("n")
         has_usage = fields.inner("stream_options").flag("include_usage")
-        return cls(fields.flag("stream"), has_usage, 1 if n_each is None else n_each)
+        return cls(fields.flag("stream"), has_usage, 1 if n_each is None else n_each, fields.flag(ASKED))
 
 
 class _Answer:
@@ -132,7 +134,8 @@ class _Answer:
         choices = []
         for index, each in enumerate(generations):
             await each.finish()
-            choices.append(self._kind.choice(index, each.text, await self._logprobs(each), each.finish_reason))
+            choice = self._kind.choice(index, each.text, await self._logprobs(each), each.finish_reason)
+            choices.append(choice | self._origins(each))
         tail = {"usage": _usage(generations, self._asked.n_each), **_timings(generations)}
         return {**self._head, "object": self._kind.whole, "choices": choices, **tail}
 
@@ -143,7 +146,7 @@ class _Answer:
                 async for piece in self._pieces(index, each, ping_s):
                     yield piece
                 end = self._kind.delta(index, each.taken_echo(), await self._logprobs(each), each.finish_reason)
-                yield self._piece([end], **_timings(generations))
+                yield self._piece([end | self._origins(each)], **_timings(generations))
         except HeteroError as error:
             yield event(openai_error(error))
             return
@@ -159,7 +162,8 @@ class _Answer:
             if token is None:
                 yield PING
             elif text := generation.taken_echo() + token.text:
-                yield self._piece([self._kind.delta(index, text, await self._logprobs(generation), None)])
+                said = self._kind.delta(index, text, await self._logprobs(generation), None)
+                yield self._piece([said | self._origins(generation)])
 
     async def _logprobs(self, generation: Generation) -> dict[str, Any] | None:
         """Of the tokens that came since the last time."""
@@ -168,6 +172,11 @@ class _Answer:
             return None
         texts = await self._served.token_texts(ids_in(tokens))
         return of_chat(tokens, texts) if self._kind.is_chat else of_completion(tokens, texts)
+
+    def _origins(self, generation: Generation) -> dict[str, Any]:
+        """The same of where they came from, if that was asked for."""
+        tokens, generation.kept = generation.kept, []
+        return of_tokens(tokens, self._served.engine.spec.n_layers) if self._asked.has_origins else {}
 
     def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self._asked.has_usage else {}
@@ -187,15 +196,15 @@ async def _answer(
 
 
 def _started(
-    prompts: Sequence[tuple[list[int], Echo | None]], n_each: int, params: SamplingParams, served: ServedModel
+    prompts: Sequence[tuple[list[int], Echo | None]], asked: _Asked, params: SamplingParams, served: ServedModel
 ) -> list[Generation]:
-    """n_each texts of each prompt, the first with the request's seed, others with the next ones. Raises BusyError."""
+    """The texts of each prompt, the first with the request's seed, others with the next ones. Raises BusyError."""
     generations: list[Generation] = []
     try:
         for ids, echo in prompts:
-            for index in range(n_each):
+            for index in range(asked.n_each):
                 seeded = params if index == 0 else params.changed(seed=(params.seed + index) % 2**64)
-                generations.append(served.generation(ids, seeded, echo))
+                generations.append(served.generation(ids, seeded, echo, keeps_tokens=asked.has_origins))
     except HeteroError:
         for each in generations:
             each.close()

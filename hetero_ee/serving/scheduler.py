@@ -85,6 +85,8 @@ class Scheduler:
         self._scoring_numbers = count(-1, -1)
         self._changed = threading.Condition()
         self._is_closing = False
+        self.n_held_tokens = 0  # in the KV cache, after the latest step
+        self.watch: Callable[[int, int], None] | None = None  # told of each step: texts that ran, tokens that came
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -95,6 +97,11 @@ class Scheduler:
     @property
     def n_waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def most_held_tokens(self) -> int:
+        """That the KV cache holds before its context grows."""
+        return self._engine.context_tokens
 
     @property
     def is_alive(self) -> bool:
@@ -141,7 +148,10 @@ class Scheduler:
                 self._drop_stopped()
                 self._admit()
                 if self._running:
-                    self._step()
+                    n_running, n_tokens = len(self._running), self._step()
+                    if self.watch is not None:
+                        self.watch(n_running, n_tokens)
+                self.n_held_tokens = self._slots.n_tokens
         finally:
             error = BusyError(STOPPING)
             with self._changed:  # whoever comes later is refused
@@ -224,7 +234,8 @@ class Scheduler:
             else:
                 job.tell(failure)
 
-    def _step(self) -> None:
+    def _step(self) -> int:
+        """Some progress of every text; how many tokens came."""
         for number, running in list(self._running.items()):
             if running.scoring is not None:
                 self._score(number, running, running.scoring)
@@ -234,9 +245,10 @@ class Scheduler:
             failure = _failure(error)
             for number in list(self._running):
                 self._end(number, failure)
-            return
+            return 0
         for each in stepped:
             self._pass_on(each)
+        return sum(isinstance(each.outcome, GeneratedToken) for each in stepped)
 
     def _pass_on(self, stepped: Stepped) -> None:
         running = self._running[stepped.number]

@@ -41,6 +41,7 @@ class ServedModel:
         engine.tokenizer.encode("a")  # what the tokenizer sets at its first use it sets while nobody decodes
         self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
         self.metrics = Metrics(settings.model_name, self.scheduler)
+        self.scheduler.watch = self.metrics.step
 
     @property
     def most_tokens(self) -> int:
@@ -99,9 +100,13 @@ class ServedModel:
 
         return await asyncio.to_thread(work)
 
-    def generation(self, prompt_ids: list[int], params: SamplingParams, echo: Echo | None = None) -> Generation:
+    def generation(
+        self, prompt_ids: list[int], params: SamplingParams, echo: Echo | None = None, *, keeps_tokens: bool = False
+    ) -> Generation:
         """In the queue from now on. Raises BusyError."""
-        return Generation(self.scheduler, self.metrics, prompt_ids, params, self.settings.request_timeout_s, echo)
+        timeout_s = self.settings.request_timeout_s
+        common = self.scheduler, self.metrics, prompt_ids, params, timeout_s, echo
+        return Generation(*common, keeps_tokens=keeps_tokens)
 
     def close(self) -> None:
         """Ends every text. Closing twice does nothing."""

@@ -32,6 +32,12 @@ class Slots:
     def n_idle(self) -> int:
         return len(self._idle)
 
+    @property
+    def n_tokens(self) -> int:
+        """That all sequences hold together, in use or not."""
+        cache = self._executor.cache
+        return sum(cache.length(each) for each in cache.sequences)
+
     def take(self, token_ids: list[int], n_reply: int) -> tuple[Slot, int]:
         """An idle slot for this prompt, and how many of its first tokens the slot's sequence holds; the last is never
         one of them, for its logits are wanted. n_reply: tokens that may follow, for which there is to be room."""

@@ -7,12 +7,12 @@ made up, see missing_kv.py). What no exit takes passes every layer and is what f
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
-from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.result import EXIT, GeneratedToken, TokenOrigin
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, taken, texts_of
 from hetero_ee.errors import UsageError
@@ -89,7 +89,8 @@ def _tokens(
                 if passed.logits is not None:
                     yield step(passed.text, passed.logits, params, ending, elapsed_s())
                 elif passed.token_id is not None:
-                    yield taken(passed.text, passed.token_id, params, ending, elapsed_s())
+                    token = taken(passed.text, passed.token_id, params, ending, elapsed_s())
+                    yield replace(token, origin=TokenOrigin(EXIT, passed.depth))
     finally:
         steps.end(texts)
 

@@ -9,11 +9,12 @@ by a model's own early layers, LayerSkip (arXiv 2404.16710); derived for the sha
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from hetero_ee.decoding.result import GeneratedToken
+from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
@@ -132,6 +133,7 @@ class _ExactDecoding:
                 rule.audit(confidence, judged_id == token_id)
             is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id
             n_accepted += is_right
+            tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, index, is_right=is_right))
             if text.finished or not is_right:
                 break
         self._roll_back(text, drafted.tokens[0].position, normed)
@@ -140,6 +142,12 @@ class _ExactDecoding:
         if text.finished:
             self._sampler.noise.close(text.sequence)
         return tokens
+
+    def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
+        """Of the step's token of this index, which a draft has foretold or not."""
+        name = drafted.origins[index] if is_right else FULL_MODEL
+        depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
+        return TokenOrigin(name, depth, index, len(drafted.origins))
 
     def _roll_back(self, text: Text, first_position: int, normed: Tensor) -> None:
         """Keeps in the cache what is the text's: all but its last token, which only a right guess has put there."""

@@ -6,13 +6,12 @@ Source: LayerSkip (arXiv 2404.16710) for self-speculation, SpecEE (arXiv 2504.08
 from collections.abc import Callable, Sequence
 from math import isfinite
 
+from hetero_ee.decoding.result import EXIT
 from hetero_ee.runtime.drafted import NO_TOKEN, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.stop_rule import StopRule
 from hetero_ee.speculation.waiting import advance, stacked
-
-EXIT = "exit"  # the origin of these drafts
 
 
 class ExitDrafter:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_ee.speculation.exit_drafter import EXIT
+from hetero_ee.decoding.result import EXIT
 
 
 @dataclass(frozen=True, slots=True)
