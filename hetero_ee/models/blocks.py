@@ -26,6 +26,7 @@ class TensorRole(Enum):
 
     MATRIX = "matrix"  # multiplies hidden states; quantized
     MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
+    MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
     NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
@@ -136,7 +137,8 @@ def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
 
 def _linear(spec: ModelSpec, name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:
     short = name.rsplit(".", 1)[1]
-    role = TensorRole.MATRIX_8 if name in spec.int8_matrices else TensorRole.MATRIX
+    role = TensorRole.MATRIX_ZEROS if name in spec.zero_point_matrices else TensorRole.MATRIX
+    role = TensorRole.MATRIX_8 if name in spec.int8_matrices else role
     tensors = {short: TensorSpec(name, role, (n_rows, n_columns))}
     if bias:
         tensors[f"{short}_bias"] = TensorSpec(f"{name}_bias", TensorRole.VECTOR, (n_rows,))

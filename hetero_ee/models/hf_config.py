@@ -10,7 +10,8 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 FOUR_BIT_TYPES = ("nf4", "fp4")
-INT8_FIELD = "hetero_ee_int8_matrices"  # of config.json as this engine writes it for other formats
+# Of config.json as this engine writes it for other formats: which of the layers' matrices are how.
+INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
 ADVICE = "give the original weights, or a copy that bitsandbytes saved in 4 bits"
 
 
@@ -30,10 +31,15 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         name = architecture or model_type or "none named"
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}.")
     spec = FAMILIES[architecture].read_spec(fields, architecture)
-    names = fields.get(INT8_FIELD, [])
+    return replace(spec, int8_matrices=_names(fields, INT8_FIELD), zero_point_matrices=_names(fields, ZEROS_FIELD))
+
+
+def _names(fields: Fields, field: str) -> tuple[str, ...]:
+    """A list of names, empty where the field is missing."""
+    names = fields.get(field, [])
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise fields.fail(f"{INT8_FIELD} is {shown(names)}, expected a list of names.")
-    return replace(spec, int8_matrices=tuple(sorted(set(names)))) if names else spec
+        raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
+    return tuple(sorted(set(names)))
 
 
 def four_bit_type_from_hf(config: Mapping[str, Any], where: str) -> str | None:

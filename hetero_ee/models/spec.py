@@ -1,6 +1,7 @@
 """ModelSpec: the numbers that define a decoder. `read_spec` is its only door from Hugging Face."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from hetero_ee.models.rope import RopeSpec
 
@@ -37,6 +38,12 @@ class ModelSpec:
     neuron_major: bool = False  # FFN weights lie neuron by neuron, so that inactive ones need not be read
     active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
     int8_matrices: tuple[str, ...] = ()  # names of the layers' matrices that are in 8 bits in place of 4
+    zero_point_matrices: tuple[str, ...] = ()  # of those whose 4-bit codes have zero points: 5 bits a weight
+
+    @property
+    def in_plain_int4(self) -> Self:
+        """The same model with all of its layers' matrices in 4 bits, without zero points."""
+        return replace(self, int8_matrices=(), zero_point_matrices=())
 
     @property
     def query_size(self) -> int:

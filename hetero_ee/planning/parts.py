@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.model_weights import UNQUANTIZED, is_quantized
+from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, UNQUANTIZED, is_quantized
 from hetero_ee.weights.rows import row_sizes
-from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.tiles import TILE_ROWS, region_bytes
 from hetero_ee_profiles.hardware import needed_share
 
-FLOAT_BYTES, SCALE_BYTES = 4, 2
+FLOAT_BYTES = 4
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
 KV_TYPE = "fp16"  # where none is asked for; see default_kv_type
 KV_SCALE_BYTES = {"fp32": 0, "fp16": 0, "int8": 4}  # of one position and head
@@ -26,9 +26,7 @@ class Product:
     @property
     def n_bytes(self) -> int:
         """Of its matrix in tiles, scales included."""
-        n_rows, n_columns = padded_shape(self.n_rows, self.n_columns)
-        n_tiles = n_rows // TILE_ROWS * (n_columns // TILE_COLUMNS)
-        return n_tiles * ((INT4_TILE_BYTES if self.layout == "int4" else INT8_TILE_BYTES) + TILE_ROWS * SCALE_BYTES)
+        return sum(region_bytes(self.layout, self.n_rows, self.n_columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +127,7 @@ def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
 
 def _part(spec: ModelSpec, block: Block, kv_type: str, layout: str, vocabulary_layout: str) -> Part:
     def layout_of(tensor: TensorSpec) -> str:
-        if tensor.role is TensorRole.MATRIX_8:
-            return "int8"
-        return vocabulary_layout if tensor.role is TensorRole.VOCABULARY else layout
+        return vocabulary_layout if tensor.role is TensorRole.VOCABULARY else MATRIX_LAYOUTS.get(tensor.role, layout)
 
     matrices = [tensor for tensor in block.tensors.values() if is_multiplied(tensor.role)]
     is_lookup = block.kind is BlockKind.EMBEDDING

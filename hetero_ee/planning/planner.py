@@ -87,6 +87,7 @@ def shapes_sha256(spec: ModelSpec) -> str:
     """Identifies what a plan was made for: a model of other numbers can't use it."""
     fields = asdict(spec)
     del fields["active_shares"]  # expected, not a shape
-    if not spec.int8_matrices:  # as plans of before there were any have it
-        del fields["int8_matrices"]
+    for name in ("int8_matrices", "zero_point_matrices"):
+        if not fields[name]:  # as plans of before there were any have it
+            del fields[name]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

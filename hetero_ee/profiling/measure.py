@@ -63,7 +63,7 @@ def measure_profile(
     """
     sparse, spec = spec if spec.neuron_major else None, replace(spec, neuron_major=False)
     clock, gpu, free_bytes = subject.clock, subject.gpu, subject.free_bytes
-    spec = replace(spec, int8_matrices=())  # see product_shapes
+    spec = spec.in_plain_int4  # see product_shapes
     stage, n_stages = profiling_stage(preset), len(threads) + 1 + (gpu is not None)
     remark = progress or (lambda *_: None)
     shapes, points, end_s = product_shapes(spec), attention_points(preset), clock() + preset.cpu_budget_s

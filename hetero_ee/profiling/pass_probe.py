@@ -300,7 +300,7 @@ class _WatchedExecutor(CpuExecutor):
     def _shape(self, name: str) -> Shape:
         weight = self.weights.matrices[name]
         assert isinstance(weight, TileWeight)
-        return "int8" if weight.codebook is None else "int4", *weight.shape
+        return weight.layout, *weight.shape
 
 
 def _above_0(samples: Sequence[float]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ beyond LEAST_PASSES. What is left then takes as long as it takes.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE, model_parts
@@ -97,7 +97,7 @@ def product_shapes(spec: ModelSpec) -> list[ProductShape]:
     serves a model whatever bits its matrices have.
     """
     counts: dict[tuple[str, int, int], int] = {}
-    for part in model_parts(replace(spec, int8_matrices=()), KV_TYPE):
+    for part in model_parts(spec.in_plain_int4, KV_TYPE):
         for product in part.products:
             key = product.layout, product.n_rows, product.n_columns
             counts[key] = counts.get(key, 0) + 1

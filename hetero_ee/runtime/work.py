@@ -13,6 +13,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, NeuronRows, is_multiplied, kv_bytes_per_token, neuron_rows
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
+from hetero_ee.weights.model_weights import MATRIX_LAYOUTS
 from hetero_ee.weights.tiles import TILE_ROWS
 from hetero_ee_profiles.hardware import DeviceTimes
 
@@ -60,7 +61,7 @@ def joined_name(works: Sequence[Work]) -> str:
 
 def stored_layout(tensor: TensorSpec) -> str:
     """The layout a converted model's matrices have: 8 bits for embedding, head and what needs them, 4 for the rest."""
-    return VOCABULARY_LAYOUT if tensor.role in (TensorRole.VOCABULARY, TensorRole.MATRIX_8) else "int4"
+    return VOCABULARY_LAYOUT if tensor.role is TensorRole.VOCABULARY else MATRIX_LAYOUTS.get(tensor.role, "int4")
 
 
 def block_works(

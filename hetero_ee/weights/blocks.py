@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_scales
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 LEAST_VALUE = -127  # int8 tiles have no -128
 
@@ -17,12 +18,14 @@ LEAST_VALUE = -127  # int8 tiles have no -128
 class Blocks:
     """W[n, k] = scales[n, k // 32] x entry: codebook[codes[n, k]], or codes[n, k] itself where that is None.
 
-    codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32).
+    codes: uint8 (N, K) with a codebook, else int8; scales: fp32 (N, K / 32). zeros: likewise, what is subtracted from
+    the entries, so with LINEAR_CODEBOOK that of the codes less 8; None where nothing is.
     """
 
     codes: Tensor
     scales: Tensor
     codebook: tuple[int, ...] | None
+    zeros: Tensor | None = None
 
     def entries(self) -> Tensor:
         """int8 (N, K)."""
@@ -36,26 +39,33 @@ class Blocks:
 
     def dequantize(self) -> Tensor:
         """fp32 (N, K)."""
-        return self.entries().float() * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
+        entries = self.entries().float()
+        if self.zeros is not None:
+            entries -= self.zeros.repeat_interleave(layout.TILE_COLUMNS, dim=1)
+        return entries * self.scales.repeat_interleave(layout.TILE_COLUMNS, dim=1)
 
     def rows(self, order: Tensor) -> "Blocks":
         """The same rows in another order."""
-        return Blocks(self.codes[order], self.scales[order], self.codebook)
+        zeros = None if self.zeros is None else self.zeros[order]
+        return Blocks(self.codes[order], self.scales[order], self.codebook, zeros)
 
 
 def int4_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Parts stacked; None where codebooks differ or lack, or fp16 does not hold the scales within `most` of each."""
+    """Parts stacked; None where codebooks differ or lack, or fp16 does not hold the scales, and the zero points of
+    those that have any, within `most` of each. Zero points go with LINEAR_CODEBOOK alone."""
     codebook = parts[0].codebook
     if codebook is None or any(part.codebook != codebook for part in parts):
+        return None
+    if codebook != LINEAR_CODEBOOK and any(part.zeros is not None for part in parts):
         return None
     zero = min(range(16), key=lambda code: abs(codebook[code]))
     return _tiles([part.codes for part in parts], parts, codebook, zero, most)
 
 
 def int8_tiles(parts: Sequence[Blocks], most: float) -> TileWeight | None:
-    """Likewise in 8 bits, of any codebooks; None also where an entry is -128."""
+    """Likewise in 8 bits, of any codebooks; None also where an entry is -128, and where there are zero points."""
     entries = [part.entries() for part in parts]
-    holds = all(int(each.min()) >= LEAST_VALUE for each in entries)
+    holds = all(int(each.min()) >= LEAST_VALUE for each in entries) and all(part.zeros is None for part in parts)
     return _tiles(entries, parts, None, 0, most) if holds else None
 
 
@@ -66,18 +76,31 @@ def _tiles(
     stacked, scales = torch.cat(list(codes)), torch.cat([part.scales for part in parts])
     n_rows, n_columns = stacked.shape
     n_padding = layout.padded_shape(n_rows, n_columns)[0] - n_rows
-    stacked = torch.nn.functional.pad(stacked, (0, 0, 0, n_padding), value=padding)
-    found = _fp16_scales(torch.nn.functional.pad(scales, (0, 0, 0, n_padding)), most)
-    if found is None:
+    stacked = pad(stacked, (0, 0, 0, n_padding), value=padding)
+    found = _fp16_scales(pad(scales, (0, 0, 0, n_padding)), most)
+    zeros = _stacked_zeros(parts)
+    if found is None or (zeros is not None and not _is_near(zeros.half(), zeros, most)):
         return None
+    packed = layout.pack_scales(found[0], None if zeros is None else pad(zeros, (0, 0, 0, n_padding)).half())
     tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
-    return TileWeight(tiles, layout.pack_scales(found[0]), found[1], codebook, n_rows, n_columns)
+    return TileWeight(tiles, packed, found[1], codebook, n_rows, n_columns)
+
+
+def _stacked_zeros(parts: Sequence[Blocks]) -> Tensor | None:
+    """None where no part has any; else 0 for those that have none."""
+    if all(part.zeros is None for part in parts):
+        return None
+    return torch.cat([torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts])
 
 
 def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
     """fp16 scales and their exponent, each within `most` of itself."""
     for halves, exponent in (to_fp16_scales(scales, 0), (scales.half(), 0)):
-        error = (halves.double() * 2.0**exponent - scales.double()).abs()
-        if bool((error <= most * scales.double().abs()).all()) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        if _is_near(halves.double() * 2.0**exponent, scales, most) and MIN_EXPONENT <= exponent <= MAX_EXPONENT:
             return halves, exponent
     return None
+
+
+def _is_near(found: Tensor, expected: Tensor, most: float) -> bool:
+    error = (found.double() - expected.double()).abs()
+    return bool((error <= most * expected.double().abs()).all())

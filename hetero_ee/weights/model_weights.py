@@ -13,9 +13,11 @@ from hetero_ee.weights.file_watch import FileWatch
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint
 from hetero_ee.weights.rows import RowWeight
 from hetero_ee.weights.store.source_file import SourceFile
+from hetero_ee.weights.tiles import ZEROS
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
 
 UNQUANTIZED = "none"
+MATRIX_LAYOUTS = {TensorRole.MATRIX_8: "int8", TensorRole.MATRIX_ZEROS: ZEROS}  # of matrices, whatever the quantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ def is_quantized(role: TensorRole) -> bool:
 def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
     """The same model with its FFNs laid out, and its matrices of as many bits, as these weights are."""
     in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
-    in_8_bits = (n for n, weight in in_layers.items() if isinstance(weight, TileWeight) and weight.codebook is None)
+    tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
+    in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
     neuron_major = any(isinstance(weight, RowWeight) for weight in in_layers.values())
-    return replace(spec, neuron_major=neuron_major, int8_matrices=tuple(sorted(in_8_bits)))
+    return replace(spec, neuron_major=neuron_major, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
 
 
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:
@@ -81,6 +84,11 @@ def check_complete(weights: ModelWeights, spec: ModelSpec, folder: Path) -> None
             kind = "quantized" if is_quantized(tensor.role) else "fp32"
             raise DamagedStoreError(
                 f"{folder} lacks the {kind} tensor {tensor.name}; delete {folder} and convert again."
+            )
+        if tensor.role is TensorRole.VOCABULARY and isinstance(found, TileWeight) and found.layout == ZEROS:
+            raise DamagedStoreError(
+                f"{folder}: tensor {tensor.name} has zero points, which embedding and head don't; "
+                f"delete {folder} and convert again."
             )
         if tuple(found.shape) != tensor.shape:
             raise DamagedStoreError(

@@ -5,16 +5,16 @@ from torch import Tensor
 
 from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.model_weights import ModelWeights, is_quantized
+from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
-from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, TILE_ROWS, ZEROS, tile_grid
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 RANDOM = "random"  # what stands for the quantizer
 BLOCK_BYTES = 2**22 - 3  # of random bytes, repeated: odd, so that no two tiles of a matrix begin alike
 # A codebook as fitted ones look, so that the kernels do the work they would.
 CODEBOOK = (-32, -23, -18, -14, -10, -7, -4, -1, 1, 4, 7, 10, 14, 18, 22, 28)
-ROOT_MEAN_SQUARES = {"int4": 16.0, "int8": 64.0}  # of the codebook's entries and of int8 values, about
+ROOT_MEAN_SQUARES = {"int4": 16.0, ZEROS: 4.6, "int8": 64.0}  # of the codebook's entries and of int8 values, about
 
 
 def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
@@ -26,7 +26,8 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
     weights = ModelWeights({}, {}, RANDOM)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            layout = {TensorRole.VOCABULARY: vocabulary, TensorRole.MATRIX_8: "int8"}.get(tensor.role, "int4")
+            plain = vocabulary if tensor.role is TensorRole.VOCABULARY else "int4"
+            layout = MATRIX_LAYOUTS.get(tensor.role, plain)
             random = (
                 _random_rows(tensor, block)
                 if tensor.role is TensorRole.NEURONS
@@ -49,16 +50,18 @@ def _random_block() -> Tensor:
 
 
 def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
-    is_int4 = layout == "int4"
+    is_int4, has_zeros = layout != "int8", layout == ZEROS
     n_rows, n_columns = tensor.shape
     grid = tile_grid(n_rows, n_columns)
     tiles = _filled(torch.empty(*grid, TILE_BYTES[layout], dtype=torch.uint8), block)
     scale = 1 / (ROOT_MEAN_SQUARES[layout] * n_columns**0.5)
+    scales = torch.full((*grid, SCALES_A_TILE[layout]), scale * 2**14, dtype=torch.float16)
+    scales[..., TILE_ROWS:] = -0.5  # zero points: the mean of the codes
     return TileWeight(
         tiles=tiles if is_int4 else tiles.view(torch.int8),
-        scales=torch.full((*grid, TILE_ROWS), scale * 2**14, dtype=torch.float16),
+        scales=scales,
         exponent=-14,
-        codebook=CODEBOOK if is_int4 else None,
+        codebook=LINEAR_CODEBOOK if has_zeros else CODEBOOK if is_int4 else None,
         n_rows=n_rows,
         n_columns=n_columns,
     )

@@ -4,6 +4,8 @@ W is (N, K) = (out, in), N padded to 16 rows and K to 32 columns, cut into tiles
 int4 tile, 256 bytes: byte 4r + c of line j holds W[16b+r, 32g+4j+c] in its low nibble and W[16b+r, 32g+16+4j+c] in its
 high one (j < 4 lines of 64 bytes, r < 16, c < 4).
 int8 tile, 512 bytes: byte 4r + c of line j is W[16b+r, 32g+4j+c] (j < 8).
+Scales lie apart, 16 of a tile side by side; in the layout "int4 zeros" the tile's 16 zero points right after them, so
+that one pointer leads to both.
 """
 
 import torch
@@ -13,7 +15,10 @@ TILE_ROWS = 16  # one AVX-512 register holds 16 rows x 4 columns, the operand of
 TILE_COLUMNS = 32  # one scale per row and 32 columns
 INT4_TILE_BYTES = 256
 INT8_TILE_BYTES = 512
-TILE_BYTES = {"int4": INT4_TILE_BYTES, "int8": INT8_TILE_BYTES}
+ZEROS = "int4 zeros"
+TILE_BYTES = {"int4": INT4_TILE_BYTES, ZEROS: INT4_TILE_BYTES, "int8": INT8_TILE_BYTES}
+SCALES_A_TILE = {"int4": TILE_ROWS, ZEROS: 2 * TILE_ROWS, "int8": TILE_ROWS}  # fp16 numbers, zero points included
+SCALE_BYTES = 2
 
 
 def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
@@ -25,6 +30,13 @@ def padded_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
 def tile_grid(n_rows: int, n_columns: int) -> tuple[int, int]:
     """How many tiles a matrix takes, down and across."""
     return -(-n_rows // TILE_ROWS), -(-n_columns // TILE_COLUMNS)
+
+
+def region_bytes(layout: str, n_rows: int, n_columns: int) -> tuple[int, int]:
+    """Bytes of a matrix's tiles, and of its scales."""
+    n_down, n_across = tile_grid(n_rows, n_columns)
+    n_tiles = n_down * n_across
+    return n_tiles * TILE_BYTES[layout], n_tiles * SCALES_A_TILE[layout] * SCALE_BYTES
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -57,13 +69,23 @@ def unpack_int8(tiles: Tensor) -> Tensor:
     return lines.permute(0, 3, 1, 2, 4).reshape(n_blocks * 16, n_groups * 32)
 
 
-def pack_scales(scales: Tensor) -> Tensor:
-    """Scales (N, K/32) -> (N/16, K/32, 16), a tile's 16 row scales side by side."""
+def pack_scales(scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Scales (N, K/32), and zero points likewise -> (N/16, K/32, 16 or 32): a tile's 16 scales, its 16 zero points."""
     n_rows, n_groups = scales.shape
-    return scales.view(n_rows // 16, 16, n_groups).permute(0, 2, 1).contiguous()
+    parts = torch.stack([scales] if zeros is None else [scales, zeros]).view(-1, n_rows // 16, 16, n_groups)  # p b r g
+    return parts.permute(1, 3, 0, 2).contiguous().view(n_rows // 16, n_groups, -1)
 
 
 def unpack_scales(scales: Tensor) -> Tensor:
-    """Scales (N/16, K/32, 16) -> (N, K/32)."""
-    n_blocks, n_groups, _ = scales.shape
-    return scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups)
+    """Scales (N/16, K/32, 16 or 32) -> (N, K/32), without zero points."""
+    return _by_row(scales[..., :TILE_ROWS])
+
+
+def unpack_zeros(scales: Tensor) -> Tensor | None:
+    """The zero points among them, (N, K/32); None where there are none."""
+    return _by_row(scales[..., TILE_ROWS:]) if scales.shape[-1] > TILE_ROWS else None
+
+
+def _by_row(numbers: Tensor) -> Tensor:
+    n_blocks, n_groups, _ = numbers.shape
+    return numbers.permute(0, 2, 1).reshape(n_blocks * 16, n_groups)

@@ -54,7 +54,8 @@ class DenseWeight:
 class TileWeight:
     """W[n, k] = 2^exponent x scales[n, k // 32] x entry[n, k]: an entry is codebook[code], or the int8 value itself.
 
-    tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without; scales: fp16 (N/16, K/32, 16);
+    tiles: uint8 (N/16, K/32, 256) with a codebook, int8 (N/16, K/32, 512) without; scales: fp16 (N/16, K/32, 16), or
+    (N/16, K/32, 32) with zero points, which are subtracted from the entries: of LINEAR_CODEBOOK alone (`zero_points`).
     N and K padded there, while n_rows and n_columns are the matrix's own. codebook: 16 int8 values, ascending.
     """
 
@@ -68,6 +69,13 @@ class TileWeight:
     @property
     def shape(self) -> tuple[int, int]:
         return self.n_rows, self.n_columns
+
+    @property
+    def layout(self) -> str:
+        """A key of tiles.TILE_BYTES."""
+        if self.codebook is None:
+            return "int8"
+        return layout.ZEROS if self.scales.shape[2] > layout.TILE_ROWS else "int4"
 
     @property
     def n_bytes(self) -> int:
@@ -86,10 +94,11 @@ class TileWeight:
         """W[indices] as a matrix of its own, of the same codes and scales: nothing is rounded again."""
         n_padded = layout.padded_shape(len(indices), self.n_columns)[0] - len(indices)
         unpacked = layout.unpack_int8(self.tiles) if self.codebook is None else layout.unpack_int4(self.tiles)
-        chosen = (unpacked[indices], layout.unpack_scales(self.scales)[indices])
-        codes, scales = (torch.nn.functional.pad(values, (0, 0, 0, n_padded)) for values in chosen)
+        zeros = layout.unpack_zeros(self.scales)
+        parts = [unpacked, layout.unpack_scales(self.scales), *([] if zeros is None else [zeros])]
+        codes, *scales = (torch.nn.functional.pad(values[indices], (0, 0, 0, n_padded)) for values in parts)
         tiles = layout.pack_int8(codes) if self.codebook is None else layout.pack_int4(codes)
-        return replace(self, tiles=tiles, scales=layout.pack_scales(scales), n_rows=len(indices))
+        return replace(self, tiles=tiles, scales=layout.pack_scales(*scales), n_rows=len(indices))
 
     def _expand(self, tiles: Tensor, scales: Tensor) -> Tensor:
         """fp32 of whole row blocks, padding included."""
@@ -99,4 +108,8 @@ class TileWeight:
             entries = torch.tensor(self.codebook, dtype=torch.float32)[layout.unpack_int4(tiles).int()]
         factors = layout.unpack_scales(scales).float() * 2.0**self.exponent
         n_rows, n_groups = factors.shape
-        return (entries.view(n_rows, n_groups, layout.TILE_COLUMNS) * factors[:, :, None]).view(n_rows, -1)
+        entries = entries.view(n_rows, n_groups, layout.TILE_COLUMNS)
+        zeros = layout.unpack_zeros(scales)
+        if zeros is not None:
+            entries = entries - zeros.float()[:, :, None]
+        return (entries * factors[:, :, None]).view(n_rows, -1)

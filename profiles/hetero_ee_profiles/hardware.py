@@ -8,6 +8,7 @@ from typing import ClassVar
 from hetero_ee_profiles.measurement import Measurement
 
 PROFILE_VERSION = 4
+ZEROS, ZEROS_BYTES = "int4 zeros", 5.0 / 4.5  # int4 with zero points, and its bytes over those of int4
 KV_TYPES = ("fp32", "fp16", "int8")  # of a cache
 MEASURED, DERIVED = "measured", "derived"
 
@@ -124,7 +125,10 @@ class DeviceTimes:
         takes beyond a call is in proportion to the size. share: of the matrix, what is multiplied by; 0 takes nothing.
 
         Between two measured m, and beyond the last, time is linear in m. Raises KeyError for a layout without times.
+        int4 with zero points takes as long as int4 for each of its bytes.
         """
+        if layout == ZEROS:
+            return self.matmul_s("int4", n_rows, n_columns, m, share) * ZEROS_BYTES
         size = n_rows * n_columns
         rows = [row for row in self.matmuls if row.layout == layout]
         if not rows:

@@ -19,10 +19,11 @@ from hetero_ee.weights.store.manifest import (
     Entry,
     Manifest,
     aligned,
+    matrix_bits,
     read_manifest,
 )
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
-from tests.format_store import CODEBOOK, CONFIG, MATRIX, SOURCE, VECTOR, VOCABULARY, write_store
+from tests.format_store import CODEBOOK, CONFIG, MATRIX, SOURCE, VECTOR, VOCABULARY, write_store, write_zeros_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +90,28 @@ def test_what_is_written_is_what_is_read(store: Path) -> None:
 def test_a_store_of_version_2_has_the_golden_bytes(store: Path) -> None:
     """The golden manifest holds the checksums of all tensors: other bytes there need another version too."""
     assert (store / "manifest.json").read_text() == GOLDEN.read_text()
+
+
+def test_a_store_of_version_3_has_the_golden_bytes(tmp_path: Path) -> None:
+    """Of one with zero points; all others stay of version 2, which older engines read."""
+    store = write_zeros_store(tmp_path)
+    assert (store / "manifest.json").read_text() == GOLDEN.with_name("manifest_zeros.json").read_text()
+    manifest = read_manifest(store)
+    entry = manifest.entries[MATRIX]
+    assert (manifest.version, entry.layout, entry.codebook) == (3, "int4 zeros", LINEAR_CODEBOOK)
+    assert [region.n_bytes for region in entry.regions] == [9 * 256, 9 * 64]
+    assert matrix_bits(manifest) == 8 * (9 * (256 + 64) + 9 * (512 + 32)) / (40 * 70 + 48 * 96)
+
+
+def test_a_version_that_does_not_fit_the_layouts_is_refused(shared_store: Path, tmp_path: Path) -> None:
+    refuse_each(shared_store, [changed("version", 3)], word="version 3 does not fit the layouts")
+    refuse_each(write_zeros_store(tmp_path), [changed("version", 2)], word="version 2 does not fit the layouts")
+
+
+def test_zero_points_go_with_linear_codes_alone(tmp_path: Path) -> None:
+    store = write_zeros_store(tmp_path)
+    refuse_each(store, [changed("codebook", value, MATRIX) for value in (list(CODEBOOK), None)], word="codebook")
+    refuse_each(store, [changed("layout", kind, MATRIX) for kind in ("int4", "int8", "int4 rows", "int8 zeros")])
 
 
 def test_the_checksum_is_the_one_of_the_documentation(store: Path) -> None:
@@ -185,6 +208,14 @@ def test_a_field_of_an_entry_missing_or_wrong_is_refused(store: Path, field: str
     refuse_each(store, [changed(field, value, place) for value in ENTRY[field] if value != right])
 
 
+@pytest.mark.parametrize("field", ENTRY)
+def test_a_field_of_a_matrix_with_zero_points_missing_or_wrong_is_refused(tmp_path: Path, field: str) -> None:
+    store = write_zeros_store(tmp_path)
+    refuse_each(store, [without(field, MATRIX)], word=f"{field} is missing")
+    right = json.loads((store / "manifest.json").read_text())["entries"][MATRIX][field]
+    refuse_each(store, [changed(field, value, MATRIX) for value in ENTRY[field] if value != right])
+
+
 @pytest.mark.parametrize("value", [*NOT_INTEGERS, *NO_CODEBOOK], ids=str)
 def test_a_codebook_is_16_ascending_int8_values(shared_store: Path, value: Any) -> None:
     if value is not None:
@@ -233,8 +264,8 @@ def test_regions_that_overlap_or_go_backwards_are_refused(shared_store: Path) ->
 
 
 def test_another_version_is_said_so(shared_store: Path) -> None:
-    for version in (1, 3):
-        word = f"has store format version {version}, this engine reads version 2"
+    for version in (1, 4):
+        word = f"has store format version {version}, this engine reads 2 and 3"
         refuse_each(shared_store, [changed("version", version)], word=word)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.weight import DenseWeight, TileWeight
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, DenseWeight, TileWeight
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BLOCKS = st.integers(1, 4)
@@ -52,6 +52,10 @@ def tile_weight(kind: str, n_rows: int, n_columns: int, exponent: int = -20) -> 
     scales = torch.randn(padded_rows, padded_columns // 32, generator=generator).half()
     if kind == "int4":
         tiles, codebook = layout.pack_int4(random_codes(padded_rows, padded_columns)), CODEBOOK
+    elif kind == layout.ZEROS:
+        tiles, codebook = layout.pack_int4(random_codes(padded_rows, padded_columns)), LINEAR_CODEBOOK
+        zeros = (torch.randn(scales.shape, generator=generator) * 3).half()
+        return TileWeight(tiles, layout.pack_scales(scales, zeros), exponent, codebook, n_rows, n_columns)
     else:
         tiles, codebook = layout.pack_int8(random_values(padded_rows, padded_columns)), None
     return TileWeight(tiles, layout.pack_scales(scales), exponent, codebook, n_rows, n_columns)
@@ -61,6 +65,29 @@ def test_packing_gives_the_golden_bytes() -> None:
     assert layout.pack_int4(golden_codes()).numpy().tobytes() == golden("int4_tiles.hex")
     assert layout.pack_int8(golden_values()).numpy().tobytes() == golden("int8_tiles.hex")
     assert layout.pack_scales(golden_scales()).numpy().tobytes() == golden("scales.hex")
+
+
+def test_zero_points_lie_after_the_scales_of_their_tile() -> None:
+    zeros = (golden_scales() + 64).half()
+    data = layout.pack_scales(golden_scales(), zeros).numpy().tobytes()
+    assert data == golden("zero_points.hex") and len(data) == 2 * len(golden("scales.hex"))
+    for tile in range(4):
+        assert data[64 * tile : 64 * tile + 32] == golden("scales.hex")[32 * tile : 32 * tile + 32]
+    packed = torch.tensor(list(data), dtype=torch.uint8).view(torch.float16).view(2, 2, 32)
+    assert torch.equal(layout.unpack_scales(packed), golden_scales())
+    found = layout.unpack_zeros(packed)
+    assert found is not None and torch.equal(found, zeros)
+    assert layout.unpack_zeros(packed[..., :16]) is None
+
+
+def test_a_weight_with_zero_points_is_scale_times_what_is_left_of_the_code() -> None:
+    weight = tile_weight(layout.ZEROS, 40, 100, exponent=-3)
+    dense, codes, scales = weight.dequantize(), layout.unpack_int4(weight.tiles), layout.unpack_scales(weight.scales)
+    zeros = layout.unpack_zeros(weight.scales)
+    assert zeros is not None and weight.layout == layout.ZEROS and weight.n_bytes == 3 * 4 * (256 + 64)
+    for n, k in ((0, 0), (39, 99), (17, 33)):
+        entry = torch.tensor(int(codes[n, k]) - 8.0) - zeros[n, k // 32].float()
+        assert dense[n, k] == entry * (scales[n, k // 32].float() / 8)
 
 
 def test_unpacking_the_golden_bytes_gives_the_matrices() -> None:
@@ -130,7 +157,7 @@ def test_a_weight_is_exponent_times_scale_times_entry(kind: str, shape: tuple[in
         assert dense[n, k].item() == 2.0**-20 * scales[n][k // 32] * entry  # exact: 11 and 8 significant bits
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", layout.ZEROS, "int8"])
 @given(st.integers(1, 70), st.integers(1, 70), st.data())
 @settings(max_examples=15, deadline=None)
 def test_rows_are_the_bits_of_the_whole(kind: str, n_rows: int, n_columns: int, data: st.DataObject) -> None:
@@ -139,7 +166,7 @@ def test_rows_are_the_bits_of_the_whole(kind: str, n_rows: int, n_columns: int, 
     assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", layout.ZEROS, "int8"])
 @pytest.mark.parametrize("ids", [[0], [39, 3, 3], list(range(40))])
 def test_gathered_rows_are_a_matrix_of_the_same_bits(kind: str, ids: list[int]) -> None:
     weight = tile_weight(kind, 40, 70)
@@ -160,4 +187,5 @@ def test_rows_of_a_dense_weight() -> None:
 def test_bits_a_weight(shape: tuple[int, int]) -> None:
     n_weights = shape[0] * shape[1]
     assert tile_weight("int4", *shape).n_bytes * 8 == 4.5 * n_weights
+    assert tile_weight(layout.ZEROS, *shape).n_bytes * 8 == 5.0 * n_weights
     assert tile_weight("int8", *shape).n_bytes * 8 == 8.5 * n_weights

@@ -11,9 +11,10 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
 from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.runtime.work import stored_layout
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
-from hetero_ee.weights.tiles import INT4_TILE_BYTES, INT8_TILE_BYTES, TILE_COLUMNS, TILE_ROWS, padded_shape
+from hetero_ee.weights.tiles import SCALES_A_TILE, TILE_BYTES, tile_grid
 from hetero_ee.weights.weight import TileWeight, Weight
 
 DUMMY = "dummy"  # what stands for the quantizer
@@ -76,14 +77,14 @@ def _dummy_rows(tensor: TensorSpec) -> RowWeight:
 
 
 def _dummy_tiles(tensor: TensorSpec) -> TileWeight:
-    is_int4 = tensor.role is TensorRole.MATRIX  # the others have 8 bits
+    layout = stored_layout(tensor)
+    is_int4 = layout != "int8"
     n_rows, n_columns = tensor.shape
-    padded_rows, padded_columns = padded_shape(n_rows, n_columns)
-    grid = padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS
+    grid = tile_grid(n_rows, n_columns)
     tiles = torch.zeros(1, dtype=torch.uint8 if is_int4 else torch.int8)
     return TileWeight(
-        tiles=tiles.expand(*grid, INT4_TILE_BYTES if is_int4 else INT8_TILE_BYTES),
-        scales=torch.zeros(1, dtype=torch.float16).expand(*grid, TILE_ROWS),
+        tiles=tiles.expand(*grid, TILE_BYTES[layout]),
+        scales=torch.zeros(1, dtype=torch.float16).expand(*grid, SCALES_A_TILE[layout]),
         exponent=0,
         codebook=tuple(range(-8, 8)) if is_int4 else None,
         n_rows=n_rows,

@@ -16,7 +16,7 @@ from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
-from hetero_ee.weights.model_weights import is_quantized
+from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
 from hetero_ee.weights.quantization import GGUF, Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.rows import in_rows
@@ -137,8 +137,8 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
         raise UsageError(
             f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
         )
-    int8_matrices = spec.int8_matrices if quantization.own == GGUF else ()
-    return replace(spec, neuron_major=quantization.neuron_major, int8_matrices=int8_matrices)
+    kept = spec if quantization.own == GGUF else spec.in_plain_int4
+    return replace(kept, neuron_major=quantization.neuron_major)
 
 
 def _write_tensor(
@@ -191,7 +191,7 @@ def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
         return "fp32"
     if tensor.role is TensorRole.NEURONS:
         return ROWS
-    return "int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4"
+    return MATRIX_LAYOUTS.get(tensor.role, "int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4")
 
 
 def _require_space(source: Source, n_bytes: int, there_bytes: int, target: Path, files: FileSystem) -> None:

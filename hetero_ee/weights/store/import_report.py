@@ -38,9 +38,8 @@ class ImportReport:
 
     def add(self, types: list[str], tensor: TensorSpec, weight: TileWeight, values: Tensor | None) -> None:
         """values: what became `weight`, fp32; None where it was taken as it is."""
-        layout = "int8" if weight.codebook is None else "int4"
         added = 1, tensor.n_elements, *((0.0, 0.0) if values is None else _errors(weight, values))
-        sums = self._sums[", ".join(types), layout, values is None]
+        sums = self._sums[", ".join(types), weight.layout, values is None]
         sums[:] = [before + more for before, more in zip(sums, added, strict=True)]
 
     def fields(self) -> dict[str, Any]:

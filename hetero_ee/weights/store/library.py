@@ -24,7 +24,7 @@ from hetero_ee.weights.store.calibration_files import has_calibration, is_calibr
 from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
 from hetero_ee.weights.store.manifest import (
-    FORMAT_VERSION,
+    VERSIONS,
     WEIGHTS_FILE,
     Manifest,
     check_size,
@@ -263,6 +263,6 @@ def _state_of(path: Path) -> tuple[StoreState, Manifest | None]:
         check_size(path, manifest)
         check_copies(path, manifest)
     except StoreError:
-        is_other = stored_version(path) not in (None, FORMAT_VERSION)
+        is_other = stored_version(path) not in (None, *VERSIONS)
         return StoreState.OTHER_VERSION if is_other else StoreState.DAMAGED, manifest
     return StoreState.WHOLE, manifest

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ from hetero_ee.hub.regular_file import find_file, read_file
 from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT
 from hetero_ee.weights.rows import LARGEST_ENTRY, row_sizes
+from hetero_ee.weights.weight import LINEAR_CODEBOOK
 from hetero_ee_profiles.records import from_json
 
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 FORMAT_NAME = "hetero_ee store"
 FORMAT_VERSION = 2
+ZEROS_VERSION = 3  # of stores with zero points: older engines say so, and older stores are as they were
 ALIGNMENT_BYTES = 4096  # a page: regions start on one, so that a mapping can be read and advised region by region
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
-SCALE_BYTES = 2
 ROWS = "int4 rows"
+VERSIONS = (FORMAT_VERSION, ZEROS_VERSION)
 LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
 CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with; the checksum is that of all before it
@@ -52,7 +54,7 @@ class Entry:
     """One tensor. Raises ValueError where its fields contradict each other."""
 
     name: str
-    layout: str  # "int4", "int8", "int4 rows" (tiles or codes, and fp16 scales at scales_offset) or "fp32" (row by row)
+    layout: str  # "fp32" (row by row), or tiles or codes, and fp16 scales at scales_offset: all the other LAYOUTS
     shape: tuple[int, ...]
     offset: int
     scales_offset: int
@@ -92,7 +94,7 @@ class Entry:
             return "shape"
         if self.layout == ROWS and not _is_codebook(self.codebook, LARGEST_ENTRY):
             return "codebook"
-        if not _is_codebook(self.codebook) if self.layout in ("int4", ROWS) else self.codebook is not None:
+        if not _is_codebook(self.codebook) if self.layout in ("int4", ROWS) else self.codebook != _implied(self.layout):
             return "codebook"
         if not MIN_EXPONENT <= self.exponent <= MAX_EXPONENT or (is_fp32 and self.exponent != 0):
             return "exponent"
@@ -123,7 +125,7 @@ class Manifest:
     """What manifest.json holds. Raises ValueError unless names are unique and regions lie one after the other."""
 
     format: str = field(default=FORMAT_NAME, kw_only=True)
-    version: int = field(default=FORMAT_VERSION, kw_only=True)
+    version: int = field(default=FORMAT_VERSION, kw_only=True)  # the least that has all layouts of the entries
     quantizer: str
     vocabulary_quantizer: str
     source: dict  # type: ignore[type-arg]  # what the store was made from, for people: any JSON object
@@ -137,6 +139,8 @@ class Manifest:
             for name, count in Counter(record.name for record in records).items():
                 if count > 1:
                     raise ValueError(f"{kind} {name!r:.80} is there {count} times")
+        if self.version != version_of(self.entries):
+            raise ValueError(f"version {self.version} does not fit the layouts of the tensors")
         end = 0
         for entry in self.entries:
             for region in entry.regions:
@@ -164,8 +168,12 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (4 * math.prod(shape),)
     if kind == ROWS:
         return row_sizes(*shape)
-    n_tiles = math.prod(layout.tile_grid(*shape))
-    return n_tiles * layout.TILE_BYTES[kind], n_tiles * layout.TILE_ROWS * SCALE_BYTES
+    return layout.region_bytes(kind, *shape)
+
+
+def version_of(entries: Iterable[Entry]) -> int:
+    """The version of a store of these tensors."""
+    return ZEROS_VERSION if any(entry.layout == layout.ZEROS for entry in entries) else FORMAT_VERSION
 
 
 def matrix_bits(manifest: Manifest) -> float | None:
@@ -235,15 +243,20 @@ def _checked_text(folder: Path, body: Any, data: bytes) -> bytes:
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
         raise DamagedStoreError(f"{file} is not the manifest of a hetero_ee store.")
     version = body.get("version")
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in VERSIONS:
         raise DamagedStoreError(
-            f"{folder} has store format version {version!r:.20}, this engine reads version {FORMAT_VERSION}; "
+            f"{folder} has store format version {version!r:.20}, this engine reads {' and '.join(map(str, VERSIONS))}; "
             "delete it and convert the model again."
         )
     text, _, _ = data.rpartition(CHECKSUM_FIELD.encode())
     if data != text + _checksum_field(text):
         raise DamagedStoreError(f"{file} does not match its own checksum; delete {folder} and convert again.")
     return text
+
+
+def _implied(kind: str) -> tuple[int, ...] | None:
+    """The codebook of a layout that leaves no choice."""
+    return LINEAR_CODEBOOK if kind == layout.ZEROS else None
 
 
 def _is_codebook(values: tuple[int, ...] | None, largest: int = 127) -> bool:

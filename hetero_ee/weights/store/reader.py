@@ -31,7 +31,7 @@ from hetero_ee.weights.store.manifest import (
     check_size,
     read_manifest,
 )
-from hetero_ee.weights.tiles import TILE_BYTES, TILE_ROWS, tile_grid
+from hetero_ee.weights.tiles import TILE_BYTES, tile_grid
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_profiles.opened_file import open_regular
 
@@ -169,7 +169,7 @@ def _weight(buffer: Tensor, entry: Entry) -> TileWeight | RowWeight:
     tiles = data.view(*grid, TILE_BYTES[entry.layout])
     return TileWeight(
         tiles=tiles.view(torch.int8) if entry.layout == "int8" else tiles,
-        scales=scales.view(*grid, TILE_ROWS),
+        scales=scales.view(*grid, -1),
         exponent=entry.exponent,
         codebook=entry.codebook,
         n_rows=entry.shape[0],

@@ -30,6 +30,7 @@ from hetero_ee.weights.store.manifest import (
     Entry,
     Manifest,
     aligned,
+    version_of,
 )
 from hetero_ee.weights.store.reader import copied_files, is_store
 from hetero_ee.weights.weight import TileWeight
@@ -109,7 +110,7 @@ class StoreWriter:
                 f"tensor {name} has weights of 2^{weight.exponent + SCALE_EXPONENT} and more, beyond those of any "
                 "model; it is damaged, get the checkpoint again."
             )
-        layout = ROWS if isinstance(weight, RowWeight) else "int8" if weight.codebook is None else "int4"
+        layout = ROWS if isinstance(weight, RowWeight) else weight.layout
         offset, checksum = self._append(weight.codes if isinstance(weight, RowWeight) else weight.tiles)
         scales_offset, scales_checksum = self._append(weight.scales)
         format_fields = (offset, scales_offset, weight.exponent, weight.codebook)
@@ -130,7 +131,8 @@ class StoreWriter:
     def finish(self, quantizer: str, vocabulary_quantizer: str, source: dict[str, Any]) -> Path:
         """Writes the manifest last and gives the folder its name. Returns where it lies."""
         copies, entries = tuple(self._copies), tuple(self.entries)
-        manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries)
+        version = version_of(entries)
+        manifest = Manifest(quantizer, vocabulary_quantizer, source, copies, self._offset, entries, version=version)
         with store_errors(self._target):
             self._cut_weights()
             self._files.close_durably(self._weights)

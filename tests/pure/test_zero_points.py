@@ -1,0 +1,127 @@
+"""Zero points: from a file's codes to tiles, into a store and out of it, and where they are refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_ee.errors import DamagedStoreError
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
+from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
+from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.parts import Product, model_parts
+from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights.model_weights import ModelWeights, as_stored
+from hetero_ee.weights.random_weights import random_weights
+from hetero_ee.weights.store.filesystem import FileSystem
+from hetero_ee.weights.store.reader import open_store
+from hetero_ee.weights.store.verification import verify
+from hetero_ee.weights.store.writer import StoreWriter
+from hetero_ee.weights.tiles import ZEROS, tile_grid
+from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
+from tests.families import config_of
+
+QKV = "layers.0.attention.qkv"
+
+
+def file_blocks(n_rows: int, *, with_zeros: bool = True, seed: int = 0) -> tuple[Blocks, Tensor]:
+    """As GPTQ and AWQ have a matrix (n_rows, 96), w = s (q - z) with whole z of 0 to 15, and its weights in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n_rows, 96), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(n_rows, 3, generator=generator).half().float() / 64
+    zeros = (
+        torch.randint(0, 16, (n_rows, 3), generator=generator).float() if with_zeros else torch.full((n_rows, 3), 8.0)
+    )
+    weights = scales.double().repeat_interleave(32, 1) * (codes.double() - zeros.double().repeat_interleave(32, 1))
+    return Blocks(codes, scales, LINEAR_CODEBOOK, zeros - 8 if with_zeros else None), weights
+
+
+def test_whole_zero_points_are_kept_exactly() -> None:
+    """Also beside parts without any, and in another order of rows."""
+    (first, its_weights), (second, other_weights) = file_blocks(24), file_blocks(17, with_zeros=False, seed=1)
+    tiles = int4_tiles([first, second], most=0.0)
+    assert tiles is not None and tiles.layout == ZEROS and tiles.shape == (41, 96)
+    assert torch.equal(tiles.dequantize().double(), torch.cat([its_weights, other_weights]))
+    assert torch.equal(first.dequantize().double(), its_weights)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(first.rows(order).dequantize(), first.dequantize()[order])
+
+
+def test_without_zero_points_tiles_are_as_ever() -> None:
+    blocks, _ = file_blocks(16, with_zeros=False)
+    tiles = int4_tiles([blocks], most=0.0)
+    assert tiles is not None and tiles.layout == "int4" and tiles.scales.shape == (1, 3, 16)
+
+
+def test_zero_points_that_tiles_do_not_hold_are_refused() -> None:
+    blocks, _ = file_blocks(16)
+    assert blocks.zeros is not None
+    third = replace(blocks, zeros=blocks.zeros + 1 / 3)
+    assert int4_tiles([third], most=0.0) is None and int4_tiles([third], most=2.0**-11) is not None
+    assert int4_tiles([replace(blocks, zeros=blocks.zeros * 1e6)], most=2.0**-11) is None  # beyond fp16
+    assert int4_tiles([replace(blocks, codebook=tuple(range(-9, 7)))], most=0.0) is None
+    assert int8_tiles([blocks], most=0.0) is None
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Path, ModelSpec, ModelWeights]:
+    """A tiny model whose first qkv has zero points, its weights at random."""
+    config_of("llama-tied").save_pretrained(tmp_path)
+    spec = replace(read_spec(tmp_path), zero_point_matrices=(QKV,))
+    return tmp_path, spec, random_weights(spec)
+
+
+def written(model: tuple[Path, ModelSpec, ModelWeights], **changed: TileWeight) -> Path:
+    folder, spec, weights = model
+    with StoreWriter(folder / "store", FileSystem(), {}) as writer:
+        for tensor in all_tensors(decoder_blocks(spec)):
+            if tensor.name in weights.vectors:
+                writer.add_values(tensor.name, weights.vectors[tensor.name])
+            else:
+                matrix = changed.get(tensor.name, weights.matrices[tensor.name])
+                assert isinstance(matrix, TileWeight)
+                writer.add_matrix(tensor.name, matrix)
+        writer.copy_files(folder)
+        return writer.finish("random", "int8", {})
+
+
+def test_a_store_gives_back_the_bits(model: tuple[Path, ModelSpec, ModelWeights]) -> None:
+    _, spec, weights = model
+    store = written(model)
+    found = open_store(store, replace(spec, zero_point_matrices=()))
+    assert as_stored(read_spec(store), found) == spec and not verify(store)
+    for name, matrix in weights.matrices.items():
+        assert torch.equal(found.matrices[name].dequantize(), matrix.dequantize())
+    qkv = found.matrices[QKV]
+    assert isinstance(qkv, TileWeight) and qkv.layout == ZEROS and qkv.scales.shape[2] == 32
+
+
+def test_zero_points_of_an_embedding_are_refused(model: tuple[Path, ModelSpec, ModelWeights]) -> None:
+    """Kernels that look up, and those of a head on a GPU, know of none."""
+    _, spec, weights = model
+    n_rows, n_columns = weights.matrices["embedding.tokens"].shape
+    grid = tile_grid(n_rows, n_columns)
+    codes, numbers = torch.zeros(*grid, 256, dtype=torch.uint8), torch.ones(*grid, 32).half()
+    tiles = TileWeight(codes, numbers, 0, LINEAR_CODEBOOK, n_rows, n_columns)
+    store = written(model, **{"embedding.tokens": tiles})
+    with pytest.raises(DamagedStoreError, match=r"embedding\.tokens has zero points"):
+        open_store(store, spec)
+
+
+def test_a_plan_counts_5_bits_a_weight(model: tuple[Path, ModelSpec, ModelWeights]) -> None:
+    _, spec, weights = model
+    [qkv] = [tensor for tensor in all_tensors(decoder_blocks(spec)) if tensor.name == QKV]
+    assert qkv.role is TensorRole.MATRIX_ZEROS
+    with_zeros, plain = (model_parts(each, "fp16")[1].product_bytes for each in (spec, spec.in_plain_int4))
+    n_tiles = weights.matrices[QKV].n_bytes // 320
+    assert with_zeros - plain == 32 * n_tiles
+    assert Product(ZEROS, 4096, 4096).n_bytes == 4096 * 4096 * 5 // 8
+
+
+def test_a_configuration_names_the_matrices_with_zero_points() -> None:
+    config = config_of("llama-tied").to_dict()
+    assert spec_from_hf(config | {ZEROS_FIELD: [QKV, QKV]}, "x").zero_point_matrices == (QKV,)
+    assert spec_from_hf(config, "x").zero_point_matrices == ()
