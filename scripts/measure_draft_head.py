@@ -78,8 +78,8 @@ def acceptance(
 
 def _choice(executor: Executor, params: SamplingParams, number: int, tokens: Sequence[int]) -> Choose:
     """As drafts of the text are chosen."""
-    text = Text.of_prompt(number, list(tokens), params, str, cached_as=number)
-    sampler = DraftSampler(params, Ending(frozenset(), len(tokens)))
+    text = Text.of_prompt(number, list(tokens), params, Ending(frozenset(), len(tokens)), str, cached_as=number)
+    sampler = DraftSampler()
     return lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]
 
 

@@ -78,7 +78,7 @@ class CertificateRun:
         save_every_s: float = 5.0,
     ) -> None:
         self._executor, self._ending, self._calibration = executor, ending, calibration
-        self._sampler = DraftSampler(PARAMS, ending)
+        self._sampler = DraftSampler()
         compiled = executor.weights.quantizer != UNQUANTIZED
         self._heads = exit_heads(calibration, range(1, calibration.n_layers), compiled=compiled)
         self._partial, self._clock, self._progress = partial, clock, progress
@@ -147,7 +147,7 @@ class CertificateRun:
         """The full model's greedy tokens; rows: take how the exit layers judged each, by text."""
         executor, n_steps = self._executor, 0
         for text, logits in [(text, prefill(executor, text)) for text in texts]:
-            yield step(text, logits, PARAMS, self._ending, 0.0)
+            yield step(text, logits, 0.0)
         while active := [text for text in texts if not text.finished]:
             tokens = [WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1) for text in active]
             drafts = np.array([self._drafted(tokens, active, exit_layer) for exit_layer in self._heads])
@@ -155,7 +155,7 @@ class CertificateRun:
             assert final is not None, "a model has a layer"
             levels = levels_of(drafts[:, :, 1])
             for row, (text, logits) in enumerate(zip(active, executor.to_logits(final), strict=True)):
-                token = step(text, logits, PARAMS, self._ending, 0.0)
+                token = step(text, logits, 0.0)
                 rows[text.sequence].append(2 * levels[:, row] + (drafts[:, row, 0] == token.token_id))
                 yield token
             n_steps += 1

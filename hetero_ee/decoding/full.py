@@ -20,24 +20,16 @@ def generate(
     clock: Callable[[], float],
 ) -> Iterator[GeneratedToken]:
     """Yields the tokens of all prompts as they come. Closing the iterator frees the sequences' memory."""
-    start_s = clock()
-    texts = texts_of(prompts, params, decode, ending)
-    tokens = _tokens(executor, texts, params, ending, lambda: clock() - start_s)
-    yield from in_own_sequences(executor, texts, tokens)
+    texts = texts_of(prompts, params, decode, ending, clock())
+    yield from in_own_sequences(executor, texts, _tokens(executor, texts, clock))
 
 
-def _tokens(
-    executor: Executor,
-    texts: list[Text],
-    params: SamplingParams,
-    ending: Ending,
-    elapsed_s: Callable[[], float],
-) -> Iterator[GeneratedToken]:
+def _tokens(executor: Executor, texts: list[Text], clock: Callable[[], float]) -> Iterator[GeneratedToken]:
     """The loop: the rest of each prompt, then a token of every unfinished text a pass."""
     logits_of = {text.sequence: prefill(executor, text) for text in texts}
     while logits_of:
         for sequence, logits in logits_of.items():
-            yield step(texts[sequence], logits, params, ending, elapsed_s())
+            yield step(texts[sequence], logits, clock())
         active = [text for text in texts if not text.finished]
         logits_of = _decode_step(executor, active) if active else {}
 

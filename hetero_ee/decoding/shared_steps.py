@@ -26,10 +26,7 @@ class _Running:
 
     number: int
     text: Text
-    params: SamplingParams
-    ending: Ending
     stop: threading.Event
-    start_s: float
 
     @property
     def is_read(self) -> bool:
@@ -57,10 +54,10 @@ class SharedSteps:
 
     def join(self, prompt: Continuation, params: SamplingParams, stop: threading.Event) -> int:
         self._look()
-        ending = self._ending()
-        (text,) = self._turns.alone(lambda: texts_of(prompt, params, self._decode, ending))  # the context may grow
+        common = params, self._decode, self._ending(), self._clock()
+        (text,) = self._turns.alone(lambda: texts_of(prompt, *common))  # the context may grow
         number, self._next_number = self._next_number, self._next_number + 1
-        self._texts[number] = _Running(number, text, params, ending, stop, self._clock())
+        self._texts[number] = _Running(number, text, stop)
         return number
 
     def leave(self, number: int) -> None:
@@ -109,11 +106,8 @@ class SharedSteps:
 
     def _taken(self, running: _Running, logits: Tensor) -> Stepped:
         """What follows by these logits (vocab,)."""
-        elapsed_s = self._clock() - running.start_s
         try:
-            outcome: GeneratedToken | HeteroError = step(
-                running.text, logits, running.params, running.ending, elapsed_s
-            )
+            outcome: GeneratedToken | HeteroError = step(running.text, logits, self._clock())
             if isinstance(outcome, GeneratedToken) and outcome.finish_reason is not None:
                 self._look()
         except HeteroError as error:

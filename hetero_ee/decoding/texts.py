@@ -57,32 +57,52 @@ class Text:
     token_ids: list[int]  # of prompt and text so far
     n_prompt_tokens: int
     stream: TextStream
+    params: SamplingParams
+    ending: Ending
     cached_as: int = UNCACHED  # its number in the KV cache
+    began_s: float = 0.0  # by the clock that its tokens are timed by
     finished: bool = False
 
     @classmethod
     def of_prompt(
-        cls, sequence: int, prompt_ids: list[int], params: SamplingParams, decode: Decode, cached_as: int = UNCACHED
+        cls,
+        sequence: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        ending: Ending,
+        decode: Decode,
+        cached_as: int = UNCACHED,
+        began_s: float = 0.0,
     ) -> "Text":
         """The text that follows these tokens, none of it there yet."""
         stream = TextStream(decode, prompt_ids, params.stop)
-        return cls(sequence, list(prompt_ids), len(prompt_ids), stream, cached_as)
+        return cls(sequence, list(prompt_ids), len(prompt_ids), stream, params, ending, cached_as, began_s)
 
-    def tokens_left(self, params: SamplingParams, ending: Ending) -> int:
+    @property
+    def tokens_left(self) -> int:
         """The most tokens that may still follow."""
-        in_context = ending.context_tokens - len(self.token_ids)
-        if params.max_new_tokens is None:
+        in_context = self.ending.context_tokens - len(self.token_ids)
+        if self.params.max_new_tokens is None:
             return in_context
-        return min(in_context, self.n_prompt_tokens + params.max_new_tokens - len(self.token_ids))
+        return min(in_context, self.n_prompt_tokens + self.params.max_new_tokens - len(self.token_ids))
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether it ends with this token, which is no part of it."""
+        is_eos = token_id in self.ending.eos_token_ids and not self.params.ignore_eos
+        return is_eos or token_id in self.params.stop_token_ids
 
 
-def texts_of(prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending) -> list[Text]:
+def texts_of(
+    prompts: Prompts, params: SamplingParams, decode: Decode, ending: Ending, began_s: float = 0.0
+) -> list[Text]:
     """A text for each prompt. Raises UsageError for one that the context has no room for and can't grow for."""
     longest = max(map(len, [prompts.token_ids] if isinstance(prompts, Continuation) else prompts), default=0)
     require_room(longest, ending)
     if isinstance(prompts, Continuation):
-        return [Text.of_prompt(0, prompts.token_ids, params, decode, prompts.cached_as)]
-    return [Text.of_prompt(sequence, ids, params, decode) for sequence, ids in enumerate(prompts)]
+        return [Text.of_prompt(0, prompts.token_ids, params, ending, decode, prompts.cached_as, began_s)]
+    return [
+        Text.of_prompt(sequence, ids, params, ending, decode, began_s=began_s) for sequence, ids in enumerate(prompts)
+    ]
 
 
 def require_room(n_prompt_tokens: int, ending: Ending) -> None:
@@ -164,46 +184,35 @@ def last_tokens(texts: Sequence[Text]) -> Batch:
     )
 
 
-def step(
-    text: Text,
-    logits: Tensor,
-    params: SamplingParams,
-    ending: Ending,
-    elapsed_s: float,
-    noise: Noise | None = None,
-) -> GeneratedToken:
+def step(text: Text, logits: Tensor, now_s: float, noise: Noise | None = None) -> GeneratedToken:
     """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
-    history = text.token_ids
+    history, params = text.token_ids, text.params
     token_id = choose_token(logits, history, params, text.sequence, len(history), noise, text.n_prompt_tokens)
-    token = taken(text, token_id, params, ending, elapsed_s)
+    token = taken(text, token_id, now_s)
     if params.logprobs is None:
         return token
     return replace(token, logprobs=token_logprobs(logits, token_id, params.logprobs))
 
 
-def taken(text: Text, token_id: int, params: SamplingParams, ending: Ending, elapsed_s: float) -> GeneratedToken:
+def taken(text: Text, token_id: int, now_s: float) -> GeneratedToken:
     """The text takes this token; whether it ends there."""
     position = len(text.token_ids)
     text.token_ids.append(token_id)
-    is_end = is_end_token(token_id, params, ending)
+    is_end = text.ends_with(token_id)
     piece = "" if is_end else text.stream.add(token_id)
-    reason = _finish_reason(text, is_end, params, ending)
+    reason = _finish_reason(text, is_end)
     if reason is not None:
         text.finished = True
         piece += text.stream.finish()
+    elapsed_s = now_s - text.began_s
     return GeneratedToken(piece, token_id, text.sequence, position, reason, elapsed_s, text.stream.stopped_by)
 
 
-def is_end_token(token_id: int, params: SamplingParams, ending: Ending) -> bool:
-    """Whether a text ends with this token, which is no part of it."""
-    return token_id in params.stop_token_ids or (token_id in ending.eos_token_ids and not params.ignore_eos)
-
-
-def _finish_reason(text: Text, is_end: bool, params: SamplingParams, ending: Ending) -> FinishReason | None:
+def _finish_reason(text: Text, is_end: bool) -> FinishReason | None:
     if is_end or text.stream.stopped:
         return FinishReason.STOP
-    if len(text.token_ids) - text.n_prompt_tokens == params.max_new_tokens:
+    if len(text.token_ids) - text.n_prompt_tokens == text.params.max_new_tokens:
         return FinishReason.LENGTH
-    if not ending.has_room(len(text.token_ids) + 1):
+    if not text.ending.has_room(len(text.token_ids) + 1):
         return FinishReason.CONTEXT
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import DeviceMemoryError, UsageError
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.drafts import DraftSampler, DraftStep
+from hetero_ee.speculation.drafts import DraftStep
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.waiting import WaitingToken, advance, stacked
 
@@ -22,12 +22,10 @@ from hetero_ee.speculation.waiting import WaitingToken, advance, stacked
 class AsyncDrafting:
     """The guessed tokens of all texts; none where max_layers is 0 or the executor's devices don't work side by side."""
 
-    def __init__(
-        self, executor: Executor, exit_layer: int, max_layers: int, sampler: DraftSampler, counts: DraftCounts
-    ) -> None:
-        self._executor, self._exit_layer, self._sampler, self._counts = executor, exit_layer, sampler, counts
+    def __init__(self, executor: Executor, exit_layer: int, max_layers: int, counts: DraftCounts) -> None:
+        self._executor, self._exit_layer, self._counts = executor, exit_layer, counts
         self._max_layers = min(exit_layer, max_layers)
-        self._begun: dict[int, WaitingToken] = {}  # by Text.sequence
+        self._begun: dict[int, WaitingToken] = {}  # by Text.cached_as
 
     def run_remaining_layers(self, steps: Sequence[DraftStep]) -> Tensor:
         """Hidden states (m, hidden) of all steps' tokens after the last layer; the guesses run meanwhile."""
@@ -48,32 +46,32 @@ class AsyncDrafting:
     def keep_if_right(self, text: Text) -> bool:
         """Whether the text's last token, now that a step was verified, is the guess; else the guess is forgotten here,
         and the cache is the caller's to roll back."""
-        guess = self._begun.get(text.sequence)
+        guess = self._begun.get(text.cached_as)
         if guess is None:
             return False
         if text.finished or (guess.position, guess.token_id) != (len(text.token_ids) - 1, text.token_ids[-1]):
-            del self._begun[text.sequence]
+            del self._begun[text.cached_as]
             return False
         self._counts.n_ahead_kept += 1
         return True
 
     def take(self, text: Text) -> WaitingToken | None:
         """The text's last token where it was guessed."""
-        return self._begun.pop(text.sequence, None)
+        return self._begun.pop(text.cached_as, None)
 
     def drop(self, texts: Sequence[Text]) -> None:
         """Rolls back every guess of these texts."""
         for text in texts:
-            guess = self._begun.pop(text.sequence, None)
+            guess = self._begun.pop(text.cached_as, None)
             if guess is not None and text.cached_as in self._executor.cache.sequences:
                 self._executor.cache.cut(text.cached_as, guess.position)
 
     def _may_follow(self, step: DraftStep) -> bool:
-        return step.next_guess is not None and len(step.tokens) < self._sampler.n_left(step.text)
+        return step.next_guess is not None and len(step.tokens) < step.text.tokens_left
 
     def _begin(self, steps: Sequence[DraftStep], n_layers: int) -> None:
         """The guesses through the first layers; nobody waits for them."""
-        guesses = {step.text.sequence: _guess_of(step) for step in steps}
+        guesses = {step.text.cached_as: _guess_of(step) for step in steps}
         try:
             advance(self._executor, list(guesses.values()), n_layers)
         except (DeviceMemoryError, UsageError):  # of memory, or of a cache that all texts share

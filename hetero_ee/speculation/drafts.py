@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hetero_ee.decoding.sampling import RememberedNoise, SamplingParams, choose_token
-from hetero_ee.decoding.texts import Ending, Text, is_end_token
+from hetero_ee.decoding.sampling import RememberedNoise, choose_token
+from hetero_ee.decoding.texts import Text
 from hetero_ee.runtime.choice import all_finite, confidence_of
 from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor
@@ -55,14 +55,13 @@ class DraftStep:
 class DraftSampler:
     """Chooses drafts as the texts' sampling would: with the noise that verification will use at the same position."""
 
-    def __init__(self, params: SamplingParams, ending: Ending) -> None:
-        self.params, self._ending = params, ending
+    def __init__(self) -> None:
         self.noise = RememberedNoise()
 
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
         noise, n_prompt_tokens = self.noise.of_draft, text.n_prompt_tokens
-        return choose_token(logits, history, self.params, text.sequence, len(history), noise, n_prompt_tokens)
+        return choose_token(logits, history, text.params, text.sequence, len(history), noise, n_prompt_tokens)
 
     def drafted(
         self,
@@ -79,8 +78,8 @@ class DraftSampler:
         where the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody
         verifies.
         """
-        by_gpu = executor.head_on_gpu and not self.params.changes_logits
-        if by_gpu and (is_verified or not self.params.is_filtered):
+        by_gpu = executor.head_on_gpu and not any(text.params.changes_logits for text, _ in rows)
+        if by_gpu and (is_verified or not any(text.params.is_filtered for text, _ in rows)):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)
         if end.vocabulary is not None:
@@ -89,18 +88,10 @@ class DraftSampler:
         return [self._chosen(*row, end, each) for row, each in zip(rows, logits, strict=True)]
 
     def _noise_of(self, text: Text, history: Sequence[int]) -> DraftNoise:
-        return DraftNoise(self.params.temperature, self.params.seed, text.sequence, len(history))
+        return DraftNoise(text.params.temperature, text.params.seed, text.sequence, len(history))
 
     def _chosen(self, text: Text, history: Sequence[int], end: DraftEnd, logits: Tensor) -> Drafted:
         if not all_finite(logits):
             return Drafted(NO_TOKEN, math.nan)
         token_id = self.choose(text, history, logits)
         return Drafted(token_id, confidence_of(logits, token_id, end.judge))
-
-    def is_end(self, token_id: int) -> bool:
-        """Whether the text would end with this token, so that nothing follows it."""
-        return is_end_token(token_id, self.params, self._ending)
-
-    def n_left(self, text: Text) -> int:
-        """The most tokens that may still follow."""
-        return text.tokens_left(self.params, self._ending)

@@ -63,33 +63,25 @@ def generate_early(
 
     Raises UsageError for sampling that the policy can't judge.
     """
-    start_s = clock()
-    texts = texts_of(prompts, params, decode, ending)
-    steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts or ExitCounts())
-    tokens = _tokens(steps, executor, texts, params, ending, lambda: clock() - start_s)
+    texts = texts_of(prompts, params, decode, ending, clock())
+    steps = ExitSteps(executor, DraftSampler(), exits, counts or ExitCounts())
+    tokens = _tokens(steps, texts, clock)
     closing = [] if exits.candidates is None else [exits.candidates.close]
     yield from in_own_sequences(executor, texts, tokens, *closing)
 
 
-def _tokens(
-    steps: "ExitSteps",
-    executor: Executor,
-    texts: list[Text],
-    params: SamplingParams,
-    ending: Ending,
-    elapsed_s: Callable[[], float],
-) -> Iterator[GeneratedToken]:
+def _tokens(steps: "ExitSteps", texts: list[Text], clock: Callable[[], float]) -> Iterator[GeneratedToken]:
     """The rest of each prompt and a token of each, by all layers, then steps."""
     try:
         logits_of = [steps.read_prompt(text) for text in texts]
         for text, logits in zip(texts, logits_of, strict=True):
-            yield step(text, logits, params, ending, elapsed_s())
+            yield step(text, logits, clock())
         while active := [text for text in texts if not text.finished]:
             for passed in steps.run(active):
                 if passed.logits is not None:
-                    yield step(passed.text, passed.logits, params, ending, elapsed_s())
+                    yield step(passed.text, passed.logits, clock())
                 elif passed.token_id is not None:
-                    token = taken(passed.text, passed.token_id, params, ending, elapsed_s())
+                    token = taken(passed.text, passed.token_id, clock())
                     yield replace(token, origin=TokenOrigin(EXIT, passed.depth))
     finally:
         steps.end(texts)
@@ -104,8 +96,9 @@ def score_early(
         raise UsageError(f"a text of {len(token_ids)} tokens has no {n_prompt_tokens} of prompt and some to score.")
     params = SamplingParams(max_new_tokens=len(token_ids) - n_prompt_tokens)  # policies go by how far a text is
     ending = Ending(frozenset(), executor.cache.max_tokens)
-    text = Text.of_prompt(0, list(token_ids[:n_prompt_tokens]), params, lambda ids: "", executor.cache.open_new())
-    steps = ExitSteps(executor, DraftSampler(params, ending), exits, counts)
+    prompt_ids, sequence = list(token_ids[:n_prompt_tokens]), executor.cache.open_new()
+    text = Text.of_prompt(0, prompt_ids, params, ending, lambda ids: "", sequence)
+    steps = ExitSteps(executor, DraftSampler(), exits, counts)
     try:
         yield steps.read_prompt(text), executor.spec.n_layers
         for token_id in token_ids[n_prompt_tokens:-1]:
@@ -133,7 +126,8 @@ class ExitSteps:
         self._audited: dict[int, list[tuple[WaitingToken, int]]] = {}  # of these, with what was given out after them
 
     def read_prompt(self, text: Text) -> Tensor:
-        """By all layers: logits (vocab,) of its last token."""
+        """By all layers: logits (vocab,) of its last token. Raises UsageError for sampling that can't be judged."""
+        self.judge.begin(text)
         candidates = self._exits.candidates
         return prefill(self._executor, text, None if candidates is None else candidates.read_prompt)
 
@@ -214,7 +208,7 @@ class ExitSteps:
         text, waiting = passed.text, self._waiting[passed.text.sequence]
         if passed.token_id is not None and self._exits.audit is not None:
             token = waiting[-1]
-            if is_audited(self._sampler.params.seed, text.sequence, token.position):
+            if is_audited(text.params.seed, text.sequence, token.position):
                 self._audited.setdefault(text.sequence, []).append((token, passed.token_id))
         self._waiting[text.sequence] = [] if passed.logits is not None else self._missing.exited(waiting)
         self._counts.add_token(passed.depth)

@@ -45,9 +45,8 @@ def generate_exact(
     counts: counts them. Of a Continuation the draft sources have observed what the cache holds. Closing the iterator
     frees the sequences' memory. Raises UsageError for an exit layer that the model does not have.
     """
-    start_s = clock()
-    texts = texts_of(prompts, params, decode, ending)
-    decoding = _ExactDecoding(executor, params, ending, drafting, counts or DraftCounts(), lambda: clock() - start_s)
+    texts = texts_of(prompts, params, decode, ending, clock())
+    decoding = _ExactDecoding(executor, drafting, counts or DraftCounts(), clock)
     closing = [source.close for source in drafting.sources]
     yield from in_own_sequences(executor, texts, decoding.tokens(texts), *closing)
 
@@ -55,20 +54,11 @@ def generate_exact(
 class _ExactDecoding:
     """Everything of one call but its texts."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        params: SamplingParams,
-        ending: Ending,
-        drafting: Drafting,
-        counts: DraftCounts,
-        elapsed_s: Callable[[], float],
-    ) -> None:
-        self._executor, self._params, self._ending = executor, params, ending
-        self._drafting, self._counts, self._elapsed_s = drafting, counts, elapsed_s
-        self._sampler = DraftSampler(params, ending)
+    def __init__(self, executor: Executor, drafting: Drafting, counts: DraftCounts, clock: Callable[[], float]) -> None:
+        self._executor, self._drafting, self._counts, self._clock = executor, drafting, counts, clock
+        self._sampler = DraftSampler()
         self._drafter = drafting.drafter(executor, self._sampler, self._warn)
-        self._guesses = AsyncDrafting(executor, drafting.exit_layer, drafting.async_layers, self._sampler, counts)
+        self._guesses = AsyncDrafting(executor, drafting.exit_layer, drafting.async_layers, counts)
         self._has_warned = False
 
     def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
@@ -77,7 +67,7 @@ class _ExactDecoding:
         try:
             logits_of = [self._prefilled(text) for text in texts]
             for text, logits in zip(texts, logits_of, strict=True):
-                yield step(text, logits, self._params, self._ending, self._elapsed_s())
+                yield step(text, logits, self._clock())
             while active := [text for text in texts if not text.finished]:
                 yield from self._step(active)
         finally:
@@ -85,21 +75,21 @@ class _ExactDecoding:
 
     def _step(self, texts: list[Text]) -> Iterator[GeneratedToken]:
         """A draft-verify step of every text; timed without whoever takes the tokens."""
-        switch, start_s = self._drafting.switch, self._elapsed_s()
+        switch, start_s = self._drafting.switch, self._clock()
         steps = self._drafted(texts) if switch is None or switch.drafts else self._undrafted(texts)
         n_tokens, waited_s = 0, 0.0
         for verified in self._verify(steps):
             tokens = self._accepted(*verified)
-            n_tokens, given_s = n_tokens + len(tokens), self._elapsed_s()
+            n_tokens, given_s = n_tokens + len(tokens), self._clock()
             yield from tokens
-            waited_s += self._elapsed_s() - given_s
+            waited_s += self._clock() - given_s
         if switch is not None:
-            switch.ended(self._elapsed_s() - start_s - waited_s, n_tokens)
+            switch.ended(self._clock() - start_s - waited_s, n_tokens)
 
     def _drafted(self, texts: list[Text]) -> list[DraftStep]:
         steps = []
         for text in texts:
-            n_tokens = min(self._drafting.draft_length, self._sampler.n_left(text))
+            n_tokens = min(self._drafting.draft_length, text.tokens_left)
             steps.append(DraftStep(text, n_tokens - 1, [self._guesses.take(text) or _last_token(text)]))
         self._drafter.draft(steps)
         return steps
@@ -126,7 +116,7 @@ class _ExactDecoding:
             if index > 0 and not all_finite(logits[index]):
                 break
             noise = self._sampler.noise.of_token
-            tokens.append(step(text, logits[index], self._params, self._ending, self._elapsed_s(), noise))
+            tokens.append(step(text, logits[index], self._clock(), noise))
             token_id = tokens[-1].token_id
             if index < len(drafted.judged):
                 judged_id, confidence = drafted.judged[index]
@@ -167,11 +157,11 @@ class _ExactDecoding:
         """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
-            start_s = self._elapsed_s()
+            start_s = self._clock()
             with self._surviving(source, "read the prompt"):
                 source.truncate(sequence, first_position)
                 source.read_prompt(sequence, first_position, batch.token_ids, states)
-            self._counts.add_reading(source.name, self._elapsed_s() - start_s)
+            self._counts.add_reading(source.name, self._clock() - start_s)
 
     def _observe(self, batch: Batch, normed: Tensor) -> None:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""

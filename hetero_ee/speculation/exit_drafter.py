@@ -39,7 +39,7 @@ class ExitDrafter:
             steps = self._draft_once([step for step in steps if step.has_room or self._may_guess(step)])
 
     def _may_guess(self, step: DraftStep) -> bool:
-        return self._guesses_next and len(step.tokens) < self._sampler.n_left(step.text)
+        return self._guesses_next and len(step.tokens) < step.text.tokens_left
 
     def _draft_once(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
         """Adds a draft to each step whose last token exits here; those steps."""
@@ -55,7 +55,7 @@ class ExitDrafter:
         if token_id == NO_TOKEN:
             self._warn("exits' logits are not finite")
             return False
-        if self._sampler.is_end(token_id):
+        if step.text.ends_with(token_id):
             return False
         step.next_guess = token_id
         if not step.has_room:

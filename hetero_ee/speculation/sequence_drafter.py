@@ -92,7 +92,7 @@ class SequenceDrafter:
             self._rule.spend(source.draft_s)
             step.judged.append((draft.token_id, draft.confidence))
             chance = self._rule.chance(draft.confidence)
-        if self._sampler.is_end(draft.token_id):
+        if step.text.ends_with(draft.token_id):
             step.end()
         else:
             step.add(draft.token_id, source.name, chance)

@@ -59,6 +59,9 @@ class Timed:
         self._judge = self._policy.judging(executor, sampler)
         return self
 
+    def begin(self, text: Text) -> None:
+        pass
+
     def exit_layers(self, text: Text) -> Sequence[int]:
         start_s = time.process_time()
         found = self._known.exit_layers(text)

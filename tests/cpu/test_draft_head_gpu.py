@@ -110,8 +110,8 @@ def drafts_of(executor: Executor, source: DraftHeadSource, params: SamplingParam
     half = N_TOKENS // 2
     source.read_prompt(0, 0, tokens[:half], states[:half])
     source.observe(0, half, tokens[half:-1], states[half:])
-    text = Text.of_prompt(0, tokens, params, str, cached_as=0)
-    sampler = DraftSampler(params, ENDING)
+    text = Text.of_prompt(0, tokens, params, ENDING, str, cached_as=0)
+    sampler = DraftSampler()
     choose: Choose = lambda hidden, end, history: sampler.drafted(executor, hidden, end, [(text, history)])[0]  # noqa: E731
     with closing(source.drafts(0, tokens, choose)) as drafts:
         return list(islice(drafts, N_DRAFTS))

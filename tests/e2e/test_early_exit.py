@@ -34,6 +34,9 @@ class Scripted:
         self._executor = executor
         return self
 
+    def begin(self, text: Text) -> None:
+        pass
+
     def exit_layers(self, text: Text) -> Sequence[int]:
         return range(1, self._n_layers)
 

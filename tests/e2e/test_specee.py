@@ -68,8 +68,8 @@ def test_judged_as_the_paper_says(converted_demo: None, engine: Engine, with_dra
     stub = _Known([calibration, executor]) if with_draft_head else None
     policy = SpecEE(heads, calibration.schedule, n_layers, stub)  # type: ignore[arg-type]
     params = SamplingParams()
-    judge = policy.judging(executor, DraftSampler(params, Ending(frozenset(), 512)))
-    text = Text.of_prompt(0, prompt, params, lambda ids: "")
+    judge = policy.judging(executor, DraftSampler())
+    text = Text.of_prompt(0, prompt, params, Ending(frozenset(), 512), lambda ids: "")
     recent, n_exits = RecentExits(calibration.schedule, n_layers), 0
     sequence = executor.cache.open_new()
     for token_id in ids:

@@ -30,17 +30,16 @@ def drafted(
     """
     scripted = ScriptedModel(successor, successor)
     model: Any = scripted
-    sampler = DraftSampler(
-        SamplingParams(n_tokens), Ending(frozenset() if end is None else frozenset({end}), context_tokens=200)
-    )
+    sampler, params = DraftSampler(), SamplingParams(n_tokens)
+    ending = Ending(frozenset() if end is None else frozenset({end}), context_tokens=200)
     steps = []
     for sequence, depth in enumerate(depths):
-        text = Text.of_prompt(sequence, PROMPT, SamplingParams(n_tokens), numbers, model.cache.open_new())
+        text = Text.of_prompt(sequence, PROMPT, params, ending, numbers, model.cache.open_new())
         prefill(model, text)
         text.token_ids.append(6)
         last = WaitingToken(6, text.cached_as, len(PROMPT))
         advance(model, [last], depth)
-        steps.append(DraftStep(text, min(draft_length, sampler.n_left(text)) - 1, [last]))
+        steps.append(DraftStep(text, min(draft_length, text.tokens_left) - 1, [last]))
     scripted.passes.clear()
     scripted.n_logits = 0
     end_, warnings = DraftEnd(judge=Says(confidence)), list[str]()

@@ -28,6 +28,7 @@ from tests.calibration_support import small_spec, some_calibration
 
 N_LAYERS, VOCABULARY, MAX_NEW = 9, 12, 10
 LAYERS = (2, 3, 5, 6, 8)  # where tokens are judged
+ENDING = Ending(frozenset(), 100)
 SAMPLINGS = (
     SamplingParams(MAX_NEW),
     SamplingParams(MAX_NEW, temperature=0.8, seed=5),
@@ -55,7 +56,7 @@ class Case:
         self.texts = []
         for sequence in range(m):
             prompt = random.integers(0, VOCABULARY, int(random.integers(1, 6))).tolist()
-            text = Text.of_prompt(sequence, prompt, sampling, lambda ids: "")
+            text = Text.of_prompt(sequence, prompt, sampling, ENDING, lambda ids: "")
             text.token_ids += random.integers(0, VOCABULARY, int(random.integers(1, MAX_NEW))).tolist()
             self.texts.append(text)
         self.predictors = [a_predictor(random) for _ in LAYERS]
@@ -73,7 +74,9 @@ class Case:
 
     def decided(self, policy: ExitPolicy, context_tokens: int = 100) -> Depths:
         """As early_exit.py asks a policy."""
-        judge = policy.judging(self.executor, DraftSampler(self.sampling, Ending(frozenset(), context_tokens)))
+        judge = policy.judging(self.executor, DraftSampler())
+        for text in self.texts:
+            text.ending = Ending(frozenset(), context_tokens)
         found: Depths = [(N_LAYERS, None)] * len(self.texts)
         asked_at = [judge.exit_layers(text) for text in self.texts]
         going = list(range(len(self.texts)))
@@ -189,9 +192,9 @@ def test_skipdecode_by_its_definition(seed: int, sampling: SamplingParams, is_sp
 
 def test_skipdecode_asks_for_one_layer_that_falls_and_forgets_texts_that_ended() -> None:
     case = Case(3, SAMPLINGS[0])
-    case.texts = [Text.of_prompt(number, [1] * (1 + number), SAMPLINGS[0], lambda ids: "") for number in range(2)]
+    case.texts = [Text.of_prompt(n, [1] * (1 + n), SAMPLINGS[0], ENDING, lambda ids: "") for n in range(2)]
     policy = SkipDecodePolicy(case.ends, first=1.0, last=0.2)
-    judge = policy.judging(case.executor, DraftSampler(SAMPLINGS[0], Ending(frozenset(), 100)))
+    judge = policy.judging(case.executor, DraftSampler())
     asked = []
     for step in range(MAX_NEW - 1):
         for text in case.texts:
@@ -199,7 +202,7 @@ def test_skipdecode_asks_for_one_layer_that_falls_and_forgets_texts_that_ended()
         asked.append([list(judge.exit_layers(text)) for text in case.texts])
         assert step == 0 or (asked[-1][0] == asked[-1][1] and len(asked[-1][0]) <= 1)
     assert [layers[0] for layers in asked[1:]] == [[8], [8], [8], [6], [5], [5], [5], [3]]
-    behind = Text.of_prompt(2, [1], SAMPLINGS[0], lambda ids: "")
+    behind = Text.of_prompt(2, [1], SAMPLINGS[0], ENDING, lambda ids: "")
     behind.token_ids.append(0)
     judge.exit_layers(behind)
     assert judge.exit_layers(case.texts[0]) == []  # the text behind has to pass every layer
@@ -239,7 +242,7 @@ def test_a_calibration_without_gates_is_refused() -> None:
 
 
 def test_nothing_is_remembered_of_a_position_whose_token_is_given_out() -> None:
-    sampler = DraftSampler(SAMPLINGS[1], Ending(frozenset(), 100))
+    sampler = DraftSampler()
     case = Case(7, SAMPLINGS[1])
     judge = PatiencePolicy(case.ends, patience=1).judging(case.executor, sampler)
     for text in case.texts:

@@ -44,9 +44,9 @@ def marginal() -> MarginalRule:
 
 def drafted(rule: StopRule, *sources: Said, max_drafts: int = 4) -> DraftStep:
     params = SamplingParams(20, stop_token_ids=(END,))
-    text = Text.of_prompt(0, TEXT, params, numbers, cached_as=0)
+    text = Text.of_prompt(0, TEXT, params, Ending(frozenset(), 200), numbers, cached_as=0)
     step = DraftStep(text, max_drafts, [WaitingToken(TEXT[-1], 0, len(TEXT) - 1)])
-    sampler, warnings = DraftSampler(params, Ending(frozenset(), 200)), list[str]()
+    sampler, warnings = DraftSampler(), list[str]()
     model: Any = ScriptedModel(cycle, cycle)
     SequenceDrafter(model, sources, rule, sampler, warnings.append).draft([step])
     assert warnings == [] and all(source.observed == {0: TEXT[:-1]} for source in sources)

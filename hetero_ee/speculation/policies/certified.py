@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from hetero_ee.decoding.texts import Text
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
@@ -20,7 +21,12 @@ class Certified:
         """The share of exits that may differ from the full model's choice."""
         return self._allowed.risk / (sum(self._allowed.shares) or 1.0)
 
-    def judging(self, executor: Executor, sampler: DraftSampler) -> ThresholdJudge:
-        """See ExitPolicy. Raises UsageError for texts that are not greedy."""
-        check_sampling(sampler.params)
-        return ThresholdJudge(executor, sampler, self._ends, self._allowed.threshold)
+    def judging(self, executor: Executor, sampler: DraftSampler) -> "_GreedyJudge":
+        """See ExitPolicy."""
+        return _GreedyJudge(executor, sampler, self._ends, self._allowed.threshold)
+
+
+class _GreedyJudge(ThresholdJudge):
+    def begin(self, text: Text) -> None:
+        """See ExitJudge. Raises UsageError for a text that is not greedy."""
+        check_sampling(text.params)

@@ -18,6 +18,9 @@ class HeadJudge:
         self._executor, self._sampler, self._ends = executor, sampler, ends
         self._exit_layers = tuple(sorted(ends))
 
+    def begin(self, text: Text) -> None:
+        """See ExitJudge."""
+
     def exit_layers(self, text: Text) -> Sequence[int]:
         """See ExitJudge."""
         return self._exit_layers
@@ -38,7 +41,7 @@ class HeadJudge:
     def progress(self, text: Text) -> float:
         """t / N: tokens of the text that are there, 0 to 1 of the most that there may be."""
         n_tokens = len(text.token_ids) - text.n_prompt_tokens
-        return n_tokens / max(1, n_tokens + self._sampler.n_left(text))
+        return n_tokens / max(1, n_tokens + text.tokens_left)
 
 
 class ThresholdJudge(HeadJudge):

@@ -13,6 +13,10 @@ from hetero_ee.speculation.drafts import DraftSampler
 class ExitJudge(Protocol):
     """Judges the texts of one call; what a policy remembers of each is kept here, by Text.sequence."""
 
+    def begin(self, text: Text) -> None:
+        """A text's prompt is about to be read. Raises UsageError where it is sampled as the policy can't judge it."""
+        ...
+
     def exit_layers(self, text: Text) -> Sequence[int]:
         """Where the text's last token is to be judged, ascending; asked once for each token."""
         ...
@@ -35,5 +39,5 @@ class ExitPolicy(Protocol):
     """One model's, for all its texts."""
 
     def judging(self, executor: Executor, sampler: DraftSampler) -> ExitJudge:
-        """For the texts of one call. Raises UsageError where they are sampled as the policy can't judge them."""
+        """For the texts of one call."""
         ...

@@ -52,6 +52,9 @@ class _Judge:
         self._recent: dict[int, RecentExits] = {}  # by Text.sequence, as below
         self._candidates: dict[int, _Candidates] = {}
 
+    def begin(self, text: Text) -> None:
+        """See ExitJudge."""
+
     def exit_layers(self, text: Text) -> Sequence[int]:
         ids = None if self._draft is None else self._draft.of(self._executor, text)
         if ids is not None:
