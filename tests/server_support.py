@@ -63,7 +63,7 @@ class RunningServer:
 
 @contextmanager
 def serving(engine: Engine, chat_template: str | None = LINES, **settings: Any) -> Iterator[RunningServer]:
-    chosen = ServerSettings(port=0, model_name=NAME, **settings)
+    chosen = ServerSettings(**{"port": 0, "model_name": NAME} | settings)
     served = ServedModel(engine, chosen, chat_template=chat_template)
     server = http_server(served)
     with bind(chosen) as listening:

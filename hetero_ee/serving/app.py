@@ -11,17 +11,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.serving import anthropic, native, openai, page
+from hetero_ee.serving import anthropic, native, openai
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
+from hetero_ee.serving.page import files
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
 CLIENT_GONE = 499  # what servers log for it; nobody reads it
 Answer = Callable[[Request, ServedModel], Awaitable[Response]]
 GETS: dict[str, Answer] = {
-    "/": page.page,
-    "/page.js": page.script,
+    **dict.fromkeys(files.FILES, files.file),
     "/health": native.health,
     "/metrics": native.metrics,
     "/props": native.props,

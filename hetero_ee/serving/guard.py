@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hetero_ee.errors import HeteroError, shown
 from hetero_ee.serving.errors import RequestError, anthropic_error, headers_of, openai_error, status_of
+from hetero_ee.serving.page.files import FILES
 from hetero_ee.serving.settings import LOCAL_NAMES, ServerSettings
 
-OPEN_PATHS = ("/health", "/", "/page.js")  # say nothing of anyone
+OPEN_PATHS = ("/health", *FILES)  # say nothing of anyone
 MESSAGES_PATH = "/v1/messages"
 CORS_HEADERS = {
     "access-control-allow-methods": "GET, POST",

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee import __version__
+from hetero_ee.planning.plan import Plan
 from hetero_ee.serving.body import read_body
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.served_model import ServedModel
@@ -43,8 +44,9 @@ async def metrics(request: Request, served: ServedModel) -> Response:
 
 
 async def props(request: Request, served: ServedModel) -> Response:
-    """As llama-server says what it runs."""
+    """As llama-server says what it runs; from `plan` on this server's own."""
     engine, usual = served.engine, asdict(served.usual)
+    plan = engine.plan
     return JSONResponse(
         {
             "default_generation_settings": {"n_ctx": engine.context_tokens, "params": usual},
@@ -53,9 +55,37 @@ async def props(request: Request, served: ServedModel) -> Response:
             "chat_template": served.template or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"hetero-ee {__version__}",
-            "plan": None if engine.plan is None else str(engine.plan),
+            "plan": None if plan is None else str(plan),
+            "mode": "full" if plan is None else plan.mode,
+            "n_layers": engine.spec.n_layers,
+            "logprobs": engine.exits is None,
+            "is_emulated": engine.placement is not None and engine.placement.emulates,
+            "placement": None if plan is None else _placement(plan),
+            "memory": served.scheduler.memory,
         }
     )
+
+
+def _placement(plan: Plan) -> dict[str, object]:
+    """Where each part lies, what that takes of memory and what is expected of it."""
+    parts = [
+        {
+            "name": each.name,
+            "layer": each.layer,
+            "placement": each.decode_placement,
+            "prompt_placement": each.prefill_placement,
+            "weight_bytes": each.weight_bytes,
+        }
+        for each in plan.parts
+    ]
+    expected = {
+        "generated_tokens_per_s": plan.prediction.generated_tokens_per_s,
+        "prompt_tokens_per_s": plan.prediction.prompt_tokens_per_s,
+        "tokens_per_pass": plan.prediction.tokens_per_pass,
+    }
+    memory = [asdict(each) for each in plan.memory]
+    decided = {"exit_layer": plan.exit_layer, "draft_length": plan.draft_length}
+    return {"hardware": plan.hardware, **decided, "parts": parts, "expected": expected, "memory": memory}
 
 
 async def tokenize(request: Request, served: ServedModel) -> Response:

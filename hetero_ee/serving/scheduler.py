@@ -86,6 +86,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._is_closing = False
         self.n_held_tokens = 0  # in the KV cache, after the latest step
+        self.memory = engine.memory()  # as the latest request left it
         self.watch: Callable[[int, int], None] | None = None  # told of each step: texts that ran, tokens that came
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -291,6 +292,7 @@ class Scheduler:
         if error is None and running.generated:
             kept = [*running.job.prompt_ids, *(running.generated[:-1] if self._keeps_generated else ())]
         self._slots.give_back(running.slot, kept)
+        self.memory = self._engine.memory()
         if error is not None:
             running.job.tell(error)
 

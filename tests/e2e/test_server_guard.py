@@ -39,7 +39,7 @@ def test_every_path_that_says_something_wants_the_key(server: RunningServer, hea
     answers += [server.get(path, headers=headers) for path in ("/v1/models", "/metrics", "/props", "/nothing")]
     assert {each.status_code for each in answers} == {401}
     assert all(each.headers["www-authenticate"] == "Bearer" for each in answers)
-    assert {server.get(path).status_code for path in ("/health", "/", "/page.js")} == {200}
+    assert {server.get(path).status_code for path in ("/health", "/", "/page/main.js")} == {200}
     assert not any("the key" in each.text for each in answers)
 
 

@@ -1,9 +1,7 @@
-"""The chat at `/`: it asks for nothing from elsewhere, and its script talks to a server; in Node, not in a browser."""
+"""The page at `/` in headless Chromium: talks, keys, tokens and their candidates; it asks nothing of anyone else."""
 
-import json
 import re
-import shutil
-import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,42 +9,12 @@ from typing import Any
 import pytest
 
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.serving import page
+from hetero_ee.serving.page.files import FILES, FOLDER
+from scripts.browser import Browser, chromium
 from tests.server_support import RunningServer, eventually, opened, serving, slowed
 
-DRIVER = """
-const [url, key, script, plan] = process.argv.slice(1);
-const source = require("fs").readFileSync(script, "utf8");
-class Part {
-  constructor() { Object.assign(this, { value: "", textContent: "", hidden: true, parts: [], listening: {} }); }
-  addEventListener(kind, listener) { this.listening[kind] = listener; }
-  append(part) { this.parts.push(part); }
-  replaceChildren() { this.parts = []; }
-  scrollIntoView() {}
-}
-const ids = {};
-const page = { getElementById: (id) => (ids[id] ??= new Part()), createElement: () => new Part() };
-page.getElementById("key").value = key;
-const asked = (path, options) => fetch(url + path, options);
-const begin = new Function("fetch", `${source}; return begin;`)(asked);
-const until = async (holds) => { while (!holds()) await new Promise((next) => setTimeout(next, 2)); };
-(async () => {
-  const send = begin(page);
-  for (const { say, stop, clear } of JSON.parse(plan)) {
-    ids.text.value = say;
-    const sent = send();
-    if (stop) {
-      await until(() => ids.log.parts.at(-1).textContent.length > 3);
-      ids.form.listening.submit({ preventDefault() {} });
-    }
-    await sent;
-    if (clear) ids.clear.listening.click();
-  }
-  const said = ids.log.parts.map((part) => [part.className, part.textContent]);
-  const [status, model, button] = ["status", "model", "send"].map((id) => page.getElementById(id).textContent);
-  console.log(JSON.stringify({ said, status, model, button }));
-})();
-"""
+ADDRESS_OF_SVG = "http://www.w3.org/2000/svg"
+IDLE = "document.getElementById('send').textContent === 'Send'"
 
 
 @pytest.fixture(scope="module")
@@ -56,57 +24,181 @@ def server(tiny: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def driven(server: RunningServer, *plan: dict[str, Any], key: str = "k") -> dict[str, Any]:
-    """What the page shows after these turns."""
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("there is no Node here")
-    words = [node, "-e", DRIVER, server.url, key, str(page.FOLDER / "page.js"), json.dumps(plan)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None:
+        pytest.skip("there is no Chromium here; Debian's package is called chromium")
+    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as running:
+        running.look(1280, 800)
+        yield running
+
+
+@pytest.fixture
+def page(server: RunningServer, browser: Browser) -> Iterator[Browser]:
+    """Open, with the key given. In the end nothing was asked elsewhere and no rule of the page's was broken."""
+    browser.events.clear()
+    browser.open(server.url)
+    browser.until("!document.getElementById('key').hidden")
+    browser.run("Object.assign(document.getElementById('key'), {value: 'k'}).dispatchEvent(new Event('change'))")
+    browser.until("document.querySelector('#placement p')")
+    yield browser
+    browser.run("1")  # what was said before it has come
+    asked = [
+        each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked and all(each.startswith(server.url) for each in asked)
+    told = [each["params"] for each in browser.events if each["method"] == "Runtime.exceptionThrown"]
+    assert not told and not [each for each in browser.events if "Content Security Policy" in str(each)]
+
+
+def say(page: Browser, text: str, *, waits: bool = True) -> None:
+    page.run("document.getElementById('text').focus()")
+    page.type(text)
+    page.press("Enter")
+    if waits:
+        page.until(f"{IDLE} && document.getElementById('status').textContent.includes('generated')")
+        settled(page)
+
+
+def settled(page: Browser) -> None:
+    """Until what came is drawn."""
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def said(page: Browser) -> list[list[str]]:
+    found: list[list[str]] = page.run(
+        "[...document.querySelectorAll('#log > *')].map((each) => "
+        "[each.className, (each.querySelector('.text') ?? each).textContent])"
+    )
     return found
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(server: RunningServer) -> None:
-    shown, script = server.get("/"), server.get("/page.js")
-    assert shown.headers["content-type"].startswith("text/html")
-    assert script.headers["content-type"].startswith("text/javascript")
-    for each in (shown, script):
-        assert "default-src 'none'" in each.headers["content-security-policy"]
-        assert "://" not in each.text and "innerHTML" not in each.text
-    assert re.findall(r'(?:src|href)="([^"]*)"', shown.text) == ["/page.js"]
-    named = set(re.findall(r'at\("(\w+)"\)', script.text))
-    assert named <= set(re.findall(r'id="(\w+)"', shown.text)) and len(named) > 5
+def test_the_files_are_the_pages_and_name_nothing_elsewhere(server: RunningServer) -> None:
+    assert set(FILES.values()) == {each.name for each in FOLDER.iterdir()}
+    for path, name in FILES.items():
+        answer = server.get(path)
+        assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        text = answer.text.replace(ADDRESS_OF_SVG, "").replace("http" + r"s?:\/\/", "")
+        assert (
+            "://" not in text and "innerHTML" not in text and "insertAdjacentHTML" not in text and "eval(" not in text
+        )
+        assert set(re.findall(r'(?:src|href|from)[= ]"([^"]*)"', text)) <= set(FILES), name
+    assert server.get("/page/nothing.js").status_code == 401  # as all but the page is without the key
+    named = set(re.findall(r'at\("([\w-]+)"\)', "".join(each.read_text() for each in FOLDER.glob("*.js"))))
+    assert named <= set(re.findall(r'id="([\w-]+)"', server.get("/").text)) and len(named) > 10
 
 
-def test_a_talk_on_the_page_is_the_one_of_the_interface(server: RunningServer) -> None:
-    found = driven(server, {"say": "Hello"}, {"say": "More"})
-    (_, hello), (_, first), (_, more), (_, second) = found["said"]
+def test_a_talk_is_the_one_of_the_interface_and_can_be_asked_for_again(server: RunningServer, page: Browser) -> None:
+    say(page, "Hello")
+    say(page, "More")
+    (_, hello), (_, first), (_, more), (_, second) = said(page)
     assert (hello, more) == ("Hello", "More")
-    ids = server.chat_ids(("user", "Hello"), ("assistant", first), ("user", "More"))
-    assert first == server.engine.generate(server.chat_ids(("user", "Hello")), max_new_tokens=20).text
-    assert second == server.engine.generate(ids, max_new_tokens=20).text
-    assert (found["model"], found["button"]) == ("tiny-model", "Send")
-    assert re.fullmatch(r"\d+ tokens read, \d+ cached, 20 generated, [\d.]+ tokens/s", found["status"])
+    usual = {"max_new_tokens": 20}
+    asked = server.chat_ids(("user", "Hello"))
+    assert _plain(first) == _plain(server.engine.generate(asked, **usual).text)
+    page.run("document.getElementById('regenerate').click()")
+    page.until(IDLE)
+    settled(page)
+    assert [kind for kind, _ in said(page)] == ["user", "assistant"] * 2 and said(page)[3][1] == second  # greedy
+    status = page.run("document.getElementById('status').textContent")
+    assert re.fullmatch(r"\d+ tokens read, \d+ cached, 20 generated, [\d.]+ tokens/s", status)
+    page.run("document.getElementById('clear').click()")
+    assert said(page) == []
 
 
-def test_a_reply_is_stopped_and_the_talk_goes_on(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escape_stops_a_reply_and_the_talk_goes_on(
+    server: RunningServer, page: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes = slowed(server.engine, monkeypatch)
     monkeypatch.setattr(server.served, "usual", SamplingParams(max_new_tokens=200, ignore_eos=True))
-    found = driven(server, {"say": "Hello", "stop": True}, {"say": "More", "stop": True})
-    assert [kind for kind, _ in found["said"]] == ["user", "assistant"] * 2
+    for text in ("Hello", "More"):
+        say(page, text, waits=False)
+        page.until("[...document.querySelectorAll('.text')].at(-1)?.textContent.length > 3")
+        assert page.run("document.getElementById('send').textContent") == "Stop"
+        page.press("Escape")
+        page.until(IDLE)
+    assert [kind for kind, _ in said(page)] == ["user", "assistant"] * 2
     eventually(server.is_idle)
     assert len(passes) < 150  # of 400 tokens
 
 
-def test_what_goes_wrong_is_shown(server: RunningServer) -> None:
-    found = driven(server, {"say": "Hello"}, key="wrong")
-    assert found["said"][-1][0] == "error" and "API key is missing or wrong" in found["said"][-1][1]
+def test_shift_and_enter_begin_a_line(page: Browser) -> None:
+    page.run("document.getElementById('text').focus()")
+    page.type("a")
+    page.press("Enter", shift=True)
+    page.type("b")
+    assert page.run("document.getElementById('text').value") == "a\nb" and said(page) == []
 
 
-def test_a_new_chat_begins_empty(server: RunningServer) -> None:
-    found = driven(server, {"say": "Hello", "clear": True}, {"say": "Hello"})
-    (_, said) = found["said"][1]
-    assert len(found["said"]) == 2
-    assert said == server.engine.generate(server.chat_ids(("user", "Hello")), max_new_tokens=20).text
+def test_what_goes_wrong_is_shown(page: Browser) -> None:
+    page.run("document.forms.parameters.elements.temperature.value = '-1'")
+    say(page, "Hello", waits=False)
+    page.until("document.querySelector('.error')")
+    assert "temperature" in said(page)[-1][1] and [kind for kind, _ in said(page)] == ["user", "error"]
+    page.run("document.forms.parameters.elements.temperature.value = ''")
+    page.run("document.getElementById('key').value = 'wrong'")
+    say(page, "Hello", waits=False)
+    page.until("document.querySelectorAll('.error').length === 2")
+    assert "API key is missing or wrong" in said(page)[-1][1]
+
+
+def test_parameters_are_asked_for(server: RunningServer, page: Browser) -> None:
+    values = {"system": "Be kind", "max_tokens": 7, "temperature": 0.8, "seed": 3, "repeat_penalty": 1.2}
+    for name, value in values.items():
+        page.run(f"document.forms.parameters.elements.{name}.value = {str(value)!r}")
+    say(page, "Hello")
+    asked = server.chat_ids(("system", "Be kind"), ("user", "Hello"))
+    sampling = {name: value for name, value in values.items() if name not in ("system", "max_tokens")}
+    expected = server.engine.generate(asked, max_new_tokens=7, **sampling)  # type: ignore[arg-type]
+    assert _plain(said(page)[1][1]) == _plain(expected.text)
+
+
+def test_each_token_has_its_candidates(server: RunningServer, page: Browser) -> None:
+    say(page, "Hello")
+    result = server.engine.generate(server.chat_ids(("user", "Hello")), max_new_tokens=20, logprobs=5)
+    spans = page.run("[...document.querySelectorAll('.token[data-token]')].map((each) => Number(each.dataset.token))")
+    assert spans and max(spans) < result.n_generated_tokens and len(set(spans)) > 5
+    number = spans[3]
+    box = page.run(
+        "(({x, y, width, height}) => [x + width / 2, y + height / 2])("
+        "[...document.querySelectorAll('.token[data-token]')][3].getClientRects()[0])"
+    )
+    page.point(*box)
+    page.until("!document.getElementById('candidates').hidden")
+    shown = page.run("document.getElementById('candidates').textContent")
+    assert f"full depth, after {server.engine.spec.n_layers} of" in shown
+    rows = page.run("[...document.querySelectorAll('#candidates tr')].map((row) => row.lastChild.textContent)")
+    assert len(rows) == 5 and rows == sorted(rows, key=lambda each: -float(each.split()[0]))
+    assert len(result.logprobs[number].top) == 5
+    page.press("Escape")
+    assert page.run("document.getElementById('candidates').hidden")
+    page.run("document.querySelector('.text').focus()")
+    page.press("ArrowRight")
+    assert page.run("document.querySelector('.token.chosen').dataset.token") == str(spans[0])
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_its_window_and_everything_has_a_name(page: Browser, width: int) -> None:
+    page.look(width, 740, is_dark=width == 360)
+    try:
+        say(page, "Hello" + "o" * 300)
+        page.run("document.getElementById('show-settings').click()")
+        for shows in ("show-engine", "show-engine"):
+            assert page.run("document.documentElement.scrollWidth") <= width
+            page.run(f"document.getElementById('{shows}').click()")
+        nameless = page.run(
+            "[...document.querySelectorAll('button, input, textarea, meter')].filter((each) => "
+            "!each.getAttribute('aria-label') && !each.labels?.length && !each.textContent.trim()).map((e) => e.id)"
+        )
+        assert nameless == []
+        page.run("document.getElementById('text').focus()")
+        page.press("Tab")
+        assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    finally:
+        page.look(1280, 800)
+
+
+def _plain(text: Any) -> str:
+    """What no rendering of Markdown takes away."""
+    return re.sub(r"[^\w]", "", str(text)).replace("_", "")

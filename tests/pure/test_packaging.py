@@ -46,7 +46,7 @@ def test_an_installed_wheel_works_away_from_the_repository(tmp_path: Path) -> No
     names = zipfile.ZipFile(wheel).namelist()
     assert all(f"{package}/py.typed" in names for package in PACKAGES)
     assert "hetero_ee/assets/demo/model.safetensors" in names and "hetero_ee/assets/demo/README.md" in names
-    assert {"hetero_ee/serving/page.html", "hetero_ee/serving/page.js"} <= set(names)
+    assert {f"hetero_ee/serving/page/assets/{name}" for name in ("index.html", "main.js", "style.css")} <= set(names)
     target = tmp_path / "installed"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(install, capture_output=True, check=True)

@@ -1,0 +1,114 @@
+// The messages of a talk, in this page alone: sent, shown while they come, stopped, asked for again.
+import { reply } from "/page/api.js";
+import { copied, render } from "/page/render.js";
+import { addTokens, leafOf } from "/page/tokens.js";
+
+export class Chat {
+  // asked: makes a request's fields of its messages. changed: told when a reply begins, comes, ends and is changed.
+  constructor(page, log, asked, changed) {
+    [this.page, this.log, this.asked, this.changed] = [page, log, asked, changed];
+    [this.messages, this.running] = [[], null]; // running: what stops the reply that is being written
+  }
+
+  async say(text) {
+    if (this.running || !text) return;
+    this.add({ role: "user", text, tokens: [] });
+    await this.answer();
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.messages = [];
+    this.log.replaceChildren();
+  }
+
+  // Takes the last reply back and asks for another.
+  async regenerate() {
+    if (this.running || this.messages.at(-1)?.role !== "assistant") return;
+    this.messages.pop().shown.remove();
+    await this.answer();
+  }
+
+  async answer() {
+    const { messages } = this;
+    const said = this.add({ role: "assistant", text: "", tokens: [] });
+    const stop = (this.running = new AbortController());
+    this.changed("begun", said);
+    try {
+      await this.listen(said, stop.signal);
+    } catch (error) {
+      if (!stop.signal.aborted) this.failed(error);
+    }
+    this.running = null;
+    if (messages === this.messages && !said.text) this.messages.pop().shown.remove(); // nothing was said
+    this.draw(said);
+    this.changed("ended", said);
+  }
+
+  async listen(said, signal) {
+    const messages = this.messages.slice(0, -1).map(({ role, text }) => ({ role, content: text }));
+    const { key, body } = this.asked(messages);
+    for await (const found of reply(body, key, signal)) {
+      const choice = found.choices[0];
+      if (choice) {
+        addTokens(said.tokens, choice, said.text.length);
+        said.text += choice.delta.content ?? "";
+        this.draw(said);
+      }
+      if (found.timings) said.timings = found.timings;
+      this.changed("came", said);
+    }
+  }
+
+  add(message) {
+    const shown = this.page.createElement("article");
+    shown.className = message.role;
+    shown.setAttribute("aria-label", message.role === "user" ? "You" : "The model");
+    if (message.role === "user") shown.textContent = message.text;
+    else this.withTools(shown, message);
+    message.shown = shown;
+    this.messages.push(message);
+    this.log.append(shown);
+    shown.scrollIntoView({ block: "end" });
+    return message;
+  }
+
+  withTools(shown, message) {
+    const [text, copy] = ["div", "button"].map((each) => this.page.createElement(each));
+    text.className = "text";
+    text.tabIndex = 0; // arrows go from token to token
+    copy.type = "button";
+    copy.className = "copy";
+    copy.textContent = "Copy";
+    copy.setAttribute("aria-label", "Copy the reply");
+    copy.addEventListener("click", () => copied(this.page, message.text, text, copy));
+    shown.append(text, copy);
+  }
+
+  draw(message) {
+    if (message.isDue) return;
+    message.isDue = true; // at most once a frame, however fast tokens come
+    requestAnimationFrame(() => {
+      message.isDue = false;
+      const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 80;
+      const text = message.shown.querySelector(".text");
+      text.replaceChildren(render(this.page, message.text, leafOf(this.page, message.tokens)));
+      if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
+      this.changed("drawn", message);
+    });
+  }
+
+  failed(error) {
+    const shown = this.page.createElement("p");
+    shown.className = "error";
+    shown.setAttribute("role", "alert");
+    shown.textContent = error.message;
+    this.log.append(shown);
+    shown.scrollIntoView({ block: "end" });
+    this.changed("failed", error);
+  }
+}

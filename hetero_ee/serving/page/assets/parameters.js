@@ -1,0 +1,30 @@
+// What the fields of the form ask of the model; an empty one asks for nothing, so that the server's default holds.
+
+const WHOLE = ["max_tokens", "top_k", "seed"];
+const NUMBERS = ["temperature", "top_p", "min_p", "repeat_penalty", ...WHOLE];
+
+// Of a request.
+export function parameters(form) {
+  const found = {};
+  for (const name of NUMBERS) {
+    const value = form.elements[name].value.trim();
+    if (value !== "") found[name] = Number(value);
+  }
+  const stop = form.elements.stop.value;
+  if (stop !== "") found.stop = stop.split(",").map((each) => each.trim());
+  return found;
+}
+
+// The system message, if there is one.
+export function systemMessage(form) {
+  const content = form.elements.system.value.trim();
+  return content === "" ? [] : [{ role: "system", content }];
+}
+
+// Shows what holds where nothing is asked for.
+export function showDefaults(form, usual) {
+  for (const name of NUMBERS) {
+    const value = usual[name === "max_tokens" ? "max_new_tokens" : name];
+    form.elements[name].placeholder = name === "seed" ? "random" : (value ?? "to the end");
+  }
+}

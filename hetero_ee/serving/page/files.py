@@ -1,0 +1,42 @@
+"""The page's files, each at a path of its own."""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from hetero_ee.serving.served_model import ServedModel
+
+FOLDER = Path(__file__).parent / "assets"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+# By path: the page itself, its style, and one noun a script.
+FILES = {"/": "index.html"} | {
+    f"/page/{name}": name
+    for name in (
+        "style.css",
+        "main.js",
+        "api.js",
+        "candidates.js",
+        "chat.js",
+        "figures.js",
+        "markdown.js",
+        "parameters.js",
+        "placement.js",
+        "render.js",
+        "tokens.js",
+    )
+}
+HEADERS = {
+    # Nothing from elsewhere, no styles or scripts in the page itself, and no other page around this one.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+async def file(request: Request, served: ServedModel) -> Response:
+    """Of FILES."""
+    found = FOLDER / FILES[request.url.path]
+    return FileResponse(found, headers=HEADERS, media_type=TYPES[found.suffix])
