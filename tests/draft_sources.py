@@ -94,12 +94,16 @@ class ScriptedSource:
         finally:
             del held[n_observed:]
 
-    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+    def observe(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
         held = self.observed.setdefault(sequence, [])
         assert first_position == len(held) and normed.shape == (len(token_ids), self._hidden_size)
         held.extend(token_ids)
 
-    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+    def read_prompt(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
         ScriptedSource.observe(self, sequence, first_position, token_ids, normed)  # not a seam of its own
         self.read.append(list(token_ids))
 

@@ -62,6 +62,7 @@ class ScriptedModel:
     progress: None = None
     overlap: Overlap | None = None  # as an executor has it
     head_on_gpu: bool = False
+    captured: tuple[Tensor, ...] = ()
     passes: list[Pass] = field(default_factory=list)
     n_logits: int = 0  # states that the lm_head was asked about
 

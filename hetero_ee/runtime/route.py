@@ -2,22 +2,24 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block, attentions
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import ON_GPU, STREAMED
 from hetero_ee.planning.times.overlap import overlap
+from hetero_ee.runtime.captured import cut
 
 DECODE, PREFILL = "decode", "prefill"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Attentions and FFNs in one place, see PlacedPart."""
+    """Attentions and FFNs in one place, see PlacedPart. is_captured: what comes in is to be kept."""
 
     place: str
     blocks: tuple[Block, ...]
+    is_captured: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -33,10 +35,12 @@ class Segment:
 class Route:
     """plan: its parts are those of `blocks`, which are all of the model's. Its own `blocks` are those of layers.
 
-    overlap: the layers that devices compute at the same time, each for other tokens, when decoding.
+    overlap: the layers that devices compute at the same time, each for other tokens, when decoding. capturing: layers
+    at which segments begin, see Executor.capture.
     """
 
-    def __init__(self, plan: Plan, blocks: Sequence[Block]) -> None:
+    def __init__(self, plan: Plan, blocks: Sequence[Block], capturing: Sequence[int] = ()) -> None:
+        self._capturing = frozenset(capturing)
         self.blocks = [block for block in blocks if block.layer is not None]
         self._places = {
             DECODE: {part.name: part.decode_placement for part in plan.parts},
@@ -53,9 +57,13 @@ class Route:
         """Through these layers in order."""
         key = kind, layers
         if key not in self._known:
-            blocks = [block for block in self.blocks if block.layer in layers]
-            groups = itertools.groupby(blocks, key=lambda block: self.place(block, kind))
-            self._known[key] = tuple(Segment(place, tuple(group)) for place, group in groups)
+            found: list[Segment] = []
+            for part in cut(layers, self._capturing):
+                blocks = [block for block in self.blocks if block.layer in part]
+                groups = itertools.groupby(blocks, key=lambda block: self.place(block, kind))
+                segments = [Segment(place, tuple(group)) for place, group in groups]
+                found += [replace(segments[0], is_captured=part.start in self._capturing), *segments[1:]]
+            self._known[key] = tuple(found)
         return self._known[key]
 
     def attentions(self, layers: range) -> list[Segment]:

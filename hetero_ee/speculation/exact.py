@@ -98,15 +98,16 @@ class _ExactDecoding:
         self._guesses.drop(texts)
         return [DraftStep(text, 0, [_last_token(text)]) for text in texts]
 
-    def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Tensor, Tensor]]:
-        """All waiting tokens through the remaining layers and the lm_head: each step's normed states and logits."""
+    def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
+        """All waiting tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
+        and logits."""
         normed = self._executor.final_norm(self._guesses.run_remaining_layers(steps))
-        logits = self._executor.lm_head(normed)
+        logits, states = self._executor.lm_head(normed), (normed, *self._executor.captured)
         self._counts.n_passes += 1
         bounds = pairwise(accumulate((len(each.tokens) for each in steps), initial=0))
-        return [(each, normed[a:b], logits[a:b]) for each, (a, b) in zip(steps, bounds, strict=True)]
+        return [(each, [x[a:b] for x in states], logits[a:b]) for each, (a, b) in zip(steps, bounds, strict=True)]
 
-    def _accepted(self, drafted: DraftStep, normed: Tensor, logits: Tensor) -> list[GeneratedToken]:
+    def _accepted(self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor) -> list[GeneratedToken]:
         """The step's tokens, up to the first wrong draft's correction; everything else is rolled back."""
         text, rule, n_verified = drafted.text, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
@@ -126,7 +127,7 @@ class _ExactDecoding:
             tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, index, is_right=is_right))
             if text.finished or not is_right:
                 break
-        self._roll_back(text, drafted.tokens[0].position, normed)
+        self._roll_back(text, drafted.tokens[0].position, states)
         rule.settle(n_verified, len(tokens))
         self._counts.add_step(drafted.origins, n_accepted, len(tokens))
         if text.finished:
@@ -139,13 +140,14 @@ class _ExactDecoding:
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
         return TokenOrigin(name, depth, index, len(drafted.origins))
 
-    def _roll_back(self, text: Text, first_position: int, normed: Tensor) -> None:
+    def _roll_back(self, text: Text, first_position: int, states: Sequence[Tensor]) -> None:
         """Keeps in the cache what is the text's: all but its last token, which only a right guess has put there."""
         n_true = len(text.token_ids) - 1
         if not self._guesses.keep_if_right(text):
             self._executor.cache.truncate(text.cached_as, n_true)
         token_ids = text.token_ids[first_position:n_true]
-        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), normed[: len(token_ids)])
+        verified = [x[: len(token_ids)] for x in states]
+        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), verified)
 
     def _prefilled(self, text: Text) -> Tensor:
         for source in self._drafting.sources:
@@ -153,17 +155,17 @@ class _ExactDecoding:
                 source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
         return prefill(self._executor, text, self._read if self._drafting.sources else None)
 
-    def _read(self, batch: Batch, states: Tensor) -> None:
+    def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
         sequence, first_position = batch.sequences[0], batch.positions[0]
         for source in self._drafting.sources:
             start_s = self._clock()
             with self._surviving(source, "read the prompt"):
                 source.truncate(sequence, first_position)
-                source.read_prompt(sequence, first_position, batch.token_ids, states)
+                source.read_prompt(sequence, first_position, batch.token_ids, normed, *captured)
             self._counts.add_reading(source.name, self._clock() - start_s)
 
-    def _observe(self, batch: Batch, normed: Tensor) -> None:
+    def _observe(self, batch: Batch, states: Sequence[Tensor]) -> None:
         """Tells the sources of one sequence's verified tokens, in place of what they have guessed there."""
         if not self._drafting.sources:
             return
@@ -171,7 +173,7 @@ class _ExactDecoding:
         for source in self._drafting.sources:
             with self._surviving(source, "keep the verified tokens"):
                 source.truncate(sequence, first_position)
-                source.observe(sequence, first_position, batch.token_ids, normed)
+                source.observe(sequence, first_position, batch.token_ids, *states)
 
     @contextmanager
     def _surviving(self, source: DraftSource, what: str) -> Iterator[None]:

@@ -48,8 +48,10 @@ class SlowReader(ScriptedSource):
         super().__init__(following(successor), HIDDEN)
         self.now_s, self._error = 0.0, error
 
-    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
-        super().read_prompt(sequence, first_position, token_ids, normed)
+    def read_prompt(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
+        super().read_prompt(sequence, first_position, token_ids, normed, *captured)
         self.now_s += TOKEN_S * len(token_ids)
         if self._error is not None:
             raise self._error

@@ -4,7 +4,7 @@ A token's bits depend on that token and its sequence alone, never on its batch.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -17,6 +17,7 @@ from hetero_ee.planning.parts import KV_TYPE
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.captured import captured_layers, cut
 from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
@@ -30,7 +31,13 @@ from hetero_ee.weights.weight import Weight
 if TYPE_CHECKING:
     from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-Observe = Callable[[Batch, Tensor], None]  # is told a batch and its final normed states (m, hidden), where they lie
+
+class Observe(Protocol):
+    """Is told a batch, its final normed states (m, hidden) and those captured, each where it was computed."""
+
+    def __call__(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None: ...
+
+
 PROMPT_CHUNK_TOKENS = 256  # bounds the memory of a long prompt's pass; Ctrl-C is answered between chunks
 
 
@@ -79,6 +86,13 @@ class Executor(HeadExecutor, Protocol):
     progress: Progress | None = None  # told how far a prompt of several chunks is, by those who cut it up
     overlap: Overlap | None = None  # what runs by itself while the host computes
     growth: Growth | None = None  # of a context that nobody asked for
+    capturing: tuple[int, ...] = ()  # see capture
+    captured: tuple[Tensor, ...] = ()  # by the last run, before those of these layers that it passed
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """From now on every pass keeps the hidden states (m, hidden) before each of these layers, ascending, where they
+        were computed. Raises ValueError for layers that the model does not have."""
+        self.capturing = captured_layers(layers, self.spec.n_layers)
 
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """The batch through these layers: hidden states (m, hidden) before them -> after them.
@@ -270,8 +284,13 @@ class HostExecutor(Executor, BlockExecutor):
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         if layers:
             self.cache.admit(batch, layers)
-        start = self.embed(batch) if hidden is None else hidden
-        return self.forward(start, batch, self.blocks[1 + 2 * layers.start : 1 + 2 * layers.stop]) if layers else start
+        x, captured = self.embed(batch) if hidden is None else hidden, []
+        for part in cut(layers, self.capturing):
+            if part.start in self.capturing:
+                captured.append(x)
+            x = self.forward(x, batch, self.blocks[1 + 2 * part.start : 1 + 2 * part.stop])
+        self.captured = tuple(captured)
+        return x
 
     def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
         self.cache.admit(batch, layers)
@@ -286,7 +305,7 @@ class HostExecutor(Executor, BlockExecutor):
         for batch in chunks:
             hidden = self.hidden(batch)
             if observe is not None:
-                observe(batch, self.final_norm(hidden))
+                observe(batch, self.final_norm(hidden), *self.captured)
         assert hidden is not None, "a prompt has a token"
         return self.to_logits(hidden[-1:])[0]
 

@@ -6,7 +6,7 @@ chunk while the CPU is still in the last one's later layers.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Hidden states on their way. ready: what must be reached before a device may read them."""
+    """Hidden states on their way. ready: what must be reached before a device may read them. captured: on the way."""
 
     hidden: Tensor
     ready: tuple[Event, ...] = ()
+    captured: tuple[Tensor, ...] = ()
 
 
 class PlannedExecutor(Executor):
@@ -99,7 +100,14 @@ class PlannedExecutor(Executor):
     def run(self, batch: Batch, hidden: Tensor | None, layers: range) -> Tensor:
         """See Executor.run. What fails is undone: the cache holds what it held."""
         with self._admitted(batch, layers):
-            return self._through(batch, self._entered(batch, hidden), self._segments(batch, layers)).hidden
+            found = self._through(batch, self._entered(batch, hidden), self._segments(batch, layers))
+        self.captured = found.captured
+        return found.hidden
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """See Executor.capture. Segments end before these layers, so that nothing is computed twice."""
+        super().capture(layers)
+        self._route = Route(self.plan, self.blocks, self.capturing)
 
     def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
         """See Executor.fill. Hidden states move once; what fails is undone."""
@@ -191,7 +199,7 @@ class PlannedExecutor(Executor):
         """The first of the unfinished chunks through the rest of its segments."""
         found = self._through(batch, flow, segments)
         if observe is not None:
-            observe(batch, self.final_norm(found.hidden))
+            observe(batch, self.final_norm(found.hidden), *found.captured)
         unfinished.remove(batch)
         return found
 
@@ -271,11 +279,14 @@ class PlannedExecutor(Executor):
         return _Flow(found, (event,) if on_gpu else ())
 
     def _through(self, batch: Batch, flow: _Flow, segments: Sequence[Segment]) -> _Flow:
+        captured = flow.captured
         for segment in segments:
+            if segment.is_captured:
+                captured = (*captured, flow.hidden)
             flow = self._moved(flow, segment.on_gpu)
             run = self._streamed if segment.is_streamed else self._computed
             flow = run(batch, flow, segment)
-        return flow
+        return replace(flow, captured=captured)
 
     def _computed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         executor, device = self._executor(segment.on_gpu)

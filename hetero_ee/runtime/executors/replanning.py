@@ -94,7 +94,14 @@ class ReplanningExecutor(Executor):
         if layers and not layers.start:
             self.make_room({sequence: position + 1 for _, sequence, position in batch.entries()})
             self._remember(batch)
-        return self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
+        found = self._step(lambda inner, x: inner.run(batch, x, layers), hidden)
+        self.captured = self.inner.captured
+        return found
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """See Executor.capture. By whatever plan is run from now on."""
+        super().capture(layers)
+        self.inner.capture(layers)
 
     def fill(self, batch: Batch, hidden: Tensor, layers: range) -> None:
         """See Executor.fill. Tokens that are read again get what these layers make of them."""
@@ -131,10 +138,10 @@ class ReplanningExecutor(Executor):
 
         return self._step(prompt)
 
-    def _tell_observer(self, observe: Observe, batch: Batch, normed: Tensor) -> None:
+    def _tell_observer(self, observe: Observe, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         self._is_telling = True
         try:
-            observe(batch, normed)
+            observe(batch, normed, *captured)
         finally:
             self._is_telling = False
 
@@ -248,6 +255,7 @@ class ReplanningExecutor(Executor):
     def _use(self, inner: PlannedExecutor, sequences: Iterable[int] = ()) -> None:
         """inner: what runs the plan from now on, with these sequences, empty."""
         self.inner, self.cache = inner, inner.cache
+        self.inner.capture(self.capturing)
         self.prompt_chunk_tokens, self.overlap = inner.prompt_chunk_tokens, inner.overlap
         for sequence in sequences:
             self.cache.open(sequence)

@@ -42,7 +42,7 @@ class DraftCandidates:
             next(drafts, None)
         return found[0] if found else None
 
-    def read_prompt(self, batch: Batch, normed: Tensor) -> None:
+    def read_prompt(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """See Observe: a chunk of one sequence's prompt."""
         with self._surviving():
             self._source.truncate(batch.sequences[0], batch.positions[0])

@@ -105,7 +105,9 @@ class DraftHeadSource:
         finally:
             held.cut()
 
-    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+    def observe(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
         """See DraftSource.observe. Tokens already held are replaced; after a gap, what is held is dropped."""
         layer = self._current()
         if layer is None:
@@ -121,9 +123,11 @@ class DraftHeadSource:
             layer.keep(normed, lambda here: states.put(n_held, here))
         held.token_ids += token_ids
 
-    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+    def read_prompt(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
         """See DraftSource.read_prompt. The last position waits for the token after it."""
-        self.observe(sequence, first_position, token_ids, normed)
+        self.observe(sequence, first_position, token_ids, normed, *captured)
         held = self._sequences.get(sequence)
         if held is not None and held.end <= held.layer.cache.max_tokens:
             try:

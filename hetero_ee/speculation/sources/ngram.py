@@ -41,7 +41,9 @@ class NgramSource:
         for offset in itertools.count():
             yield Draft(text.token_ids[start + offset % period], self._precision.chance(order + offset))
 
-    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None) -> None:
+    def observe(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor | None, *captured: Tensor
+    ) -> None:
         """See DraftSource.observe; the states are not looked at. After a gap, `drafts` brings the tokens in between."""
         text = self._texts.setdefault(sequence, _Text())
         text.truncate(first_position)

@@ -40,10 +40,15 @@ class DraftSource(Protocol):
         behind.
         """
 
-    def observe(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
-        """Verified tokens from first_position on, and their final normed hidden states (m, hidden)."""
+    def observe(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
+        """Verified tokens from first_position on, their final normed hidden states (m, hidden), and those before each
+        layer that the executor captures."""
 
-    def read_prompt(self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor) -> None:
+    def read_prompt(
+        self, sequence: int, first_position: int, token_ids: Sequence[int], normed: Tensor, *captured: Tensor
+    ) -> None:
         """The same of the next chunk of a prompt, and all work that its tokens bring: it is the prompt's time, of which
         the first draft then takes nothing."""
 
