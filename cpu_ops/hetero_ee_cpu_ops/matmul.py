@@ -37,9 +37,11 @@ from hetero_ee_cpu_ops.simd.tuples import load_tile, store_tile
 from hetero_ee_cpu_ops.thread_pool import MAX_CHUNKS, ThreadPool, lead
 from hetero_ee_cpu_ops.tile_group import (
     LINEAR,
+    LINEAR_CODEBOOK,
     NARROW,
     NARROW_LIMIT,
     UNPACKED_BYTES,
+    ZEROS,
     add_group,
     add_unpacked,
     has_wide_registers,
@@ -85,13 +87,15 @@ def _source(kind: Any, block: int, arguments: int) -> Any:
     """Addresses of a row block's tiles and scales."""
     chosen = word(arguments, CHOSEN)  # where the blocks to compute are listed, 0 for all in order
     group = (block if chosen == 0 else word(chosen, block)) * word(arguments, N_GROUPS)
-    return word(arguments, TILES) + group * (512 if len(kind) == 3 else 256), word(arguments, SCALES) + group * 32
+    tile_bytes, scales_bytes = 512 if len(kind) == 3 else 256, 64 if len(kind) == 5 else 32
+    return word(arguments, TILES) + group * tile_bytes, word(arguments, SCALES) + group * scales_bytes
 
 
 @compiled(nogil=True)
 def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> None:
     """16 outputs for each of len(rows) rows of x from `row` on."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
+    scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
     codes, scale, offset, r = _operands(kind, row, arguments)
     table, totals = word(arguments, TABLE), zeros(rows)
@@ -100,7 +104,7 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
             prefetch(tile + PREFETCH_BYTES + 64 * line)
         totals = add_group(kind, totals, tile, scales, table, codes, scale, offset)
         tile += tile_bytes
-        scales += 32
+        scales += scales_bytes
         codes += r * 32
         scale += r * 4
         offset += r * offset_bytes
@@ -112,6 +116,7 @@ def _row_block(kind: Any, rows: Any, block: int, row: int, arguments: int) -> No
 def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int, frame: int) -> None:
     """The same for rows first .. end - 1, fours of them, by tiles that are unpacked once for all of them."""
     tile_bytes, offset_bytes = 512 if len(kind) == 3 else 256, 8 if len(kind) == 4 else 4
+    scales_bytes = 64 if len(kind) == 5 else 32
     tile, scales = _source(kind, block, arguments)
     n_groups, sums = word(arguments, N_GROUPS), frame + SUMS
     for start in range(0, n_groups, GROUPS_A_TURN):
@@ -128,11 +133,12 @@ def _row_block_fours(kind: Any, block: int, first: int, end: int, arguments: int
             if start == 0:
                 store_tile(zeros(FOUR), FOUR, at, 64)
             for group in range(n_turn):
-                add_unpacked(kind, at, frame + group * UNPACKED_BYTES, scales + group * 32, codes, scale, offset)
+                its_scales = scales + group * scales_bytes
+                add_unpacked(kind, at, frame + group * UNPACKED_BYTES, its_scales, codes, scale, offset)
                 codes += r * 32
                 scale += r * 4
                 offset += r * offset_bytes
-        scales += n_turn * 32
+        scales += n_turn * scales_bytes
     n, factor = word(arguments, N_BLOCKS) * 64, read_float(arguments + 8 * FACTOR)
     out = word(arguments, OUTPUT) + block * 64
     for row in range(first, end, 4):
@@ -184,8 +190,9 @@ def _chunk_function(kind: Any) -> Any:
 class TileMatrix:
     """A matrix in tiles, its addresses ready for the kernels. Keeps the arrays alive; changes nothing.
 
-    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16);
-    codebook: 16 integers of -128..127. Raises ValueError for other shapes, types or non-contiguous arrays.
+    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16), of -8 .. 7
+    also (N/16, G, 32), the last 16 zero points; codebook: 16 integers of -128..127. Raises ValueError for other shapes,
+    types or non-contiguous arrays.
     """
 
     def __init__(self, tiles: Any, scales: Any, exponent: int, codebook: tuple[int, ...] | None) -> None:
@@ -194,12 +201,14 @@ class TileMatrix:
             raise ValueError(
                 f"tiles are {tiles.dtype} {tiles.shape}, expected {expected[1].__name__} (N/16, G, {expected[0]})."
             )
-        if scales.shape != (*tiles.shape[:2], 16) or scales.dtype != np.float16:
-            raise ValueError(f"scales are {scales.dtype} {scales.shape}, expected float16 {(*tiles.shape[:2], 16)}.")
+        has_zeros = codebook == LINEAR_CODEBOOK and scales.shape[2:] == (32,)
+        shape = (*tiles.shape[:2], 32 if has_zeros else 16)
+        if scales.shape != shape or scales.dtype != np.float16:
+            raise ValueError(f"scales are {scales.dtype} {scales.shape}, expected float16 {shape}.")
         if not (tiles.flags.c_contiguous and scales.flags.c_contiguous):
             raise ValueError("tiles and scales must be contiguous.")
         self.n_blocks, self.n_groups = tiles.shape[:2]
-        self.kind = tile_kind(cpu_target.target_context, codebook)
+        self.kind = tile_kind(cpu_target.target_context, codebook, has_zeros=has_zeros)
         entries = np.tile(np.array(codebook or (0,) * 16, np.int8), 4).view(np.uint8)
         self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT if self.kind == NARROW else 128), entries])
         self._kept = (tiles, scales)
@@ -210,7 +219,7 @@ class TileMatrix:
         self._arguments[[TILES, SCALES, TABLE]] = [a.ctypes.data for a in (tiles, scales, self._table)]
         self._arguments[[N_GROUPS, N_BLOCKS, FACTOR]] = [self.n_groups, self.n_blocks, factor]
         self._arguments[BLOCK_BYTES] = self.n_bytes // self.n_blocks
-        which = {LINEAR: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
+        which = {LINEAR: OFFSETS_8, ZEROS: OFFSETS_8, NARROW: OFFSETS_32}.get(self.kind, OFFSETS_128)
         self._arguments[OFFSETS] = which  # at the call, their address
 
     def fresh_arguments(self) -> Any:

@@ -2,10 +2,12 @@
 
 For 16 rows n of W, 32 columns k, and every row t:  total[t, n] += s[n] a[t] (sum over k of entry[n, k] q[t, k])
 with q the int8 codes of the activation and a their scale. The integer sum is exact, so every instruction set gives the
-same bits. Four kinds of tile, told apart by the length of a tuple, because a length is part of a type:
+same bits. Five kinds of tile, told apart by the length of a tuple, because a length is part of a type:
 
 LINEAR    int4, entry = code - 8.             CODEBOOK  int4, entry = table[code].
 BYTES     int8, entry = the byte.             NARROW    as CODEBOOK, no entry beyond -32 .. 32; on AVX2 alone.
+ZEROS     as LINEAR, with a zero point z for each row of the tile: from the integer sum, as fp32, z[n] (sum over k of
+          q[t, k]) is subtracted by one fused multiply-add, which rounds nothing where z is whole.
 
 VNNI multiplies unsigned by signed bytes: entries are moved up by z (8, or 128) and -z sum(q) is where the sum begins.
 Arm's dot product takes two signed bytes. AVX2's multiply of unsigned by signed adds two products in 16 bits, and
@@ -46,18 +48,18 @@ from hetero_ee_cpu_ops.simd.bytes import (
     target_has,
 )
 
-LINEAR, CODEBOOK, BYTES, NARROW = (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)
+LINEAR, CODEBOOK, BYTES, NARROW, ZEROS = (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)
 LINEAR_CODEBOOK = tuple(range(-8, 8))
 UNPACKED_BYTES = 512  # of a tile
 NARROW_LIMIT = 32  # the largest magnitude of an entry that lets four products be added up in 16 bits
 
 
-def tile_kind(context: Any, codebook: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Which kind the tiles of this codebook are to the JIT target; None: int8 tiles."""
+def tile_kind(context: Any, codebook: tuple[int, ...] | None, *, has_zeros: bool = False) -> tuple[int, ...]:
+    """Which kind the tiles of this codebook are to the JIT target; None: int8 tiles. has_zeros: of LINEAR_CODEBOOK."""
     if codebook is None:
         return BYTES
     if codebook == LINEAR_CODEBOOK:
-        return LINEAR
+        return ZEROS if has_zeros else LINEAR
     is_narrow = max(map(abs, codebook)) <= NARROW_LIMIT
     return NARROW if is_narrow and adds_in_16_bits(context) else CODEBOOK
 
@@ -77,7 +79,8 @@ class _Emitter:
     """Emits the step for one target and one kind of tile. A register holds 16 rows of it, or two hold 8 each."""
 
     def __init__(self, context: Any, builder: Any, kind: int) -> None:
-        self.context, self.builder, self.kind = context, builder, kind
+        self.context, self.builder, self.has_zeros = context, builder, kind == len(ZEROS)
+        self.kind = len(LINEAR) if self.has_zeros else kind
         self.n_parts = 1 if has_wide_registers(context) else 2
         self.lanes = 64 // self.n_parts
         self.has_vnni = target_has(context, "avx512vnni")
@@ -135,6 +138,31 @@ class _Emitter:
                 )
             found = totals
         return found
+
+    def numbers(self, sums: Any, zeros: Any, offset: Any, row: int) -> Any:
+        """The integer sums of a row as fp32, less their zero points where there are any.
+
+        zeros: z / 8, because of a row there is -8 sum(q), its offset.
+        """
+        numbers = self.builder.sitofp(sums, ir.VectorType(F32, sums.type.count))
+        if zeros is None:
+            return numbers
+        sum_q = self.builder.sitofp(load(self.builder, offset, I32, 4 * row), F32)
+        return call(
+            self.builder,
+            f"llvm.fma.v{sums.type.count}f32",
+            numbers.type,
+            [zeros, splat(self.builder, numbers.type, sum_q), numbers],
+        )
+
+    def zeros(self, scales: Any, first: int, n: int) -> Any:
+        """An eighth of the zero points of n rows of the tile from row `first` on, fp32; None where it has none."""
+        if not self.has_zeros:
+            return None
+        zeros = load(self.builder, scales, ir.VectorType(I16, n), 2 * (16 + first))
+        return self.builder.fmul(
+            half_to_float(self.context, self.builder, zeros), constant(ir.VectorType(F32, n), 0.125)
+        )
 
     def _here(self, values: list[Any]) -> list[Any]:
         """The same values, computed at this point; registers that hold 8 rows are too few for another order.
@@ -226,9 +254,10 @@ def add_group(
 ) -> Any:
     """totals[t] (f32x16) plus the group's share for every row t of activations.
 
-    tile, scales: addresses of the tile and of its fp16 scales; table: address of 64 bytes of entries + 128 (+ 32 if
-    NARROW), then 64 bytes of entries, each 16 repeated; x, scale, offset: addresses of row 0's 32 codes, its fp32
-    scale, its int32 -z sum(q) (if NARROW, four int16, see quantize.py), with the other rows' right after.
+    tile, scales: addresses of the tile and of its fp16 scales, of ZEROS with the zero points after them; table: address
+    of 64 bytes of entries + 128 (+ 32 if NARROW), then 64 bytes of entries, each 16 repeated; x, scale, offset:
+    addresses of row 0's 32 codes, its fp32 scale, its int32 -z sum(q) (if NARROW, four int16, see quantize.py), with
+    the other rows' right after.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -241,11 +270,11 @@ def add_group(
         else:
             sums = emitter.group_sums(operands, x_, offset_, rows)
         weights = half_to_float(context, builder, load(builder, scales_, ir.VectorType(I16, 16)))
-        results = []
+        zeros, results = emitter.zeros(scales_, 0, 16), []
         for row, total in enumerate(cgutils.unpack_tuple(builder, totals_, totals.count)):
             factor = builder.fmul(weights, splat(builder, F32X16, load(builder, scale_, F32, 4 * row)))
-            whole = joined(builder, sums[row])
-            results.append(call(builder, "llvm.fma.v16f32", F32X16, [builder.sitofp(whole, F32X16), factor, total]))
+            numbers = emitter.numbers(joined(builder, sums[row]), zeros, offset_, row)
+            results.append(call(builder, "llvm.fma.v16f32", F32X16, [numbers, factor, total]))
         return context.make_tuple(builder, signature.return_type, results)
 
     address = types.intp
@@ -264,12 +293,13 @@ def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, 
         vector, half = ir.VectorType(F32, n), ir.VectorType(I16, n)
         halves = range(emitter.n_parts)
         weights = [half_to_float(context, builder, load(builder, scales_, half, 2 * n * part)) for part in halves]
+        zeros = [emitter.zeros(scales_, n * part, n) for part in halves]
         for row in range(4):
             scale = splat(builder, vector, load(builder, scale_, F32, 4 * row))
             for part, weight in enumerate(weights):
                 at = builder.add(totals_, ir.Constant(totals_.type, 64 * row + 4 * n * part))
                 values = [
-                    builder.sitofp(sums[row][part], vector),
+                    emitter.numbers(sums[row][part], zeros[part], offset_, row),
                     builder.fmul(weight, scale),
                     load(builder, at, vector),
                 ]

@@ -19,7 +19,16 @@ from hetero_ee.weights.quantizers import FITTED_LIMIT, quantize
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
-from hetero_ee_cpu_ops.tile_group import CODEBOOK, LINEAR, NARROW, NARROW_LIMIT, adds_in_16_bits, tile_kind
+from hetero_ee_cpu_ops.tile_group import (
+    CODEBOOK,
+    LINEAR,
+    LINEAR_CODEBOOK,
+    NARROW,
+    NARROW_LIMIT,
+    ZEROS,
+    adds_in_16_bits,
+    tile_kind,
+)
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.tile_matrix import TileMatrix as GpuMatrix
 
@@ -90,10 +99,44 @@ def test_sums_at_the_ends_of_the_range_neither_saturate_nor_wrap(matmul: Matmul,
     assert y.min() == 64 * 127 * min(low, -high) and y.max() == 64 * 127 * max(-low, high)
 
 
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 13])
+def test_zero_points_leave_the_bits_of_one_rounding_each(matmul: Matmul, m: int) -> None:
+    """A group's sum less z times that of its activations, and its product with both scales: each rounded to fp32 once,
+    on every instruction set alike."""
+    random = np.random.default_rng(m)
+    codes = torch.from_numpy(random.integers(0, 16, (48, 32), np.uint8))
+    scales, zeros = (torch.from_numpy(random.standard_normal((48, 1)).astype(np.float16)) for _ in range(2))
+    zeros[:24] = (zeros[:24] * 5).round()
+    packed = layout.pack_scales(scales, zeros)
+    x = random.standard_normal((m, 32)).astype(np.float32)
+    y = matmul(x, TileMatrix(layout.pack_int4(codes).numpy(), packed.numpy(), -3, LINEAR_CODEBOOK))
+    largest = np.abs(x).max(1, keepdims=True)
+    q = np.rint(x * (np.float32(127) / largest)).astype(np.int64)
+    sums, sum_q = q @ (codes.numpy().astype(np.int64) - 8).T, q.sum(1, keepdims=True)
+    left = (sums - sum_q * zeros.numpy().astype(np.float64).T).astype(np.float32)  # exact before it is rounded
+    factors = scales.numpy().astype(np.float32).T * (largest / np.float32(127))
+    expected = (left.astype(np.float64) * factors).astype(np.float32) * np.float32(2.0**-3)
+    assert np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 8])
+def test_whole_zero_points_leave_exact_products(matmul: Matmul, m: int) -> None:
+    random = np.random.default_rng(m)
+    codes = torch.from_numpy(random.integers(0, 16, (32, 96), np.uint8))
+    zeros = torch.from_numpy(random.integers(-8, 8, (32, 3))).half()
+    tiles, scales = layout.pack_int4(codes), layout.pack_scales(torch.ones_like(zeros), zeros)
+    x = random.integers(-127, 128, (m, 96)).astype(np.float32)
+    x[:, 5::32] = 127
+    y = matmul(x, TileMatrix(tiles.numpy(), scales.numpy(), 0, LINEAR_CODEBOOK))
+    entries = codes.numpy().astype(np.int64) - 8 - np.repeat(zeros.numpy().astype(np.int64), 32, 1)
+    assert np.array_equal(y, x.astype(np.int64) @ entries.T)
+
+
 def test_the_kind_follows_from_the_entries_and_the_target() -> None:
     within, beyond = (tuple(range(limit - 15, limit + 1)) for limit in (NARROW_LIMIT, NARROW_LIMIT + 1))
     for features in (AVX2, VNNI, GENERIC):
-        assert tile_kind(target(features), tuple(range(-8, 8))) == LINEAR
+        assert tile_kind(target(features), LINEAR_CODEBOOK) == LINEAR
+        assert tile_kind(target(features), LINEAR_CODEBOOK, has_zeros=True) == ZEROS
         assert tile_kind(target(features), beyond) == CODEBOOK
         assert tile_kind(target(features), tuple(-entry for entry in reversed(beyond))) == CODEBOOK
     assert tile_kind(target(AVX2), within) == NARROW

@@ -20,7 +20,7 @@ TARGETS = {
 }
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW, ZEROS
 from hetero_ee_cpu_ops.sparse_section import SECTION
 SPARSE = None
 def code(kind):
@@ -36,7 +36,7 @@ for kind in ({kinds},):
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86 targets are compiled on x86 only")
 
 
-def counts(target: str, cache: Path, kinds: str = "LINEAR, CODEBOOK, BYTES") -> list[dict[str, int]]:
+def counts(target: str, cache: Path, kinds: str) -> list[dict[str, int]]:
     """How often each word stands in the assembly of the kernels for each kind of tile.
 
     cache: an empty folder; kernels loaded from a filled one come without their assembly.
@@ -53,27 +53,26 @@ def counts(target: str, cache: Path, kinds: str = "LINEAR, CODEBOOK, BYTES") -> 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "generic"])
 def test_the_instructions_are_those_of_the_target(target: str, tmp_path: Path) -> None:
-    linear, codebook, int8, *narrow = counts(
-        target, tmp_path, "LINEAR, CODEBOOK, BYTES" + (", NARROW" if target == "AVX2" else "")
-    )
+    kernels = counts(target, tmp_path, "LINEAR, CODEBOOK, BYTES, ZEROS" + (", NARROW" if target == "AVX2" else ""))
+    linear, codebook, int8, zeros, *narrow = kernels
     assert linear["lines"] > 100
-    assert not any(
-        kernel["missing"] for kernel in (linear, codebook, int8, *narrow)
-    )  # a call that generic targets lack
+    assert not any(kernel["missing"] for kernel in kernels)  # a call that generic targets lack
+    assert zeros["convert"] > linear["convert"]
+    assert all(zeros[word] == linear[word] for word in ("dot", "pair", "widening", "shuffle"))
     if target == "AVX-512 VNNI":
-        assert all(kernel["dot"] >= 8 * 15 and kernel["wide"] for kernel in (linear, codebook, int8))
+        assert all(kernel["dot"] >= 8 * 15 and kernel["wide"] for kernel in kernels)
         assert codebook["shuffle"] and not linear["pair"]
     elif target == "AVX-VNNI":
-        assert all(kernel["dot"] >= 2 * 8 * 7 and not kernel["wide"] for kernel in (linear, codebook, int8))
+        assert all(kernel["dot"] >= 2 * 8 * 7 and not kernel["wide"] for kernel in kernels)
     else:
-        assert all(kernel["pair"] >= 2 * 8 * 7 and not kernel["dot"] for kernel in (linear, codebook, int8, *narrow))
+        assert all(kernel["pair"] >= 2 * 8 * 7 and not kernel["dot"] for kernel in kernels)
         assert codebook["sign"] and int8["sign"] and linear["convert"]
         assert not any(kernel["sign"] for kernel in (linear, *narrow)) and narrow[0]["shuffle"]
         assert narrow[0]["widening"] == 2 * linear["widening"] == codebook["widening"] / 4
 
 
 @pytest.mark.few(1)  # half a minute together
-@pytest.mark.parametrize("kind", ["CODEBOOK", "LINEAR", "BYTES"])
+@pytest.mark.parametrize("kind", ["CODEBOOK", "LINEAR", "BYTES", "ZEROS"])
 def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
     (kernel,) = counts("generic", tmp_path, kind)
     assert kernel["lines"] > 100

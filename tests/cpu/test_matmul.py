@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_ee.weights import tiles as layout
 from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.weight import TileWeight
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
-KINDS = ("rtn", "codebook", "wide", "int8")
+KINDS = ("rtn", "codebook", "wide", "int8", "zeros")
 WIDE = (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127)  # beyond what is fitted, as NF4's
 QUANTIZED_BOUND, GAUSSIAN_BOUND, OUTLIER_BOUND = 1e-9, 1e-4, 2e-4
 SHAPES = ((16, 32), (17, 33), (250, 500), (48, 1056), (1, 32), (131, 96))
@@ -32,8 +33,11 @@ class Case:
     @classmethod
     def random(cls, kind: str, shape: tuple[int, int], m: int, seed: int = 0) -> "Case":
         torch.manual_seed(seed)
-        weight = quantize(torch.randn(shape) * 0.02, "rtn" if kind == "wide" else kind)
+        weight = quantize(torch.randn(shape) * 0.02, "rtn" if kind in ("wide", "zeros") else kind)
         weight = replace(weight, codebook=WIDE) if kind == "wide" else weight
+        if kind == "zeros":
+            scales = layout.unpack_scales(weight.scales)
+            weight = replace(weight, scales=layout.pack_scales(scales, (torch.randn(scales.shape) * 5).half()))
         return cls(weight, np.random.default_rng(seed).standard_normal((m, shape[1]), np.float32))
 
     def matrix(self) -> TileMatrix:
@@ -181,6 +185,8 @@ def test_wrong_operands_are_refused(matmul: Matmul) -> None:
         (tiles, scales.astype(np.float32), 0, case.weight.codebook),
         (tiles, scales[:, :1], 0, case.weight.codebook),
         (tiles, scales, 0, None),
+        (tiles, np.concatenate([scales, scales], 2), 0, WIDE),
+        (tiles, np.concatenate([scales, scales, scales], 2), 0, case.weight.codebook),
         (np.asfortranarray(tiles), scales, 0, case.weight.codebook),
     ):
         with pytest.raises(ValueError, match=r"tiles|scales"):
@@ -257,6 +263,42 @@ RESULT_DEFECTS: dict[str, Callable[[Any], Any]] = {
     "a row written twice": lambda y: y[[0, 0, *range(2, len(y))]],
     "sums kept in 16 bits of mantissa": lambda y: y.view(np.int32).__and__(-65536).view(np.float32),
 }
+
+
+ZEROS_DEFECTS: dict[str, Callable[[Any], Any]] = {
+    "zero points forgotten": lambda s: _zeroed(s, np.s_[:, :, 16:]),
+    "one row's zero point forgotten": lambda s: _zeroed(s, np.s_[:, :, 21]),
+    "the sign of zero points lost": lambda s: _flipped(s, np.s_[:, :, 16:]),
+    "a neighbour row's zero point": lambda s: np.concatenate([s[..., :16], np.roll(s[..., 16:], 1, 2)], 2),
+    "the next group's zero points": lambda s: np.concatenate([s[..., :16], np.roll(s[..., 16:], 1, 1)], 2),
+    "scales and zero points exchanged": lambda s: np.roll(s, 16, 2),
+    "one zero point for the whole tile": lambda s: np.concatenate([s[..., :16], np.repeat(s[..., 16:17], 16, 2)], 2),
+    "zero points off by a rounding of fp16": lambda s: _turned_on(s, np.s_[:, :, 16:]),
+}
+
+
+def _turned_on(array: Any, index: Any) -> Any:
+    bits = array.view(np.uint16)
+    bits[index] += 1
+    return array
+
+
+@pytest.mark.parametrize("name", ZEROS_DEFECTS)
+@pytest.mark.parametrize("m", [1, 5, 12])
+def test_seeded_defects_of_zero_points_are_caught(matmul: Matmul, name: str, m: int) -> None:
+    case = Case.random("zeros", (72, 160), m)
+    expected = case.reference(quantized(case.x))
+    assert nmse(case.run(matmul), expected) <= QUANTIZED_BOUND
+    assert nmse(_scales(case, ZEROS_DEFECTS[name]).run(matmul), expected) > QUANTIZED_BOUND
+
+
+def test_zero_points_of_0_change_no_bit(matmul: Matmul) -> None:
+    """Tiles with and without are two kernels of one arithmetic."""
+    for m in range(1, 14):
+        case = Case.random("rtn", (72, 1056), m)
+        scales = layout.unpack_scales(case.weight.scales)
+        with_zeros = replace(case.weight, scales=layout.pack_scales(scales, torch.zeros_like(scales)))
+        assert np.array_equal(case.run(matmul), Case(with_zeros, case.x).run(matmul))
 
 
 @pytest.mark.parametrize("name", [*OPERAND_DEFECTS, *RESULT_DEFECTS])
