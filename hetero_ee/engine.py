@@ -11,6 +11,7 @@ from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest, ca
 from hetero_ee.config import Progress, cache_folder
 from hetero_ee.config.terminal_progress import chosen_progress
 from hetero_ee.decoding.async_tokens import AsyncTokens
+from hetero_ee.decoding.constrained.grammars import Grammars
 from hetero_ee.decoding.conversation import Conversation
 from hetero_ee.decoding.full import generate
 from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
@@ -60,6 +61,7 @@ class Engine:
         self._tokenizer = model.files.tokenizer
         self._prompts = PromptReader(model.files.tokenizer, model.files.spec)
         self._eos_token_ids = model.files.eos_token_ids
+        self._grammars = Grammars(self._tokenizer.as_json, model.files.spec.vocab_size, self._eos_token_ids)
         self.default_sampling = model.files.sampling
         self.spec = model.files.spec
         self.quantizer = model.files.weights.quantizer
@@ -358,6 +360,10 @@ class Engine:
         place, request = self.calibrations, CalibrationRequest.of(request)
         return calibrate_sparsity(executor, self._tokenizer, self._ending(executor), place, request, targets, progress)
 
+    def require_grammar(self, params: SamplingParams) -> None:
+        """Compiles what the texts are to keep to; for servers, from any thread. Raises UsageError."""
+        self._grammars.constraint(params)
+
     def count_tokens(self, text: str) -> int:
         """Tokens of `text` as a prompt. Raises UsageError."""
         if not isinstance(text, str):
@@ -410,7 +416,7 @@ class Engine:
         return time.perf_counter if self._opened is None else self._opened.clock
 
     def _ending(self, executor: Executor) -> Ending:
-        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow)
+        return Ending(self._eos_token_ids, executor.cache.max_tokens, executor.grow, self._grammars.constraint)
 
     def _params(self, sampling: Sampling | None, changes: SamplingChanges) -> SamplingParams:
         chosen = self.default_sampling if sampling is None else SamplingParams.read(sampling)
@@ -418,6 +424,7 @@ class Engine:
         params.require_known(self.spec.vocab_size)
         if params.logprobs is not None and self.exits is not None:
             raise UsageError(f"logprobs is {params.logprobs}; {NO_LOGPROBS}.")
+        self.require_grammar(params)
         return params
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

@@ -36,6 +36,22 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.5, "min_p": 0.1},
     "all": {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repeat_penalty": 1.1},
 }
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "": {},
+    "schema": {
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["story", "storage"]},
+                "title": {"type": "string", "maxLength": 12},
+                "pages": {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+            },
+            "required": ["kind", "title", "pages"],
+            "additionalProperties": False,
+        }
+    },
+    "tags": {"grammar": 'start: TEXT "<said by=\\"" ("Tom"|"Lily") "\\">" /[a-z ]{4,}/ "</said>"\nTEXT: /[^<]{3,9}/'},
+}
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": ("demo", "stories260k", "tiny12"),
     "quantizer": ("none", "codebook"),
@@ -50,6 +66,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ending": ("length", "stop string", "end token", "stop token", "context"),
     "is_async": (False, True),
     "kv_type": tuple(KV_BYTES),
+    "grammar": ("", "", "", "schema", "tags"),
 }
 
 
@@ -71,6 +88,7 @@ class Case:
     ending: str
     is_async: bool = False  # on a split machine guesses begin while the CPU verifies
     kv_type: str = KV_TYPE  # in either mode
+    grammar: str = ""  # of GRAMMARS, that the texts keep to
 
 
 def drawn_cases(n_cases: int) -> list[Case]:
@@ -97,8 +115,10 @@ class Run:
         """Prompts and sampling by the case; it ends where a first run has shown that its ending comes."""
         draw = random.Random(case.seed)
         prompts = [engine._tokenizer.encode(text) for text in draw.sample(OPENINGS, case.n_sequences)]
-        params = SamplingParams(n_tokens, seed=draw.randrange(2**64), **SAMPLINGS[case.sampling])
-        ending = Ending(engine._eos_token_ids, engine.context_tokens)
+        params = SamplingParams(
+            n_tokens, seed=draw.randrange(2**64), **SAMPLINGS[case.sampling], **GRAMMARS[case.grammar]
+        )
+        ending = Ending(engine._eos_token_ids, engine.context_tokens, constrain=engine._grammars.constraint)
         run = cls(engine, prompts, params, ending)
         if case.ending == "length":
             return replace(run, params=params.changed(max_new_tokens=draw.randint(1, n_tokens)))

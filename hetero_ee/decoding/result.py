@@ -7,12 +7,13 @@ from hetero_ee.decoding.logprobs import TokenLogprobs
 from hetero_ee.errors import shown
 
 FULL_MODEL, EXIT = "full", "exit"  # origins of tokens: all layers chose it; an exit did, or its draft was right
+GRAMMAR = "grammar"  # of a token that had to follow, which is why it was drafted
 
 
 class FinishReason(StrEnum):
     """Why a text ended."""
 
-    STOP = "stop"  # an end token, a stop token or a stop string
+    STOP = "stop"  # an end token, a stop token, a stop string, or the end of a grammar
     LENGTH = "length"  # max_new_tokens
     CONTEXT = "context"  # the context is full
 
@@ -21,7 +22,7 @@ class FinishReason(StrEnum):
 class TokenOrigin:
     """Who proposed a token, after how many layers it was known, and its place in the step that brought it."""
 
-    name: str  # FULL_MODEL, "exit", or of a draft source
+    name: str  # FULL_MODEL, EXIT, GRAMMAR, or of a draft source
     depth: int  # layers: of the exit, or all
     index: int = 0  # tokens of the same draft-verify step before it
     n_drafted: int = 0  # drafts of that step, right ones and wrong ones

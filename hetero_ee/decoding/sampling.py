@@ -5,6 +5,7 @@ a position is a function of (seed, sequence, position), so it does not matter ho
 it were computed: a draft can later be checked against the very token that the full model draws. Derived.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from hetero_ee.decoding import generation_keys
 from hetero_ee.errors import HeteroError, UsageError, meant, shown
 from hetero_ee.runtime.choice import Noise, all_finite, gumbel_noise, tempered
 
+Allowed = NDArray[np.bool_]  # (vocab,), by token id
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_LOGPROBS = 20
@@ -44,6 +46,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # -2 to 2, taken from the logit of every token that the text has, not the prompt
     frequency_penalty: float = 0.0  # the same, times how often the text has it (OpenAI's)
     logit_bias: tuple[tuple[int, float], ...] = ()  # of token ids, -100 to 100, added to their logits last of all
+    json_schema: str | None = None  # the text is JSON that keeps to this JSON Schema, itself JSON text or an object
+    grammar: str | None = None  # the text keeps to this grammar: Lark's, as llguidance has it, or GBNF
 
     def __post_init__(self) -> None:
         _require_whole("max_new_tokens", self.max_new_tokens, 1, 2**31, optional=True)
@@ -58,6 +62,11 @@ class SamplingParams:
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "json_schema", _as_schema(self.json_schema))
+        if not isinstance(self.grammar, str | None):
+            raise UsageError(f"grammar is {shown(self.grammar)}; expected text.")
+        if self.grammar is not None and self.json_schema is not None:
+            raise UsageError("json_schema and grammar are both given; a text keeps to one of them.")
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -78,6 +87,11 @@ class SamplingParams:
         """Whether some tokens' logits are others than the model's: by tokens before them, or by a bias."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.repeat_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says which tokens may follow."""
+        return self.json_schema is not None or self.grammar is not None
 
     def require_known(self, vocab_size: int) -> None:
         """Raises UsageError for a bias of a token that the model does not have."""
@@ -152,6 +166,8 @@ class SamplingChanges(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | Collection[tuple[int, float]]
+    json_schema: str | Mapping[str, Any] | None
+    grammar: str | None
 
 
 def choose_token(
@@ -162,18 +178,20 @@ def choose_token(
     position: int,
     noise: Noise | None = None,
     n_prompt_tokens: int = 0,
+    allowed: Allowed | None = None,
 ) -> int:
     """The token at `position`: (vocab,) fp32 logits, every token id before it, -> id. The lowest id wins a tie.
 
-    noise: gumbel_noise, from who may have it already. n_prompt_tokens: of the history, the first ones.
+    noise: gumbel_noise, from who may have it already. n_prompt_tokens: of the history, the first ones. allowed: the
+    tokens to choose from, one at least; None for all.
     Raises HeteroError for logits that are not finite: whatever came out would be noise.
     """
     if not all_finite(logits):
         raise HeteroError(f"the model's logits at position {position} are not finite; its weights may be damaged.")
     if params.temperature == 0:
-        scores = _changed(logits, history, params, n_prompt_tokens)
+        scores = _only(allowed, _changed(logits, history, params, n_prompt_tokens))
         return int(scores.numpy(force=True).argmax())  # NumPy's argmax takes a tenth of the time of torch's
-    noisy = filtered_scores(logits, history, params, n_prompt_tokens)
+    noisy = filtered_scores(logits, history, params, n_prompt_tokens, allowed)
     noisy += (noise or gumbel_noise)(len(noisy), params.seed, sequence, position)
     return int(noisy.numpy().argmax())
 
@@ -201,10 +219,23 @@ class RememberedNoise:
         return self._kept.pop(key) if key in self._kept else gumbel_noise(*key)
 
 
-def filtered_scores(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int = 0) -> Tensor:
+def filtered_scores(
+    logits: Tensor,
+    history: Sequence[int],
+    params: SamplingParams,
+    n_prompt_tokens: int = 0,
+    allowed: Allowed | None = None,
+) -> Tensor:
     """float64 (vocab,) of whose softmax choose_token draws at temperature > 0; -inf for tokens that are left out."""
-    scores = _changed(logits, history, params, n_prompt_tokens)
+    scores = _only(allowed, _changed(logits, history, params, n_prompt_tokens))
     return _filtered(tempered(scores, params.temperature), params)
+
+
+def _only(allowed: Allowed | None, scores: Tensor) -> Tensor:
+    """-inf for the others. Before temperature and filters, which are then those of the tokens that may follow."""
+    if allowed is None:
+        return scores
+    return scores.cpu().masked_fill(torch.from_numpy(~allowed), -math.inf)
 
 
 def _changed(logits: Tensor, history: Sequence[int], params: SamplingParams, n_prompt_tokens: int) -> Tensor:
@@ -278,6 +309,20 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple | set | frozenset):
         raise UsageError(f"{name} is {shown(values)}; expected a list.")
     return tuple(values)
+
+
+def _as_schema(value: Any) -> str | None:
+    """The JSON text of an object, or text that is one."""
+    if value is None:
+        return None
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        is_object = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"json_schema is {shown(value)}, which is no JSON ({error}).") from error
+    if not is_object:
+        raise UsageError(f"json_schema is {shown(value)}; expected a JSON Schema that is an object.")
+    return text
 
 
 def _as_bias(values: Any) -> tuple[tuple[int, float], ...]:

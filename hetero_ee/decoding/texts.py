@@ -3,18 +3,22 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hetero_ee.config import READING, Progress
 from hetero_ee.decoding.logprobs import token_logprobs
 from hetero_ee.decoding.result import FinishReason, GeneratedToken
-from hetero_ee.decoding.sampling import SamplingParams, choose_token
+from hetero_ee.decoding.sampling import Allowed, SamplingParams, choose_token
 from hetero_ee.errors import UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import Noise
 from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.text.text_stream import Decode, TextStream
+
+if TYPE_CHECKING:
+    from hetero_ee.decoding.constrained.constraint import Constraint
 
 UNCACHED = -1  # no sequence of the KV cache has this number
 
@@ -26,6 +30,7 @@ class Ending:
     eos_token_ids: frozenset[int]
     context_tokens: int  # prompt and text together
     grow: Callable[[int], int] | None = None  # asks for a context of so many tokens, see Executor.grow
+    constrain: Callable[[SamplingParams], "Constraint | None"] | None = None  # what a new text may say
 
     def has_room(self, n_tokens: int) -> bool:
         """Whether the context holds so many tokens; where it does not, it grows if it can."""
@@ -62,6 +67,7 @@ class Text:
     cached_as: int = UNCACHED  # its number in the KV cache
     began_s: float = 0.0  # by the clock that its tokens are timed by
     finished: bool = False
+    constraint: "Constraint | None" = None
 
     @classmethod
     def of_prompt(
@@ -76,7 +82,21 @@ class Text:
     ) -> "Text":
         """The text that follows these tokens, none of it there yet."""
         stream = TextStream(decode, prompt_ids, params.stop)
-        return cls(sequence, list(prompt_ids), len(prompt_ids), stream, params, ending, cached_as, began_s)
+        constraint = None if ending.constrain is None else ending.constrain(params)
+        ids = list(prompt_ids)
+        return cls(sequence, ids, len(ids), stream, params, ending, cached_as, began_s, constraint=constraint)
+
+    def allowed_after(self, history: Sequence[int]) -> Allowed | None:
+        """The tokens that may follow all these, prompt and drafts included; None for all."""
+        return None if self.constraint is None else self.constraint.allowed(history[self.n_prompt_tokens :])
+
+    def forced_after(self, history: Sequence[int]) -> list[int]:
+        """The tokens that must follow all these, as far as there is no choice."""
+        return [] if self.constraint is None else self.constraint.forced(history[self.n_prompt_tokens :])
+
+    def is_complete_after(self, history: Sequence[int]) -> bool:
+        """Whether nothing may follow all these."""
+        return self.constraint is not None and self.constraint.is_complete(history[self.n_prompt_tokens :])
 
     @property
     def tokens_left(self) -> int:
@@ -187,7 +207,8 @@ def last_tokens(texts: Sequence[Text]) -> Batch:
 def step(text: Text, logits: Tensor, now_s: float, noise: Noise | None = None) -> GeneratedToken:
     """Chooses one sequence's next token and decides whether its text ends there. noise: see choose_token."""
     history, params = text.token_ids, text.params
-    token_id = choose_token(logits, history, params, text.sequence, len(history), noise, text.n_prompt_tokens)
+    allowed = text.allowed_after(history)
+    token_id = choose_token(logits, history, params, text.sequence, len(history), noise, text.n_prompt_tokens, allowed)
     token = taken(text, token_id, now_s)
     if params.logprobs is None:
         return token
@@ -209,7 +230,7 @@ def taken(text: Text, token_id: int, now_s: float) -> GeneratedToken:
 
 
 def _finish_reason(text: Text, is_end: bool) -> FinishReason | None:
-    if is_end or text.stream.stopped:
+    if is_end or text.stream.stopped or text.is_complete_after(text.token_ids):
         return FinishReason.STOP
     if len(text.token_ids) - text.n_prompt_tokens == text.params.max_new_tokens:
         return FinishReason.LENGTH

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hetero_ee.decoding.result import GRAMMAR
 from hetero_ee.decoding.sampling import RememberedNoise, choose_token
 from hetero_ee.decoding.texts import Text
 from hetero_ee.runtime.choice import all_finite, confidence_of
@@ -26,7 +27,7 @@ class DraftStep:
     tokens: list[WaitingToken]  # the text's last token, then the drafts
     origins: list[str] = field(default_factory=list)  # of each draft: who made it
     chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
-    judged: list[tuple[int, float]] = field(default_factory=list)  # [i]: drafted or not after tokens[i], confidence
+    judged: dict[int, tuple[int, float]] = field(default_factory=dict)  # [i]: after tokens[i], drafted or not
     next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
 
     @property
@@ -51,6 +52,22 @@ class DraftStep:
         self.chances.append(chance)
         self.next_guess = None
 
+    def add_forced(self) -> bool:
+        """Adds drafts that are certain, as the text's grammar leaves no choice: whether there are any. None may follow
+        its end."""
+        if self.text.constraint is None:
+            return False
+        forced = self.text.forced_after(self.history)[: self.max_drafts - len(self.origins)]
+        for token_id in forced:
+            self.add(token_id, GRAMMAR, 1.0)
+        if self.text.is_complete_after(self.history):
+            self.end()
+        return bool(forced)
+
+    def judge(self, token_id: int, confidence: float) -> None:
+        """Keeps what was judged to follow the last token, drafted or not."""
+        self.judged[len(self.tokens) - 1] = token_id, confidence
+
 
 class DraftSampler:
     """Chooses drafts as the texts' sampling would: with the noise that verification will use at the same position."""
@@ -60,8 +77,8 @@ class DraftSampler:
 
     def choose(self, text: Text, history: Sequence[int], logits: Tensor) -> int:
         """The token that `text` takes after this history, by logits (vocab,)."""
-        noise, n_prompt_tokens = self.noise.of_draft, text.n_prompt_tokens
-        return choose_token(logits, history, text.params, text.sequence, len(history), noise, n_prompt_tokens)
+        noise, n_prompt_tokens, allowed = self.noise.of_draft, text.n_prompt_tokens, text.allowed_after(history)
+        return choose_token(logits, history, text.params, text.sequence, len(history), noise, n_prompt_tokens, allowed)
 
     def drafted(
         self,
@@ -74,11 +91,13 @@ class DraftSampler:
     ) -> list[Drafted]:
         """What follows each of the states (m, hidden), those of texts with these histories.
 
-        Chosen and judged on the GPU where the head lies there, unless penalties or a bias change logits: then, and
-        where the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that nobody
-        verifies.
+        Chosen and judged on the GPU where the head lies there, unless penalties, a bias or a grammar change logits:
+        then, and where the CPU has the logits anyway, just as the texts choose, filters included. So are tokens that
+        nobody verifies.
         """
-        by_gpu = executor.head_on_gpu and not any(text.params.changes_logits for text, _ in rows)
+        by_gpu = executor.head_on_gpu and not any(
+            text.params.changes_logits or text.constraint is not None for text, _ in rows
+        )
         if by_gpu and (is_verified or not any(text.params.is_filtered for text, _ in rows)):
             return executor.draft(hidden, [self._noise_of(*row) for row in rows], end)
         logits = executor.draft_logits(hidden, end)
@@ -94,4 +113,7 @@ class DraftSampler:
         if not all_finite(logits):
             return Drafted(NO_TOKEN, math.nan)
         token_id = self.choose(text, history, logits)
+        allowed = text.allowed_after(history)
+        if allowed is not None and end.judge is None:  # a judge knows the model's own logits alone
+            logits = logits.masked_fill(torch.from_numpy(~allowed), ABSENT)
         return Drafted(token_id, confidence_of(logits, token_id, end.judge))

@@ -87,16 +87,19 @@ class _ExactDecoding:
             switch.ended(self._clock() - start_s - waited_s, n_tokens)
 
     def _drafted(self, texts: list[Text]) -> list[DraftStep]:
-        steps = []
-        for text in texts:
-            n_tokens = min(self._drafting.draft_length, text.tokens_left)
-            steps.append(DraftStep(text, n_tokens - 1, [self._guesses.take(text) or _last_token(text)]))
+        steps = [self._begun(text, self._guesses.take(text) or _last_token(text)) for text in texts]
         self._drafter.draft(steps)
         return steps
 
     def _undrafted(self, texts: list[Text]) -> list[DraftStep]:
         self._guesses.drop(texts)
-        return [DraftStep(text, 0, [_last_token(text)]) for text in texts]
+        return [self._begun(text, _last_token(text)) for text in texts]
+
+    def _begun(self, text: Text, last: WaitingToken) -> DraftStep:
+        """With the drafts that are certain."""
+        begun = DraftStep(text, min(self._drafting.draft_length, text.tokens_left) - 1, [last])
+        begun.add_forced()
+        return begun
 
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
         """All waiting tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
@@ -119,7 +122,7 @@ class _ExactDecoding:
             noise = self._sampler.noise.of_token
             tokens.append(step(text, logits[index], self._clock(), noise))
             token_id = tokens[-1].token_id
-            if index < len(drafted.judged):
+            if index in drafted.judged:
                 judged_id, confidence = drafted.judged[index]
                 rule.audit(confidence, judged_id == token_id)
             is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id

@@ -35,7 +35,9 @@ class ExitDrafter:
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Adds each step's drafts; all its tokens wait at the exit layer."""
         while steps:
-            advance(self._executor, [step.tokens[-1] for step in steps], self._exit_layer)
+            waiting = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
+            if waiting:
+                advance(self._executor, waiting, self._exit_layer)
             steps = self._draft_once([step for step in steps if step.has_room or self._may_guess(step)])
 
     def _may_guess(self, step: DraftStep) -> bool:
@@ -63,9 +65,10 @@ class ExitDrafter:
         if not isfinite(confidence):
             self._warn("exits' confidences are not finite")
             return False
-        step.judged.append((token_id, confidence))
+        step.judge(token_id, confidence)
         chance = self._rule.chance(confidence)
         if not self._rule.is_worth([*step.chances, chance], self._rule.draft_s):
             return False
         step.add(token_id, EXIT, chance)
+        step.add_forced()
         return True

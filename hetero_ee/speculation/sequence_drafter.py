@@ -49,6 +49,7 @@ class SequenceDrafter:
             if saved_s > computed_s:
                 for draft in drafts[:n_best]:
                     self._add(step, source, draft)
+                step.add_forced()
                 return True
         return False
 
@@ -56,21 +57,35 @@ class SequenceDrafter:
         """Adds the source's drafts while they are worth their time; one that computes is always asked for the first, so
         that its chance stays known."""
         first = len(step.origins)
+        while self._begins_again(step, source, first):
+            pass
+
+    def _begins_again(self, step: DraftStep, source: DraftSource, first: int) -> bool:
+        """The same up to drafts that must follow one of the source's: whether it has to go on after those."""
+        if step.text.constraint is not None and not source.is_free and step.origins:
+            n_before = len(step.origins)  # drafts, each of which it has to read
+            if not self._is_worth(step, source, self._rule.mean_chance, n_before):
+                return False
+            self._rule.spend(n_before * source.draft_s)
         with closing(self._drafts(step, source)) as drafts:
             while step.has_room:
                 is_another = not source.is_free and len(step.origins) > first
                 if is_another and not self._is_worth(step, source, self._rule.mean_chance):
-                    return
+                    return False
                 draft = self._next(drafts)
                 if draft is None or (source.is_free and not self._is_worth(step, source, draft.confidence)):
-                    return
+                    return False
                 self._add(step, source, draft)
+                if step.add_forced():
+                    return True
+        return False
 
     def _drafts(self, step: DraftStep, source: DraftSource) -> Generator[Draft]:
-        return source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))
+        drafts = source.drafts(step.text.cached_as, step.history, partial(self._choose, step.text))
+        return drafts if step.text.constraint is None else _legal(step, drafts)
 
-    def _is_worth(self, step: DraftStep, source: DraftSource, chance: float) -> bool:
-        return self._rule.is_worth([*step.chances, chance], source.draft_s)
+    def _is_worth(self, step: DraftStep, source: DraftSource, chance: float, n_before: int = 0) -> bool:
+        return self._rule.is_worth([*step.chances, chance], (1 + n_before) * source.draft_s)
 
     def _next(self, drafts: Generator[Draft]) -> Draft | None:
         try:
@@ -90,7 +105,7 @@ class SequenceDrafter:
             return
         if not source.is_free:
             self._rule.spend(source.draft_s)
-            step.judged.append((draft.token_id, draft.confidence))
+            step.judge(draft.token_id, draft.confidence)
             chance = self._rule.chance(draft.confidence)
         if step.text.ends_with(draft.token_id):
             step.end()
@@ -99,3 +114,15 @@ class SequenceDrafter:
 
     def _choose(self, text: Text, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
         return self._sampler.drafted(self._executor, hidden, end, [(text, history)])[0]
+
+
+def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:
+    """Those before the first that the text's grammar does not let follow."""
+    history = step.history
+    with closing(drafts):
+        for draft in drafts:
+            allowed = step.text.allowed_after(history)
+            if allowed is not None and 0 <= draft.token_id < len(allowed) and not allowed[draft.token_id]:
+                return
+            history.append(draft.token_id)
+            yield draft

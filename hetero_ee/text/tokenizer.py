@@ -66,6 +66,15 @@ class Tokenizer:
         )
         return twice[len(once) :]
 
+    def as_json(self) -> str:
+        """What tokenizer.json would hold, added tokens too. Raises UsageError for a tokenizer that has no such form."""
+        backend = getattr(self._backend, "backend_tokenizer", None)
+        if backend is None:
+            raise UsageError(
+                "this model's tokenizer is Python code, and a grammar wants one of the tokenizers library."
+            )
+        return str(backend.to_str())
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._backend.eos_token_id

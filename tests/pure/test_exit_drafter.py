@@ -57,7 +57,7 @@ def ids(step: DraftStep) -> list[int]:
 @pytest.mark.parametrize("guesses_next", [False, True])
 def test_a_token_that_does_not_exit_has_a_guess(guesses_next: bool) -> None:
     ((step,), _) = drafted(confidence=0.0, guesses_next=guesses_next)
-    assert (ids(step), step.next_guess, step.judged) == ([6], 7, [(7, 0.0)])
+    assert (ids(step), step.next_guess, step.judged) == ([6], 7, {0: (7, 0.0)})
 
 
 def test_the_last_token_of_a_full_step_is_judged_for_its_guess_alone() -> None:
@@ -83,7 +83,7 @@ def test_an_end_token_is_neither_drafted_nor_guessed(confidence: float) -> None:
 @pytest.mark.parametrize("draft_length", [1, 3])
 def test_a_confidence_that_is_not_finite_drafts_nothing(draft_length: int) -> None:
     ((step,), _) = drafted(NAN, guesses_next=True, draft_length=draft_length)
-    assert ids(step) == [6] and step.judged == []
+    assert ids(step) == [6] and step.judged == {}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])

@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hetero_ee_cli.options.constraint import ConstraintOptions
 from hetero_ee_cli.options.engine import EngineOptions
 from hetero_ee_cli.options.flags import Json, with_options
 from hetero_ee_cli.options.placement import PlacementOptions, open_engine
@@ -32,6 +33,7 @@ def generate(
     engine: EngineOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
+    constraint: ConstraintOptions,
     limits: LimitOptions,
     placement: PlacementOptions,
     argument: PromptArgument = None,
@@ -40,7 +42,7 @@ def generate(
     """Generate text. Only the text goes to standard output; progress and a closing line go to standard error."""
     text = prompts.required(argument)
     placed = placement.checked(limits, engine)
-    options, changes = engine.arguments(), sampling.changes()
+    options, changes = engine.arguments(), sampling.changes() | constraint.changes()
     start_s = time.perf_counter()
     with stage_progress() as progress, open_engine(options, placed, progress) as opened:
         load_s = time.perf_counter() - start_s

@@ -188,10 +188,11 @@ def check_risk(risk: object) -> None:
 
 def check_sampling(params: SamplingParams) -> None:
     """Raises UsageError for texts that are not the full model's likeliest tokens: such were certified alone."""
-    if params.temperature != 0 or params.changes_logits:
+    if params.temperature != 0 or params.changes_logits or params.is_constrained:
         raise UsageError(
             f"the certificate is of greedy texts, and temperature is {params.temperature:g}, repeat penalty "
             f"{params.repeat_penalty:g}, presence penalty {params.presence_penalty:g}, frequency penalty "
-            f"{params.frequency_penalty:g}, with {len(params.logit_bias)} biases; leave those out, or choose "
+            f"{params.frequency_penalty:g}, with {len(params.logit_bias)} biases and "
+            f"{'a' if params.is_constrained else 'no'} grammar; leave those out, or choose "
             "another mode."
         )

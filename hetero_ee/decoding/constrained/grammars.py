@@ -1,0 +1,113 @@
+"""Grammars: what sampling parameters ask a text to keep to, compiled by llguidance for one model's tokenizer."""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from hetero_ee.decoding.constrained.constraint import Constraint
+
+MAX_KEPT = 64  # compiled grammars
+MISSING = 'this needs the package llguidance; install it with pip install "hetero-ee[server]".'
+# As Python's json.dumps writes it, on one line: models have read most of that, and where there is no choice of blanks
+# most of what is between values is forced. A schema's own "x-guidance" comes first.
+JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+class Grammars:
+    """Of one model. For several threads."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], n_tokens: int, end_token_ids: Collection[int]) -> None:
+        """tokenizer_json: as in tokenizer.json, asked for once. n_tokens: the model's vocabulary."""
+        self._tokenizer_json, self._n_tokens = tokenizer_json, n_tokens
+        self._end_token_ids = sorted(end_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str | None, str | None], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, params: SamplingParams) -> "Constraint | None":
+        """A new text's; None where it may say anything. Compiles each grammar once, which may take a second.
+
+        Raises UsageError for a grammar or schema that is none, or asks for what can't be held to.
+        """
+        if not params.is_constrained:
+            return None
+        try:
+            from hetero_ee.decoding.constrained.constraint import Constraint
+        except ImportError as error:
+            raise UsageError(MISSING) from error
+        banned = [each for each in self._end_token_ids if each < self._n_tokens] if params.ignore_eos else []
+        return Constraint(self._compiled(params).deep_copy(), self._n_tokens, banned)
+
+    def _compiled(self, params: SamplingParams) -> "LLMatcher":
+        key = params.json_schema, params.grammar
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._matcher(params)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+    def _matcher(self, params: SamplingParams) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        name = "grammar" if params.json_schema is None else "json_schema"
+        try:
+            matcher = LLMatcher(self._tokenizer, _grammar_text(params), log_level=0)
+        except ValueError as error:
+            raise UsageError(f"{name} can't be read: {_first_line(str(error))}.") from error
+        if matcher.is_error():
+            raise UsageError(f"{name} {_reason(matcher.get_error())}.")
+        return matcher
+
+    def _read_tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        text = self._tokenizer_json()
+        ends: list[int] | None = self._end_token_ids or None
+        try:
+            try:
+                return LLTokenizer(text, n_vocab=self._n_tokens, eos_token=ends)
+            except ValueError:  # a tokenizer with tokens that the model lacks
+                return LLTokenizer(text, eos_token=ends)
+        except Exception as error:
+            raise UsageError(
+                f"this model's tokenizer is none that a grammar can be held to ({_first_line(str(error))})."
+            ) from error
+
+
+def _grammar_text(params: SamplingParams) -> str:
+    """As llguidance takes it. Raises ValueError."""
+    from llguidance import LLMatcher, grammar_from
+
+    if params.json_schema is not None:
+        return LLMatcher.grammar_from_json_schema(params.json_schema, defaults=JSON_STYLE)  # type: ignore[arg-type]
+    text = params.grammar or ""
+    return grammar_from("gbnf" if "::=" in text else "lark", text)
+
+
+def _reason(error: str) -> str:
+    """The rest of a sentence."""
+    if found := UNIMPLEMENTED.search(error):
+        names = ", ".join(json.loads(f"[{found[1]}]"))
+        return f"asks for {names}, which a text can't be held to here; leave that out"
+    return f"can't be used: {_first_line(error)}"
+
+
+def _first_line(text: str) -> str:
+    """The first line, and of a message of several the one that says what is wrong."""
+    first, *others = [line.strip() for line in text.splitlines() if line.strip()] or ["it is refused"]
+    line = " ".join([first, *(each for each in others if each.startswith("error:"))])[:300].rstrip(" .;:")
+    return line if line.isprintable() else ascii(line)[1:-1]
