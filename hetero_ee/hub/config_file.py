@@ -6,9 +6,10 @@ from typing import Any
 
 from hetero_ee.errors import ModelError
 from hetero_ee.hub.json_text import depth_exceeds, not_json, parse_json
-from hetero_ee.hub.model_files import CONFIG_FILE
+from hetero_ee.hub.model_files import CONFIG_FILE, QUANTIZE_FILE
 from hetero_ee.hub.regular_file import find_file, read_file
-from hetero_ee.models.hf_config import four_bit_type_from_hf, spec_from_hf
+from hetero_ee.models.hf_config import spec_from_hf
+from hetero_ee.models.saved_format import GPTQ, SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 10 * 2**20  # real ones have a few KB; a larger one is a mistake or an attack
@@ -31,17 +32,29 @@ def read_spec(config: Any) -> ModelSpec:
     raise ModelError(f"expected a configuration, a dict or a path, got {type(config).__name__}.")
 
 
-def read_four_bit_type(folder: Path) -> str | None:
-    """The 4 bits in which bitsandbytes saved the weights of a model folder; None for floats. Raises ModelError."""
-    return four_bit_type_from_hf(read_config_file(folder), str(folder))
+def read_saved_format(folder: Path) -> SavedFormat | None:
+    """How the matrices of a model folder were saved; None for floats. Raises ModelError."""
+    return saved_format_from_hf(read_config_file(folder), str(folder))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The parsed config.json at `path` (the file or its folder). Raises ModelError."""
+    """The parsed config.json at `path` (the file or its folder), and what old GPTQ checkpoints have beside it.
+
+    Raises ModelError.
+    """
     folder, name = (path, CONFIG_FILE) if path.is_dir() else (path.parent, path.name)
     file = find_file(folder, name)
     if file is None:
         raise ModelError(f"{folder / name} is missing; {_instead_of_config(folder)}")
+    values = _object_in(file)
+    beside = find_file(folder, QUANTIZE_FILE)
+    if beside is not None and values.get("quantization_config") is None:
+        values["quantization_config"] = {"quant_method": GPTQ} | _object_in(beside)
+    return values
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """Raises ModelError."""
     data = read_file(file, MAX_CONFIG_BYTES, "a configuration")
     try:
         values = parse_json(data, MAX_CONFIG_VALUES)

@@ -8,6 +8,7 @@ from hetero_ee.hub.json_text import not_json, parse_json
 from hetero_ee.hub.regular_file import find_file, read_file
 
 CONFIG_FILE = "config.json"
+QUANTIZE_FILE = "quantize_config.json"  # of GPTQ checkpoints older than config.json's quantization_config
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them has to be there

@@ -12,6 +12,7 @@ from hetero_ee.hub.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
     MAX_SMALL_FILE_BYTES,
+    QUANTIZE_FILE,
     SINGLE_FILE,
     SMALL_FILES,
     TOKENIZER_FILES,
@@ -70,9 +71,9 @@ class Repository:
         """
         self._check_kind()
         index = (INDEX_FILE,) if self.has_index else ()
-        chosen = [self.files[name] for name in (*SMALL_FILES, *index) if name in self.files]
+        chosen = [self.files[name] for name in (*SMALL_FILES, QUANTIZE_FILE, *index) if name in self.files]
         for file in chosen:
-            largest = MAX_CONFIG_BYTES if file.name == CONFIG_FILE else MAX_SMALL_FILE_BYTES
+            largest = MAX_CONFIG_BYTES if file.name in (CONFIG_FILE, QUANTIZE_FILE) else MAX_SMALL_FILE_BYTES
             if file.size_bytes > largest:
                 raise ModelError(f"{self.model}: {file.name} has {file.size_bytes} bytes; it has at most {largest}.")
         return chosen

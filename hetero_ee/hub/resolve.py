@@ -14,7 +14,14 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.hub.download import N_ATTEMPTS, Download, cached_file, retried
 from hetero_ee.hub.errors import hub_error, hub_host, is_transient
 from hetero_ee.hub.gguf.folder import gguf_folder
-from hetero_ee.hub.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, TOKENIZER_FILES, indexed_files
+from hetero_ee.hub.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    QUANTIZE_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILES,
+    indexed_files,
+)
 from hetero_ee.hub.model_id import ModelId, is_commit, local_folder
 from hetero_ee.hub.repository import Repository
 
@@ -119,6 +126,8 @@ class _Hub:
         small_files = repository.small_files()
         download = Download(repository, self._progress)
         folder = download.fetch_one(repository.files[CONFIG_FILE]).parent
+        if QUANTIZE_FILE in repository.files:
+            download.fetch_one(repository.files[QUANTIZE_FILE])
         try:
             read_spec(folder)
         except ModelError as error:

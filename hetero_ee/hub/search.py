@@ -9,6 +9,7 @@ from hetero_ee.hub.errors import hub_error
 from hetero_ee.hub.model_id import ModelId
 from hetero_ee.hub.resolve import silenced
 from hetero_ee.models.families import FAMILIES
+from hetero_ee.models.saved_format import BITSANDBYTES, METHODS
 
 TAGS = ("text-generation", "safetensors")
 N_ASKED_PER_SHOWN = 5  # most that are listed are of other architectures, or quantized in other ways
@@ -53,7 +54,7 @@ def _found(listed: Any) -> FoundModel | None:
         raise TypeError("config")
     architecture = next(iter(config.get("architectures") or ()), None)
     quantized = config.get("quantization_config") or {}
-    if architecture not in FAMILIES or quantized.get("quant_method", "bitsandbytes") != "bitsandbytes":
+    if architecture not in FAMILIES or quantized.get("quant_method", BITSANDBYTES) not in METHODS:
         return None
     n_parameters = listed.safetensors.total if listed.safetensors else None
     return FoundModel(listed.id, architecture, n_parameters, listed.downloads or 0, bool(listed.gated))

@@ -27,6 +27,10 @@ class Fields:
     def is_null(self, name: str) -> bool:
         return name in self._values and self._values[name] is None
 
+    def names(self) -> list[str]:
+        """Of all fields that are there."""
+        return list(self._values)
+
     def integer(self, name: str, default: int | None = None, smallest: int = 1, largest: int = MAX_SIZE) -> int:
         value = self._required(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:

@@ -1,18 +1,20 @@
-"""Reads Hugging Face configurations: which family a model is of, and in which bits its weights were saved."""
+"""Reads Hugging Face configurations: which family a model is of, and what of it takes 8 bits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
+from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.fields import Fields
+from hetero_ee.models.saved_format import SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
-FOUR_BIT_TYPES = ("nf4", "fp4")
 # Of config.json as this engine writes it for other formats: which of the layers' matrices are how.
 INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
-ADVICE = "give the original weights, or a copy that bitsandbytes saved in 4 bits"
+
+DOWN = ".ffn.down"
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -21,7 +23,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     Raises ModelError naming the field, or the architecture and what is supported.
     """
     fields = Fields(config, where)
-    four_bit_type_from_hf(config, where)  # refuses weights that can't be read
+    saved = saved_format_from_hf(config, where)  # refuses weights that can't be read
     architectures = fields.get("architectures", [])
     architecture = architectures[0] if isinstance(architectures, list | tuple) and architectures else None
     model_type = fields.text("model_type", "")
@@ -31,7 +33,10 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         name = architecture or model_type or "none named"
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}.")
     spec = FAMILIES[architecture].read_spec(fields, architecture)
-    return replace(spec, int8_matrices=_names(fields, INT8_FIELD), zero_point_matrices=_names(fields, ZEROS_FIELD))
+    in_8_bits, with_zeros = _names(fields, INT8_FIELD), _names(fields, ZEROS_FIELD)
+    if saved:
+        in_8_bits, with_zeros = _by_format(spec, saved)
+    return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
 
 
 def _names(fields: Fields, field: str) -> tuple[str, ...]:
@@ -42,23 +47,14 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def four_bit_type_from_hf(config: Mapping[str, Any], where: str) -> str | None:
-    """Which 4 bits: "nf4" or "fp4" where bitsandbytes saved the weights in 4 bits, None where they are floats.
+def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the layers' matrices that take 8 bits, and of those in 4 that have zero points.
 
-    Raises ModelError for weights quantized in any other way.
+    Groups that interleave fit 4 bits only where the input can be put in their order: neurons, which down reads.
     """
-    fields = Fields(config, where)
-    if fields.get("quantization_config") is None:
-        return None
-    section = fields.section("quantization_config")
-    in_4_bits, in_8_bits = section.flag("load_in_4bit", False), section.flag("load_in_8bit", False)
-    method = section.text("quant_method", "bitsandbytes" if in_4_bits or in_8_bits else "unknown")
-    if method != "bitsandbytes":
-        raise section.fail(f"quantization by {shown(method)} is not supported; {ADVICE}.")
-    if in_8_bits or not in_4_bits:
-        found = "load_in_8bit" if in_8_bits else "neither load_in_4bit nor load_in_8bit"
-        raise section.fail(f"bitsandbytes with {found} is not supported; {ADVICE}.")
-    kind = section.text("bnb_4bit_quant_type", "fp4")  # bitsandbytes' own default
-    if kind not in FOUR_BIT_TYPES:
-        raise section.fail(f"bnb_4bit_quant_type is {shown(kind)}, expected {' or '.join(FOUR_BIT_TYPES)}.")
-    return kind
+    tensors = all_tensors(decoder_blocks(spec))
+    names = tuple(sorted(tensor.name for tensor in tensors if tensor.role is TensorRole.MATRIX))
+    if saved.is_wide:
+        return names, ()
+    in_8_bits = tuple(name for name in names if saved.reordered and not name.endswith(DOWN))
+    return in_8_bits, () if saved.symmetric else tuple(sorted(set(names) - set(in_8_bits)))

@@ -12,6 +12,7 @@ from hetero_ee.weights.quantizers import MAX_EXPONENT, MIN_EXPONENT, to_fp16_sca
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 LEAST_VALUE = -127  # int8 tiles have no -128
+HALF_ROUNDING = 2.0**-11  # of a value in fp16, at most, where it is no subnormal
 
 
 @dataclass(frozen=True, slots=True, eq=False)

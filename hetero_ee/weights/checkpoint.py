@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
-from hetero_ee.hub.config_file import read_four_bit_type
+from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
@@ -16,17 +16,15 @@ from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
 from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.bitsandbytes_4bit import (
-    FourBitMatrix,
-    RawTensors,
-    companion_names,
-    four_bit_matrix,
-    stacked_tiles,
-)
+from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
+from hetero_ee.weights.formats.opening import column_order, saved_matrices
+from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.safetensors_file import MAX_TENSORS, StoredTensor, read_header
 from hetero_ee.weights.weight import TileWeight
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+BIAS = ".bias"
 MAX_LISTED = 5  # differences named in one error
 MAX_SHOWN = 200  # characters of a name or a reason in an error
 CHECK_ELEMENTS = 2**20  # values looked at together for NaN: a bounded copy, whatever the tensor's size
@@ -54,36 +52,68 @@ class Checkpoint:
         self._located = self._locate_tensors()  # reads all headers before any file is mapped
         self._use_saved_head()
         self._opened = {file: _open(file) for file in self.files}
-        self._four_bit = self._four_bit_matrices()
+        saved = read_saved_format(folder)
+        self.title = saved.title if saved else None  # of the format; None where all weights are floats
+        raw = RawTensors(folder, self._located.keys(), self._header, self._raw)
+        self._saved = saved_matrices(raw, self._parts, saved)
         self._check_shapes()
         self._check_tied_head()
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this engine's name `name`, fp32, its parts stacked. Raises CheckpointError at a NaN or Inf."""
-        parts = self._parts[name]
-        if len(parts) == 1:
+        parts, order = self._parts[name], self._neuron_order(name)
+        if len(parts) == 1 and order is None:
             return self._read(parts[0])
         n_rows = [part.shape[0] for part in parts]
         stacked = torch.empty(sum(n_rows), *parts[0].shape[1:])
         for rows, part in zip(torch.split(stacked, n_rows), parts, strict=True):  # one part at a time beside the whole
-            rows.copy_(self._read(part))
+            values = self._read(part)
+            rows.copy_(values if order is None else values[_in_each(order, len(values))])
         return stacked
 
     def tiles(self, name: str) -> TileWeight | None:
-        """The same in tiles, each weight in the 4-bit code it was saved in; None where that is not possible.
+        """The same in tiles, each weight in the code it was saved in; None where that is not possible.
 
-        Possible where bitsandbytes saved all its parts, and tiles can hold them (see stacked_tiles).
+        Possible where all its parts were saved in codes that tiles can hold; of others 8 bits may be near enough. In 8
+        bits for head and matrices that the model has so, else in 4.
         """
-        matrices = [self._four_bit[part.hf_name] for part in self._parts[name] if part.hf_name in self._four_bit]
-        return stacked_tiles(matrices) if len(matrices) == len(self._parts[name]) else None
+        in_8_bits = name in self.spec.int8_matrices or not name.startswith("layers.")
+        blocks: list[Blocks] = []
+        order = self._neuron_order(name)
+        for part in self._parts[name]:
+            saved = self._saved.get(part.hf_name)
+            found = saved.blocks(in_8_bits=in_8_bits) if saved else None
+            if found is None:
+                return None
+            blocks.append(found if order is None else found.rows(_in_each(order, part.shape[0])))
+        make = int8_tiles if in_8_bits else int4_tiles
+        return make(blocks, 0.0) or make(blocks, HALF_ROUNDING)
+
+    def rounded(self, name: str) -> bool:
+        """Whether tiles may hold this tensor rounded."""
+        return any(part.hf_name in self._saved for part in self._parts[name])
+
+    def types(self, name: str) -> list[str]:
+        """In which types the checkpoint has the parts of this tensor, each once."""
+        is_saved = {part.hf_name in self._saved for part in self._parts[name]}
+        floats = {self._header(part.hf_name)[0] for part in self._parts[name] if part.hf_name not in self._saved}
+        return sorted(floats | ({self.title} if self.title and True in is_saved else set()))
 
     def tensors(self) -> list[TensorSpec]:
         """Every tensor of the model, in block order."""
         return all_tensors(decoder_blocks(self.spec))
 
+    def _neuron_order(self, name: str) -> Tensor | None:
+        """In which gate and up have their neurons where down's columns have been put in the order of their groups."""
+        prefix, _, short = name.removesuffix("_bias").rpartition(".")
+        if not prefix.endswith(".ffn") or short not in ("gate_up", "up"):
+            return None
+        [down] = self._parts[f"{prefix}.down"]
+        return column_order(self._saved[down.hf_name]) if down.hf_name in self._saved else None
+
     def _read(self, part: Part) -> Tensor:
-        if part.hf_name in self._four_bit:
-            return self._four_bit[part.hf_name].dequantize()
+        if part.hf_name in self._saved:
+            return self._saved[part.hf_name].dequantize()
         tensor = self._raw(part.hf_name).float()
         refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
         return tensor
@@ -102,26 +132,6 @@ class Checkpoint:
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
         stored = self._located[name].stored
         return stored.dtype, stored.shape
-
-    def _four_bit_matrices(self) -> dict[str, FourBitMatrix]:
-        """hf name -> matrix, of those that bitsandbytes saved in 4 bits; config.json must say the same of them."""
-        raw = RawTensors(self.folder, self._located.keys(), self._header, self._raw)
-        parts = [part for parts in self._parts.values() for part in parts]
-        found = {part.hf_name: four_bit_matrix(raw, part.hf_name, part.shape) for part in parts}
-        matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
-        said = read_four_bit_type(self.folder)
-        for name, matrix in matrices.items():
-            if matrix.state.quant_type != said:
-                raise CheckpointError(
-                    f"{self.folder}: tensor {name} was quantized to {matrix.state.quant_type}, config.json says "
-                    f"{said or 'nothing of that (quantization_config)'}; get config.json of the same model."
-                )
-        if said and not matrices:
-            raise CheckpointError(
-                f"{self.folder}: config.json says that the weights are in {said}, and they are not; "
-                "get config.json of the same model, or remove its quantization_config."
-            )
-        return matrices
 
     def _locate_tensors(self) -> dict[str, _Located]:
         """By full name: checkpoints of the bare decoder leave out the "model." in front.
@@ -151,6 +161,11 @@ class Checkpoint:
         if self.spec.tied_head and embedding.hf_name not in self._located and head_name in self._located:
             self._parts["embedding.tokens"] = [Part(head_name, embedding.shape)]
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """Old packers of GPTQ gave every matrix a bias, of zeros where the model has none."""
+        is_beside = name.endswith(BIAS) and f"{name.removesuffix(BIAS)}.weight" in self._saved
+        return is_beside and len(self._header(name)[1]) == 1 and not self._raw(name).any()
+
     def _check_tied_head(self) -> None:
         """A tied model may have saved both. transformers unties them where their values differ; here config.json must
         say so, which all else goes by."""
@@ -164,19 +179,19 @@ class Checkpoint:
             )
 
     def _check_shapes(self) -> None:
-        expected = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
+        shapes = {part.hf_name: part.shape for parts in self._parts.values() for part in parts}
+        expected = {name: shape for name, shape in shapes.items() if name not in self._saved}
         present = set(self._located)
         missing = sorted(expected.keys() - present)
-        known = {*expected, *(companion for name in self._four_bit for companion in companion_names(name))}
+        known = {*expected, *(name for matrix in self._saved.values() for name in matrix.tensor_names)}
         if self.spec.tied_head:
             known.add(self._family.head_name)
-        extra = sorted(name for name in present - known if not name.endswith(IGNORED_SUFFIXES))
+        ignored = (*IGNORED_SUFFIXES, *(OF_ACTIVATIONS if self._saved else ()))
+        extra = sorted(n for n in present - known if not n.endswith(ignored) and not self._is_empty_bias(n))
         refuse(self.folder, "lacks tensors", missing)
         refuse(self.folder, f"holds tensors that {self.spec.architecture} does not have", extra)
         wrong = []
         for name, shape in expected.items():
-            if name in self._four_bit:
-                continue
             stored_type, stored_shape = self._header(name)
             if stored_shape != shape:
                 wrong.append(f"{name} is {list(stored_shape)}, expected {list(shape)}")
@@ -207,6 +222,12 @@ def weight_files(folder: Path) -> list[Path]:
             "and is never read; convert it to safetensors (transformers: model.save_pretrained) or get such a copy."
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
+
+
+def _in_each(order: Tensor, n_rows: int) -> Tensor:
+    """Indices of n_rows rows, each len(order) of which, one after the other, get this order."""
+    starts = torch.arange(0, n_rows, len(order))
+    return (starts[:, None] + order).flatten()
 
 
 def _open(file: Path) -> Any:

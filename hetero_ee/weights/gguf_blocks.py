@@ -88,12 +88,16 @@ def _iq4_xs(raw: Tensor) -> Blocks:
     return Blocks(codes, scales.flatten(1), IQ4_NL_CODEBOOK)
 
 
+def mxfp4_blocks(nibbles: Tensor, exponents: Tensor) -> Blocks:
+    """nibbles: uint8 (N, K), FP4's codes; exponents: uint8 (N, K / 32), e for 2^(e - 127)."""
+    renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
+    powers = torch.tensor([2.0 ** (e - 128) for e in range(256)], dtype=torch.float64)
+    return Blocks(renamed[nibbles.int()], powers[exponents.int()].float(), MXFP4_CODEBOOK)
+
+
 def _mxfp4(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 17)
-    renamed = torch.tensor([MXFP4_CODEBOOK.index(value) for value in MXFP4_VALUES], dtype=torch.uint8)
-    codes = renamed[_nibbles(blocks[..., 1:]).int()]
-    powers = torch.tensor([2.0 ** (e - 128) for e in range(256)], dtype=torch.float64)
-    return Blocks(codes, powers[blocks[..., 0].int()].float(), MXFP4_CODEBOOK)
+    return mxfp4_blocks(_nibbles(blocks[..., 1:]), blocks[..., 0])
 
 
 def _q5_0(raw: Tensor) -> Blocks:

@@ -16,13 +16,12 @@ from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.hf_names import Part, checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
+from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
 from hetero_ee.weights.gguf_blocks import FLOATS, ROUNDED, floats, kept_blocks, require_reader
 from hetero_ee.weights.weight import TileWeight
 
 IGNORED_SUFFIXES = (".attn_rot_embd.weight", ".rope_freqs.weight")  # computed instead, as old files hold them by layer
-HALF_ROUNDING = 2.0**-11  # of a value, at most, where it is no subnormal
 
 
 class GgufCheckpoint:
@@ -38,6 +37,11 @@ class GgufCheckpoint:
         self._parts = checkpoint_parts(spec)
         self._check_shapes(self._header.file)
         self._bytes = {file: _mapped(file) for file in files}
+
+    @property
+    def title(self) -> str:
+        """The format, for people."""
+        return "GGUF"
 
     def tensors(self) -> list[TensorSpec]:
         """Every tensor of the model, in block order."""

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from hetero_ee.errors import UsageError
-from hetero_ee.hub.config_file import read_four_bit_type
+from hetero_ee.hub.config_file import read_saved_format
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.models.blocks import TensorRole
+from hetero_ee.models.saved_format import BITSANDBYTES, FOUR_BIT_TYPES
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, QUANTIZER_CHANGES, TABLE_QUANTIZERS
 
 GGUF = "gguf"
@@ -19,9 +20,9 @@ class Quantization:
 
     matrices: str = DEFAULT_QUANTIZER
     vocabulary: str = "int8"
-    # "nf4" or "fp4" where the checkpoint has its matrices in these 4 bits and they are kept; the matrices that it has
-    # as floats, or whose codes tiles can't hold, are quantized all the same.
-    # "gguf" keeps what tiles can hold of a GGUF file as it is, in 4 or 8 bits, and takes 8 for what has more than 5.
+    # The format of a checkpoint that has its matrices in few bits, where those are kept as far as tiles can hold them:
+    # "nf4" or "fp4" (bitsandbytes), "gptq", "awq", "compressed-tensors", "fp8" or "gguf". Matrices that it has as
+    # floats, or that tiles can't hold, are quantized all the same; in 8 bits where the model says that 4 are too few.
     own: str | None = None
     neuron_major: bool = False  # FFNs neuron by neuron, so that inactive ones need not be read
 
@@ -33,7 +34,7 @@ class Quantization:
         """
         if neuron_major and quantizer in TABLE_QUANTIZERS:
             raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
-        own = None if neuron_major else GGUF if gguf_files(folder) else read_four_bit_type(folder)
+        own = None if neuron_major else GGUF if gguf_files(folder) else _saved_name(folder)
         if quantizer is None:
             return cls(own=own, neuron_major=neuron_major)
         return cls(matrices=quantizer, own=own if own == quantizer else None, neuron_major=neuron_major)
@@ -60,4 +61,11 @@ class Quantization:
 
     def keeps_codes(self, role: TensorRole) -> bool:
         """Whether tensors of this role stay in the checkpoint's own codes, where tiles can hold them."""
-        return self.own is not None and (role is not TensorRole.VOCABULARY or self.own == GGUF)
+        return self.own is not None and (role is not TensorRole.VOCABULARY or self.own not in FOUR_BIT_TYPES)
+
+
+def _saved_name(folder: Path) -> str | None:
+    saved = read_saved_format(folder)
+    if saved is None:
+        return None
+    return saved.values if saved.method == BITSANDBYTES else saved.method

@@ -110,11 +110,6 @@ class TableCodebook:
     codes: Tensor
     unit: float
 
-    @property
-    def zero_code(self) -> int:
-        """The code nearest to zero, for padding."""
-        return min(range(16), key=lambda code: abs(self.entries[code]))
-
 
 def table_codebook(table: Tensor) -> TableCodebook | None:
     """table: 16 values, not all of them 0. None where two that differ would round to one.

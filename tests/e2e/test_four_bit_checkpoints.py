@@ -89,7 +89,7 @@ def test_blocks_run_on_across_rows_of_any_length(tmp_path: Path, block_size: int
 
 
 def test_matrices_are_unpacked_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_ee.weights.bitsandbytes_4bit.CHUNK_ELEMENTS", 4096)
+    monkeypatch.setattr("hetero_ee.weights.formats.bitsandbytes_4bit.CHUNK_ELEMENTS", 4096)
     _, values = written(tmp_path, "llama", sizes=EVEN | {"intermediate_size": 160}, block_size=4096)
     name = "layers.0.ffn.down"
     assert torch.equal(opened(tmp_path).tensor(name), values["model.layers.0.mlp.down_proj.weight"])

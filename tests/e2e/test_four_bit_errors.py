@@ -220,15 +220,13 @@ def test_a_configuration_of_other_weights_is_refused(folder: Path) -> None:
 def test_a_configuration_that_promises_4_bits_of_floats_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(random_model("llama", num_hidden_layers=1), tmp_path / "model")
     edit_config(folder, quantization_config=quantization_config("nf4"))
-    assert "says that the weights are in nf4, and they are not" in refusal(folder)
+    assert "says that the weights are in bitsandbytes nf4, and they are not" in refusal(folder)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization by 'gptq' is not supported"),
-        ({"quant_method": "awq", "bits": 4}, "quantization by 'awq' is not supported"),
-        ({"quant_method": "fp8"}, "quantization by 'fp8' is not supported"),
+        ({"quant_method": "hqq", "bits": 4}, "quantization by 'hqq' is not supported"),
         ({"quant_method": "\x1b[2J"}, "quantization by '\\x1b[2J' is not supported"),
         ({"quant_method": ["bitsandbytes"]}, "expected a string"),
         ({}, "quantization by 'unknown' is not supported"),

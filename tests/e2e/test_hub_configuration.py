@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from hetero_ee import CheckpointError, ModelError, UsageError
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.model_files import QUANTIZE_FILE
 from tests.command_line import Cli
 from tests.hub_model import ID, SINGLE, Calls, files_of, resolve
 from tests.hub_server import Fault, Hub
@@ -130,3 +132,12 @@ def test_the_command_that_plans_downloads_no_weights(cli: Cli, hub: Hub, tiny: P
     assert ended.code == 0 and '"model": "LlamaForCausalLM"' in ended.out
     assert hub.fetched() == {CONFIG}
     assert cli("plan", ID, "--hardware", "rtx-3060-12gb", "--json", "--offline").out == ended.out and hub.log == []
+
+
+def test_what_old_gptq_says_in_a_file_beside_is_downloaded_too(hub: Hub, tiny: Path) -> None:
+    said = {QUANTIZE_FILE: b'{"bits": 4, "group_size": 128, "sym": false}'}
+    hub.publish(ID, files_of(tiny) | said)
+    assert read_spec(configured()).zero_point_matrices and hub.fetched() == {CONFIG, QUANTIZE_FILE}
+    hub.publish("org/three", files_of(tiny) | {QUANTIZE_FILE: b'{"bits": 3}'})
+    with pytest.raises(ModelError, match=r"org/three can't be used: .*GPTQ in 3 bits is not supported"):
+        configured("org/three")

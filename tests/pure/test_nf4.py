@@ -67,7 +67,7 @@ def test_both_zeros_of_fp4_get_one_code() -> None:
     codebook = table_codebook(torch.cat([FP4, -FP4]))
     assert codebook is not None
     assert codebook.entries == (-128, -120, -80, -60, -40, -30, -20, -1, 0, 1, 20, 30, 40, 60, 80, 120)
-    assert codebook.codes[0] == codebook.codes[8] == codebook.zero_code == 8
+    assert codebook.codes[0] == codebook.codes[8] == 8
     assert 0 not in codebook.codes  # -128 fills the codebook up and means nothing
 
 

@@ -17,7 +17,7 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, is_quantized
-from hetero_ee.weights.quantization import GGUF, Quantization
+from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import Workers, quantize
 from hetero_ee.weights.rows import in_rows
 from hetero_ee.weights.store.filesystem import ELSEWHERE, FileSystem, store_errors, store_lock
@@ -90,7 +90,7 @@ def _write(
         n_bytes = planned_bytes(tensors, quantization)
         _require_space(source, n_bytes, writer.allocated_bytes, target, files)
         writer.allocate(n_bytes)
-        n_there, report = len(writer.entries), ImportReport()
+        n_there, report = len(writer.entries), ImportReport(checkpoint.title)
         for index, tensor in enumerate(tensors):
             if index >= n_there:
                 _write_tensor(writer, checkpoint, tensor, quantization, workers, report)
@@ -137,7 +137,7 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
         raise UsageError(
             f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
         )
-    kept = spec if quantization.own == GGUF else spec.in_plain_int4
+    kept = spec if quantization.own else spec.in_plain_int4
     return replace(kept, neuron_major=quantization.neuron_major)
 
 
@@ -157,7 +157,7 @@ def _write_tensor(
     if values is not None:
         weight = quantize(values, quantization.quantizer_of(tensor.role), workers)
     assert weight is not None
-    if isinstance(checkpoint, GgufCheckpoint):
+    if checkpoint.title is not None and not quantization.neuron_major:
         if values is None and checkpoint.rounded(tensor.name):
             values = checkpoint.tensor(tensor.name)
         report.add(checkpoint.types(tensor.name), tensor, weight, values)

@@ -1,4 +1,4 @@
-"""What became of the types of a GGUF file's tensors in a conversion, and what that cost."""
+"""What became of the types of tensors of a GGUF file, or another format, in a conversion, and what that cost."""
 
 import json
 from collections import defaultdict
@@ -32,14 +32,15 @@ class ImportedType:
 class ImportReport:
     """Counts the tensors that this run converts; of a conversion that was resumed not the ones before."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str | None) -> None:
+        self._title = title  # of the checkpoint's format
         # tensors, weights, squared error, squares
         self._sums: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
 
     def add(self, types: list[str], tensor: TensorSpec, weight: TileWeight, values: Tensor | None) -> None:
-        """values: what became `weight`, fp32; None where it was taken as it is."""
+        """values: what became `weight`, fp32; None where it is known to be the same."""
         added = 1, tensor.n_elements, *((0.0, 0.0) if values is None else _errors(weight, values))
-        sums = self._sums[", ".join(types), weight.layout, values is None]
+        sums = self._sums[", ".join(types), weight.layout, added[2] == 0]
         sums[:] = [before + more for before, more in zip(sums, added, strict=True)]
 
     def fields(self) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class ImportReport:
             for key, (n_tensors, n_weights, error, squares) in self._sums.items()
         ]
         rows.sort(key=lambda row: -row.n_weights)
-        return {"format": "GGUF", TYPES_FIELD: list(map(asdict, rows))} if rows else {}
+        return {"format": self._title, TYPES_FIELD: list(map(asdict, rows))} if rows else {}
 
 
 def imported_types(source: Mapping[str, Any]) -> list[ImportedType]:

@@ -7,42 +7,30 @@ its block + nested_offset.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_ee.errors import CheckpointError, shown
-from hetero_ee.models.hf_config import FOUR_BIT_TYPES
-from hetero_ee.weights import tiles as layout
-from hetero_ee.weights.quantizers import table_codebook, to_fp16_scales, unpacked
-from hetero_ee.weights.weight import TileWeight
+from hetero_ee.errors import shown
+from hetero_ee.models.saved_format import FOUR_BIT_TYPES
+from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.formats.saved_matrix import RawTensors
+from hetero_ee.weights.quantizers import table_codebook, unpacked
+from hetero_ee.weights.tiles import TILE_COLUMNS
 from hetero_ee_profiles.records import from_json
 
 BLOCK_SIZES = tuple(2**power for power in range(5, 13))  # weights that share an absmax; likewise absmax of nested ones
 STATE_SUFFIXES = {f".quant_state.bitsandbytes__{kind}": kind for kind in FOUR_BIT_TYPES}
 PLAIN_SUFFIXES, NESTED_SUFFIXES = (".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
+SUFFIXES = (*STATE_SUFFIXES, *PLAIN_SUFFIXES, *NESTED_SUFFIXES)  # of what may lie beside a matrix
 STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # types that packed bytes may be saved as
 COMPUTE_TYPES = ("float32", "float16", "bfloat16")
 MAX_STATE_BYTES = 4096  # real ones have 80 to 200
 MAX_OFFSET = 1e30  # no absmax comes near, and sums with it stay finite
 CHUNK_ELEMENTS = 2**16  # weights unpacked together: whole blocks of any size
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensors:
-    """A checkpoint's tensors as they lie in its files. header: name -> safetensors type and shape."""
-
-    folder: Path
-    names: Set[str]
-    header: Callable[[str], tuple[str, tuple[int, ...]]]
-    read: Callable[[str], Tensor]
-
-    def failure(self, name: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder}: tensor {name} {problem}; get the checkpoint again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +54,16 @@ class NestedQuantState(QuantState):
 
 @dataclass(frozen=True, slots=True)
 class FourBitMatrix:
-    """One matrix, its headers and its state checked; values are checked when read. Raises CheckpointError."""
+    """A SavedMatrix, its headers and its state checked."""
 
     name: str
     shape: tuple[int, int]
     state: QuantState
     tensors: RawTensors
+
+    @property
+    def tensor_names(self) -> Set[str]:
+        return {self.name, *(self.name + suffix for suffix in SUFFIXES)}
 
     @property
     def n_elements(self) -> int:
@@ -106,11 +98,17 @@ class FourBitMatrix:
         self._refuse_non_finite(found, ".absmax")
         return found
 
-    def write_codes(self, codes: Tensor, renamed: Tensor) -> None:
-        """Fills uint8 (N, K), contiguous, with the codes. renamed: uint8 (16,), the name that each gets."""
-        flat = codes.view(-1)
+    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+        """None where a block would lie in two of the file's, or values of the table would round to one."""
+        codebook, (n_rows, n_columns) = table_codebook(self.table()), self.shape
+        if codebook is None or n_columns % TILE_COLUMNS:
+            return None
+        codes = torch.empty(self.n_elements, dtype=torch.uint8)
         for first, chunk in self._code_chunks():
-            flat[first : first + len(chunk)] = renamed[chunk.int()]
+            codes[first : first + len(chunk)] = codebook.codes[chunk.int()]
+        scales = self.absmax().repeat_interleave(self.state.blocksize // TILE_COLUMNS) * codebook.unit
+        scales = scales[: n_rows * n_columns // TILE_COLUMNS].view(n_rows, -1)
+        return Blocks(codes.view(self.shape), scales, codebook.entries)
 
     def _code_chunks(self) -> Iterator[tuple[int, Tensor]]:
         """The index of the first code, and some codes from there on, uint8."""
@@ -132,17 +130,12 @@ class FourBitMatrix:
             raise self.tensors.failure(self.name + suffix, f"gives {values[index].item()} at [{index}]")
 
 
-def companion_names(name: str) -> set[str]:
-    """What bitsandbytes may save beside the matrix called `name`."""
-    return {name + suffix for suffix in (*STATE_SUFFIXES, *PLAIN_SUFFIXES, *NESTED_SUFFIXES)}
-
-
-def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, ...]) -> FourBitMatrix | None:
+def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, int]) -> FourBitMatrix | None:
     """The matrix called `name`, None where it was not saved in 4 bits. shape: what the configuration promises.
 
     Raises CheckpointError.
     """
-    if not companion_names(name) & tensors.names or len(shape) != 2:
+    if not {name + suffix for suffix in SUFFIXES} & tensors.names:
         return None
     states = [suffix for suffix in STATE_SUFFIXES if name + suffix in tensors.names]
     if len(states) != 1:
@@ -157,37 +150,9 @@ def four_bit_matrix(tensors: RawTensors, name: str, shape: tuple[int, ...]) -> F
         _check_state(state, STATE_SUFFIXES[states[0]], shape)
     except ValueError as error:
         raise tensors.failure(name + states[0], f"can't be used ({error})") from error
-    rows, columns = shape
-    matrix = FourBitMatrix(name, (rows, columns), state, tensors)
+    matrix = FourBitMatrix(name, shape, state, tensors)
     _check_headers(matrix)
     return matrix
-
-
-def stacked_tiles(matrices: Sequence[FourBitMatrix]) -> TileWeight | None:
-    """The matrices' rows one after the other in tiles, each weight in its own code; all have the same K.
-
-    None where tiles can't hold them: K is no multiple of 32, so that a group would lie in two blocks; they have
-    different tables; or values of the table would round to one.
-    """
-    tables = [matrix.table() for matrix in matrices]
-    codebook = table_codebook(tables[0])
-    n_columns = matrices[0].shape[1]
-    if codebook is None or n_columns % layout.TILE_COLUMNS or not all(torch.equal(tables[0], t) for t in tables):
-        return None
-    row_counts = [matrix.shape[0] for matrix in matrices]
-    n_rows = sum(row_counts)
-    padded_rows, _ = layout.padded_shape(n_rows, n_columns)
-    n_groups = n_columns // layout.TILE_COLUMNS
-    codes = torch.full((padded_rows, n_columns), codebook.zero_code, dtype=torch.uint8)
-    scales = torch.zeros(padded_rows, n_groups)
-    rows_of_codes, rows_of_scales = (torch.split(rows[:n_rows], row_counts) for rows in (codes, scales))
-    for matrix, its_codes, its_scales in zip(matrices, rows_of_codes, rows_of_scales, strict=True):
-        matrix.write_codes(its_codes, codebook.codes)
-        groups = matrix.absmax().repeat_interleave(matrix.state.blocksize // layout.TILE_COLUMNS)
-        its_scales.copy_(groups[: its_scales.numel()].view_as(its_scales))
-    fp16_scales, exponent = to_fp16_scales(scales * codebook.unit, 0)
-    tiles = layout.pack_int4(codes)
-    return TileWeight(tiles, layout.pack_scales(fp16_scales), exponent, codebook.entries, n_rows, n_columns)
 
 
 def _read_state(tensors: RawTensors, name: str, kind: type[QuantState]) -> QuantState:

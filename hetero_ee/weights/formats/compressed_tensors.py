@@ -1,0 +1,140 @@
+"""The formats of compressed-tensors (vLLM's llm-compressor) that hold whole numbers, and MXFP4.
+
+Of `X.weight` (N, K), pack-quantized, there are `X.weight_packed`, int32 (N, K / 8) for 4 bits, values + 8, the lowest
+first; `X.weight_scale` (N, G); `X.weight_shape`; with zero points `X.weight_zero_point`, int32 (N / 8, G), packed along
+N, + 8 too; and, where groups are of columns that lie apart, `X.weight_g_idx`. int-quantized has `X.weight` itself in
+int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte e for 2^(e - 127).
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.saved_format import GROUP_COLUMNS, SavedFormat
+from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.formats.grouped_codes import (
+    GroupedCodes,
+    checked_groups,
+    groups_in_order,
+    n_groups,
+    packed_size,
+    unpacked,
+)
+from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
+from hetero_ee.weights.gguf_blocks import mxfp4_blocks
+
+PACKED, PLAIN = ".weight_packed", ".weight"
+SCALE, ZERO_POINT, GROUPS, SHAPE = ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"
+NOT_A_NUMBER = 255  # among MXFP4's exponents
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedMatrix:
+    """A SavedMatrix of whole numbers; `module` is X."""
+
+    module: str
+    shape: tuple[int, int]
+    saved: SavedFormat
+    tensors: RawTensors
+    in_order: bool = False  # whether columns are read in the order of their groups
+
+    def __post_init__(self) -> None:
+        (n_rows, n_columns), bits = self.shape, self.bits
+        if self.is_packed:
+            self.tensors.require(self.module + PACKED, ("I32",), (n_rows, packed_size(n_columns, bits)))
+            self.tensors.require(self.module + SHAPE, ("I64", "I32"), (2,))
+        else:
+            self.tensors.require(self.module + PLAIN, ("I8",), self.shape)
+        one_for_all = ((1,), (), (1, 1)) if self.n_groups == 1 else ()
+        self.tensors.require(self.module + SCALE, FLOATS, (n_rows, self.n_groups), *one_for_all)
+        if not self.saved.symmetric:
+            self.tensors.require(self.module + ZERO_POINT, ("I32",), (packed_size(n_rows, bits), self.n_groups))
+        if self.saved.reordered:
+            self.tensors.require(self.module + GROUPS, ("I32", "I64"), (n_columns,))
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.saved.values == "int8" else 4
+
+    @property
+    def is_packed(self) -> bool:
+        return self.module + PACKED in self.tensors.names
+
+    @property
+    def n_groups(self) -> int:
+        return n_groups(self.shape[1], self.saved.group_size)
+
+    @property
+    def tensor_names(self) -> Set[str]:
+        own = (PACKED, SHAPE) if self.is_packed else (PLAIN,)
+        more = (*(() if self.saved.symmetric else (ZERO_POINT,)), *((GROUPS,) if self.saved.reordered else ()))
+        return {self.module + suffix for suffix in (*own, SCALE, *more)}
+
+    def dequantize(self) -> Tensor:
+        return self._codes().dequantize()
+
+    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+        return self._codes().blocks(in_8_bits=in_8_bits)
+
+    def _codes(self) -> GroupedCodes:
+        """Raises CheckpointError."""
+        n_rows, n_columns = self.shape
+        if self.is_packed:
+            self._check_shape()
+            codes = unpacked(self.tensors.read(self.module + PACKED), self.bits).flatten(1)[:, :n_columns]
+        else:
+            codes = self.tensors.read(self.module + PLAIN).view(torch.uint8) ^ 128
+        scales = self.tensors.finite(self.module + SCALE).view(-1, self.n_groups).expand(n_rows, -1)
+        zeros = None
+        if not self.saved.symmetric:
+            words = unpacked(self.tensors.read(self.module + ZERO_POINT), self.bits)
+            zeros = words.permute(0, 2, 1).reshape(-1, self.n_groups)[:n_rows].to(torch.int16)
+        return GroupedCodes(self.bits, codes, scales, self._groups(), zeros).columns(self.column_order())
+
+    def column_order(self) -> Tensor | None:
+        """In which columns are read, None where they lie so."""
+        return torch.argsort(self._groups(), stable=True) if self.in_order else None
+
+    def _groups(self) -> Tensor:
+        """Of each column, int64 (K,)."""
+        if not self.saved.reordered:
+            return groups_in_order(self.shape[1], self.saved.group_size)
+        return checked_groups(self.tensors, self.module + GROUPS, self.n_groups)
+
+    def _check_shape(self) -> None:
+        found = self.tensors.read(self.module + SHAPE).tolist()
+        if found != list(self.shape):
+            raise self.tensors.failure(self.module + SHAPE, f"is {found}, expected {list(self.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """A SavedMatrix in MXFP4; `module` is X."""
+
+    module: str
+    shape: tuple[int, int]
+    tensors: RawTensors
+
+    def __post_init__(self) -> None:
+        n_rows, n_columns = self.shape
+        if n_columns % GROUP_COLUMNS:
+            raise self.tensors.failure(self.module + PACKED, f"has rows of {n_columns}, no multiple of {GROUP_COLUMNS}")
+        self.tensors.require(self.module + PACKED, ("U8",), (n_rows, n_columns // 2))
+        self.tensors.require(self.module + SCALE, ("U8", "F8_E8M0"), (n_rows, n_columns // GROUP_COLUMNS))
+
+    @property
+    def tensor_names(self) -> Set[str]:
+        return {self.module + PACKED, self.module + SCALE}
+
+    def dequantize(self) -> Tensor:
+        return self.blocks(in_8_bits=False).dequantize()
+
+    def blocks(self, *, in_8_bits: bool) -> Blocks:
+        packed, exponents = (self.tensors.read(self.module + suffix) for suffix in (PACKED, SCALE))
+        exponents = exponents.view(torch.uint8)
+        if (exponents == NOT_A_NUMBER).any():
+            index = [int(i) for i in (exponents == NOT_A_NUMBER).nonzero()[0]]
+            raise self.tensors.failure(self.module + SCALE, f"gives nan at {index}")
+        return mxfp4_blocks(torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1), exponents)

@@ -1,0 +1,80 @@
+"""FP8 weights, e4m3 with a scale for each block of 128 x 128, each row or the whole matrix.
+
+Of `X.weight` (N, K) there are `X.weight`, e4m3, and `X.weight_scale_inv` or `X.weight_scale`, both what is multiplied
+with: transformers' and DeepSeek's name says otherwise.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.models.saved_format import SavedFormat
+from hetero_ee.weights.blocks import Blocks
+from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
+from hetero_ee.weights.tiles import TILE_COLUMNS
+
+E4M3 = "F8_E4M3"
+WEIGHT, SCALES = ".weight", (".weight_scale_inv", ".weight_scale")
+ENTRY_BITS = 7  # of an int8 value without its sign
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A SavedMatrix; `module` is X."""
+
+    module: str
+    shape: tuple[int, int]
+    saved: SavedFormat
+    tensors: RawTensors
+
+    def __post_init__(self) -> None:
+        n_rows, n_columns = self.shape
+        self.tensors.require(self.module + WEIGHT, (E4M3,), self.shape)
+        rows, columns = self.saved.block_rows, self.saved.group_size
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (n_rows, 1), (n_rows,))
+        if rows and columns:
+            shapes = ((-(-n_rows // rows), -(-n_columns // columns)),)
+        self.tensors.require(self._scale_name, FLOATS, *shapes)
+
+    @property
+    def tensor_names(self) -> Set[str]:
+        return {self.module + WEIGHT, self._scale_name}
+
+    def dequantize(self) -> Tensor:
+        return self._values() * self._scales().repeat_interleave(self._columns, dim=1)[:, : self.shape[1]]
+
+    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+        """The nearest in 8 bits: of a block of 32 the largest weight's octave and the three below are exact.
+
+        e4m3 has four bits of a number, so that in units of 2^-6 of the largest's power of two those are whole.
+        """
+        if not in_8_bits or self.shape[1] % TILE_COLUMNS or self._columns % TILE_COLUMNS:
+            return None
+        values = self._values().view(self.shape[0], -1, TILE_COLUMNS)
+        largest = values.abs().amax(-1)
+        units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - ENTRY_BITS)
+        entries = (values / units[..., None]).round().to(torch.int8).flatten(1)
+        scales = self._scales().repeat_interleave(self._columns // TILE_COLUMNS, dim=1)[:, : units.shape[1]]
+        return Blocks(entries, units * scales * (largest > 0), None)
+
+    @property
+    def _columns(self) -> int:
+        """That share a scale."""
+        return self.saved.group_size or self.shape[1]
+
+    @property
+    def _scale_name(self) -> str:
+        found = [self.module + suffix for suffix in SCALES if self.module + suffix in self.tensors.names]
+        return (found or [self.module + SCALES[0]])[0]
+
+    def _values(self) -> Tensor:
+        return self.tensors.finite(self.module + WEIGHT)
+
+    def _scales(self) -> Tensor:
+        """fp32 (N, columns' blocks)."""
+        scales, rows = self.tensors.finite(self._scale_name), self.saved.block_rows
+        if rows:
+            return scales.repeat_interleave(rows, dim=0)[: self.shape[0]]
+        return scales.view(-1, 1).expand(self.shape[0], 1)

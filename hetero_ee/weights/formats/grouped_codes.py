@@ -1,0 +1,105 @@
+"""Whole numbers with a scale, and maybe a zero point, for each row and group of columns: what GPTQ, AWQ and
+compressed-tensors store, each packed in its own order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.weights.blocks import LEAST_VALUE, Blocks
+from hetero_ee.weights.formats.saved_matrix import RawTensors
+from hetero_ee.weights.tiles import TILE_COLUMNS
+from hetero_ee.weights.weight import LINEAR_CODEBOOK
+
+CHUNK_WEIGHTS = 2**20  # made floats of together
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedCodes:
+    """W[n, k] = scales[n, g] x (codes[n, k] - zeros[n, g]), g = groups[k]; all codes have `bits` bits.
+
+    codes: uint8 (N, K); scales: fp32 (N, G); groups: int64 (K,); zeros: int16 (N, G), None where all are the middle.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    groups: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def middle(self) -> int:
+        """The code that means 0 where there are no zero points."""
+        return 1 << (self.bits - 1)
+
+    def columns(self, order: Tensor | None) -> "GroupedCodes":
+        """The same columns in another order."""
+        if order is None:
+            return self
+        return GroupedCodes(self.bits, self.codes[:, order], self.scales, self.groups[order], self.zeros)
+
+    def dequantize(self) -> Tensor:
+        """fp32 (N, K)."""
+        n_rows, n_columns = self.codes.shape
+        values, n_together = torch.empty(n_rows, n_columns), max(1, CHUNK_WEIGHTS // n_columns)
+        for first in range(0, n_rows, n_together):
+            rows = slice(first, first + n_together)
+            whole = self.codes[rows].to(torch.int16)
+            whole -= self.middle if self.zeros is None else self.zeros[rows][:, self.groups]
+            torch.mul(whole, self.scales[rows][:, self.groups], out=values[rows])
+        return values
+
+    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
+        """None where a block would lie in two groups, and for 8-bit codes with zero points.
+
+        -128 becomes -127: one of some 200 weights by one unit, a tenth of the error that other scales would make.
+        """
+        n_columns = self.codes.shape[1]
+        first = self.groups[::TILE_COLUMNS]
+        if n_columns % TILE_COLUMNS or not torch.equal(self.groups, first.repeat_interleave(TILE_COLUMNS)):
+            return None
+        scales = self.scales[:, first]
+        if self.zeros is None:
+            if self.bits == 4:
+                return Blocks(self.codes, scales, LINEAR_CODEBOOK)
+            whole = (self.codes.to(torch.int16) - self.middle).clamp_(min=LEAST_VALUE)
+            return Blocks(whole.to(torch.int8), scales, None)
+        if self.bits != 4:
+            return None
+        zeros = self.zeros[:, first]
+        if in_8_bits:
+            whole = self.codes.to(torch.int8) - zeros.to(torch.int8).repeat_interleave(TILE_COLUMNS, dim=1)
+            return Blocks(whole, scales, None)
+        return Blocks(self.codes, scales, LINEAR_CODEBOOK, (zeros - self.middle).float())
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 (a, b) -> uint8 (a, b, 32 / bits), the lowest bits first."""
+    parts = words.contiguous().view(torch.uint8).view(*words.shape, WORD_BITS // 8)
+    return parts if bits == 8 else torch.stack([parts & 15, parts >> 4], dim=-1).flatten(2)
+
+
+def packed_size(n: int, bits: int) -> int:
+    """Words that hold n codes."""
+    return -(-n * bits // WORD_BITS)
+
+
+def n_groups(n_columns: int, group_size: int | None) -> int:
+    """Of a row."""
+    return -(-n_columns // (group_size or n_columns))
+
+
+def checked_groups(tensors: RawTensors, name: str, n_groups: int) -> Tensor:
+    """The group of each column as the tensor `name` has it, int64 (K,). Raises CheckpointError."""
+    groups = tensors.read(name).long()
+    outside = (groups < 0) | (groups >= n_groups)
+    if outside.any():
+        index = int(outside.nonzero()[0])
+        raise tensors.failure(name, f"has group {int(groups[index])} at [{index}], expected 0 to {n_groups - 1}")
+    return groups
+
+
+def groups_in_order(n_columns: int, group_size: int | None) -> Tensor:
+    """int64 (K,): the group of each column where groups are neighbours."""
+    return torch.arange(n_columns) // (group_size or n_columns)

@@ -1,0 +1,86 @@
+"""Finds the matrices of a checkpoint that were saved otherwise than as floats, and holds them against config.json."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hetero_ee.errors import CheckpointError
+from hetero_ee.models.hf_config import DOWN
+from hetero_ee.models.hf_names import Part
+from hetero_ee.models.saved_format import AWQ, BITSANDBYTES, GPTQ, SavedFormat
+from hetero_ee.weights.formats import awq, compressed_tensors, fp8, gptq
+from hetero_ee.weights.formats.bitsandbytes_4bit import FourBitMatrix, four_bit_matrix
+from hetero_ee.weights.formats.saved_matrix import RawTensors, SavedMatrix
+
+# Beside saved matrices: for activations, keys and values in 8 bits that were calibrated, which are not computed with.
+IGNORED_SUFFIXES = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
+MARKS = {gptq.MARK: "packed by GPTQ or AWQ", compressed_tensors.PACKED: "packed by compressed-tensors"}
+OTHER_CONFIG = "get config.json of the same model"
+
+
+def saved_matrices(
+    tensors: RawTensors, parts_of: Mapping[str, list[Part]], said: SavedFormat | None
+) -> dict[str, SavedMatrix]:
+    """hf name -> matrix. parts_of: by this engine's names; said: what config.json says of their formats.
+
+    Raises CheckpointError where that is something else.
+    """
+    found: dict[str, SavedMatrix] = {}
+    for name, part in ((name, part) for name, parts in parts_of.items() for part in parts if len(part.shape) == 2):
+        in_order = said is not None and said.reordered and name.endswith(DOWN)
+        if matrix := _bitsandbytes(tensors, part, said) or _other(tensors, part, said, in_order=in_order):
+            if said and said.ignores(part.hf_name):
+                raise CheckpointError(
+                    f"{tensors.folder}: tensor {part.hf_name} is in {said.title}, and config.json says that it is not; "
+                    f"{OTHER_CONFIG}."
+                )
+            found[part.hf_name] = matrix
+    if said and not found:
+        raise CheckpointError(
+            f"{tensors.folder}: config.json says that the weights are in {said.title}, and they are not; "
+            f"{OTHER_CONFIG}, or remove its quantization_config."
+        )
+    return found
+
+
+def column_order(matrix: SavedMatrix) -> Tensor | None:
+    """In which its columns are read, None where they lie so."""
+    if isinstance(matrix, gptq.GptqMatrix | compressed_tensors.CompressedMatrix):
+        return matrix.column_order()
+    return None
+
+
+def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> FourBitMatrix | None:
+    matrix = four_bit_matrix(tensors, part.hf_name, (part.shape[0], part.shape[1]))
+    if matrix and (said is None or matrix.state.quant_type != said.values):
+        raise CheckpointError(
+            f"{tensors.folder}: tensor {part.hf_name} was quantized to {matrix.state.quant_type}, config.json says "
+            f"{said.values if said else 'nothing of that (quantization_config)'}; {OTHER_CONFIG}."
+        )
+    return matrix
+
+
+def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_order: bool) -> SavedMatrix | None:
+    """By the format that config.json names; None for floats. Raises CheckpointError for packed tensors of another."""
+    module, shape = part.hf_name.removesuffix(".weight"), (part.shape[0], part.shape[1])
+    marks = {mark for mark in MARKS if module + mark in tensors.names}
+    stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None
+    if said and said.method in (GPTQ, AWQ):
+        if gptq.MARK in marks:
+            if said.method == AWQ:
+                return awq.AwqMatrix(module, shape, said, tensors)
+            return gptq.GptqMatrix(module, shape, said, tensors, in_order)
+    elif said and said.values == "e4m3":
+        if stored_type == fp8.E4M3:
+            return fp8.Fp8Matrix(module, shape, said, tensors)
+    elif said and said.method != BITSANDBYTES:
+        if said.values == "mxfp4" and compressed_tensors.PACKED in marks:
+            return compressed_tensors.Mxfp4Matrix(module, shape, tensors)
+        if compressed_tensors.PACKED in marks or stored_type == "I8":
+            return compressed_tensors.CompressedMatrix(module, shape, said, tensors, in_order)
+    for mark in marks:
+        raise CheckpointError(
+            f"{tensors.folder}: tensor {module}{mark} was {MARKS[mark]}, config.json says "
+            f"{said.title if said else 'nothing of that (quantization_config)'}; {OTHER_CONFIG}."
+        )
+    return None

@@ -1,0 +1,285 @@
+"""GPTQ, AWQ, compressed-tensors and FP8 checkpoints: logits of their values, and what is kept to the bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hetero_ee.hub.config_file import read_spec
+from hetero_ee.planning.parts import model_parts
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.cpu import CpuExecutor
+from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
+from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.import_report import ImportedType, imported_types
+from hetero_ee.weights.store.library import stored_models
+from hetero_ee.weights.store.manifest import read_manifest
+from hetero_ee.weights.store.reader import open_store
+from hetero_ee.weights.weight import TileWeight
+from tests.bitsandbytes_files import FILE, edit
+from tests.families import edit_config, random_model, save_checkpoint
+from tests.packed_files import Packing, gptq, pack_checkpoint
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
+IDS = [5, 17, 99, 3, 64, 120, 7]
+BLOCKS = (128, 128)
+WITH_ZEROS = "int4 zeros"
+# Each: which layouts the layers' matrices get, and whether all of them are kept exactly.
+KEPT = {
+    "gptq": (Packing(method="gptq"), {"int4"}),
+    "gptq-v2": (Packing(method="gptq", version=2, scale_type=torch.bfloat16), {"int4"}),
+    "gptq-rows": (Packing(method="gptq", group_size=-1), {"int4"}),
+    "gptq-asym": (Packing(method="gptq", symmetric=False), {WITH_ZEROS}),
+    "gptq-v2-asym": (Packing(method="gptq", version=2, symmetric=False), {WITH_ZEROS}),
+    "awq": (Packing(method="awq", symmetric=False), {WITH_ZEROS}),
+    "awq-rows": (Packing(method="awq", symmetric=False, group_size=-1), {WITH_ZEROS}),
+    "pack": (Packing(method="pack-quantized", scale_type=torch.bfloat16), {"int4"}),
+    "pack-rows": (Packing(method="pack-quantized", group_size=-1), {"int4"}),
+    "pack-asym": (Packing(method="pack-quantized", symmetric=False), {WITH_ZEROS}),
+    "mxfp4": (Packing(method="mxfp4-pack-quantized"), {"int4"}),
+}
+ROUNDED = {
+    "gptq-reordered": (Packing(method="gptq", reordered=True), {"int8", "int4"}),
+    "gptq-reordered-asym": (Packing(method="gptq", reordered=True, symmetric=False), {"int8", WITH_ZEROS}),
+    "pack-reordered": (Packing(method="pack-quantized", reordered=True), {"int8", "int4"}),
+    "gptq-8": (Packing(method="gptq", bits=8), {"int8"}),
+    "pack-8": (Packing(method="pack-quantized", bits=8), {"int8"}),
+    "int-8": (Packing(method="int-quantized", bits=8, group_size=-1), {"int8"}),
+    "gptq-8-asym": (Packing(method="gptq", bits=8, symmetric=False, version=2), {"int8"}),
+    "fp8-blocks": (Packing(method="fp8", by="fp8", block=BLOCKS, scale_type=torch.float32), {"int8"}),
+    "fp8-matrix": (Packing(method="fp8", by="fp8", group_size=-1, scale_type=torch.bfloat16), {"int8"}),
+    "fp8-ct-rows": (Packing(method="fp8", by="compressed-tensors", scale_type=torch.bfloat16), {"int8"}),
+    "fp8-ct-blocks": (Packing(method="fp8", by="compressed-tensors", block=BLOCKS), {"int8"}),
+    "pack-fp32-scales": (Packing(method="pack-quantized", scale_type=torch.float32), {"int4"}),
+}
+ALL = KEPT | ROUNDED
+
+
+def written(folder: Path, packing: Packing, family: str = "llama", **how: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A random model so packed in `folder`; the transformers model with the values that the file has."""
+    model = random_model(family, **(SIZES | how.pop("sizes", {})))
+    save_checkpoint(model, folder)
+    values = pack_checkpoint(folder, packing, **how)
+    model.load_state_dict(values, strict=False)
+    return model, values
+
+
+def opened(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, read_spec(folder))
+
+
+def converted(folder: Path, quantizer: str | None = None) -> ModelWeights:
+    spec = read_spec(folder)
+    return open_store(convert(folder, spec, folder / "store", Quantization.of_model(folder, quantizer)), spec)
+
+
+def report(folder: Path) -> list[ImportedType]:
+    return imported_types(read_manifest(folder / "store").source)
+
+
+def reference_logits(spec: Any, weights: ModelWeights) -> Tensor:
+    executor = ReferenceExecutor(spec, weights, len(IDS))
+    executor.cache.open(0)
+    return executor.logits(Batch.of_sequence(0, 0, IDS), range(len(IDS)))
+
+
+def theirs(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).square().sum() / expected.double().square().sum())
+
+
+def layouts(weights: ModelWeights) -> set[str]:
+    layers = [weight for name, weight in weights.matrices.items() if name.startswith("layers.")]
+    return {weight.layout for weight in layers if isinstance(weight, TileWeight)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_of_the_values_in_the_file(tmp_path: Path, name: str) -> None:
+    packing, _ = ALL[name]
+    model, _ = written(tmp_path, packing)
+    checkpoint = opened(tmp_path)
+    assert torch.allclose(reference_logits(checkpoint.spec, load_dense(checkpoint)), theirs(model), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_tiles_can_hold_is_kept_to_the_bit(tmp_path: Path, name: str) -> None:
+    packing, expected = KEPT[name]
+    model, _ = written(tmp_path, packing)
+    dense, stored = load_dense(opened(tmp_path)), converted(tmp_path)
+    assert layouts(stored) == expected
+    for each, matrix in stored.matrices.items():
+        if each.startswith("layers."):
+            assert torch.equal(matrix.dequantize(), dense.matrices[each].dequantize()), each
+    rows = {row.types: row for row in report(tmp_path)}
+    assert {row.is_exact for types, row in rows.items() if types != "F32"} == {True}
+    spec = as_stored(read_spec(tmp_path), stored)
+    stored.matrices.update({each: dense.matrices[each] for each in ("embedding.tokens", "head.tokens")})
+    assert torch.allclose(reference_logits(spec, stored), theirs(model), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_they_can_not_hold_is_rounded_little(tmp_path: Path, name: str) -> None:
+    packing, expected = ROUNDED[name]
+    written(tmp_path, packing)
+    dense, stored = load_dense(opened(tmp_path)), converted(tmp_path)
+    assert layouts(stored) == expected
+    for each, matrix in stored.matrices.items():
+        assert relative_error(matrix.dequantize(), dense.matrices[each].dequantize()) < 6e-5, each
+        if packing.reordered and each.endswith(".ffn.down"):
+            assert torch.equal(matrix.dequantize(), dense.matrices[each].dequantize())
+    assert not all(row.is_exact for row in report(tmp_path) if row.types != "F32")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-reordered", "fp8-blocks", "mxfp4"])
+def test_the_kernels_compute_the_same(tmp_path: Path, name: str) -> None:
+    written(tmp_path, ALL[name][0])
+    stored = converted(tmp_path)
+    spec = as_stored(read_spec(tmp_path), stored)
+    executor = CpuExecutor(spec, stored, len(IDS), threads=1)
+    executor.cache.open(0)
+    found = executor.logits(Batch.of_sequence(0, 0, IDS), range(len(IDS)))
+    executor.close()
+    expected = reference_logits(spec, stored)
+    assert relative_error(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "opt", "qwen3"])
+@pytest.mark.parametrize("name", ["gptq-reordered", "awq"])
+def test_families(tmp_path: Path, family: str, name: str) -> None:
+    """Stacked and unstacked matrices, biases beside reordered neurons, FFNs without a gate."""
+    sizes = {"opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "qwen3": {"head_dim": 32}}.get(family, {})
+    model, _ = written(tmp_path, ALL[name][0], family, sizes=sizes)
+    checkpoint = opened(tmp_path)
+    dense, stored = load_dense(checkpoint), converted(tmp_path)
+    assert torch.allclose(reference_logits(checkpoint.spec, dense), theirs(model), atol=1e-4)
+    assert torch.allclose(reference_logits(as_stored(checkpoint.spec, stored), stored), theirs(model), atol=0.3)
+
+
+@pytest.mark.parametrize("name", ["gptq-reordered", "awq", "fp8-blocks", "gptq"])
+def test_plans_know_the_bytes_from_the_configuration(tmp_path: Path, name: str) -> None:
+    written(tmp_path, ALL[name][0])
+    planned = model_parts(read_spec(tmp_path), "fp16")
+    stored = as_stored(read_spec(tmp_path), converted(tmp_path))
+    assert planned == model_parts(stored, "fp16")
+
+
+def test_parts_in_floats_are_quantized_with_the_rest_of_their_matrix(tmp_path: Path) -> None:
+    written(tmp_path, ALL["gptq"][0], kept=("k_proj", "o_proj"))
+    stored = converted(tmp_path)
+    kept = {row.types: row for row in report(tmp_path)}
+    both = kept["F32, GPTQ int4, groups of 32"]
+    assert not both.is_exact and both.n_tensors == 2 and both.relative_squared_error < 0.01
+    assert kept["GPTQ int4, groups of 32"].is_exact
+    assert layouts(stored) == {"int4"}
+
+
+def test_zero_points_of_a_matrix_with_parts_in_floats(tmp_path: Path) -> None:
+    """It gets the default quantizer's codes, without zero points."""
+    written(tmp_path, ALL["awq"][0], kept=("k_proj",))
+    assert layouts(converted(tmp_path)) == {"int4", WITH_ZEROS}
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-reordered", "fp8-blocks"])
+def test_another_quantizer_starts_from_the_values(tmp_path: Path, name: str) -> None:
+    written(tmp_path, ALL[name][0])
+    stored, dense = converted(tmp_path, "search"), load_dense(opened(tmp_path))
+    assert layouts(stored) == {"int4"} and stored.quantizer == "search"
+    for each, matrix in stored.matrices.items():
+        assert relative_error(matrix.dequantize(), dense.matrices[each].dequantize()) < 0.02, each
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_head_in_4_bits_is_kept_in_8(tmp_path: Path, symmetric: bool) -> None:
+    packing = Packing(method="gptq", symmetric=symmetric)
+    written(tmp_path, packing, sizes={"vocab_size": 136})
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        saved, _ = gptq(tensors.pop("lm_head.weight"), packing)
+        tensors.update({f"lm_head{suffix}": tensor.contiguous() for suffix, tensor in saved.items()})
+
+    edit(tmp_path, change)
+    head = converted(tmp_path).matrices["head.tokens"]
+    assert isinstance(head, TileWeight) and head.layout == "int8"
+    assert torch.equal(head.dequantize(), opened(tmp_path).tensor("head.tokens"))
+
+
+def test_old_gptq_has_its_configuration_in_a_file_beside(tmp_path: Path) -> None:
+    _, values = written(tmp_path, ALL["gptq"][0])
+    config = json.loads((tmp_path / "config.json").read_text())
+    beside = config["quantization_config"]
+    del beside["quant_method"]
+    edit_config(tmp_path, quantization_config=None)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(beside))
+    down = opened(tmp_path).tensor("layers.0.ffn.down")
+    assert torch.equal(down, values["model.layers.0.mlp.down_proj.weight"])
+    assert layouts(converted(tmp_path)) == {"int4"}
+
+
+def test_static_groups_lie_in_order(tmp_path: Path) -> None:
+    """desc_act then says how they were found alone."""
+    written(tmp_path, ALL["gptq"][0])
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    for static in ({"static_groups": True}, {"meta": {"static_groups": True}}):
+        edit_config(tmp_path, quantization_config=config | {"desc_act": True} | static)
+        assert read_spec(tmp_path).int8_matrices == ()
+    assert layouts(converted(tmp_path)) == {"int4"}
+
+
+def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
+    written(tmp_path, ALL["fp8-matrix"][0])
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.down_proj.input_scale"] = torch.ones(1)
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())
+
+    edit(tmp_path, change)
+    assert layouts(converted(tmp_path)) == {"int8"}
+
+
+def test_biases_of_zeros_that_old_packers_added(tmp_path: Path) -> None:
+    written(tmp_path, ALL["gptq"][0])
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.down_proj.bias": torch.zeros(64)}))
+    assert layouts(converted(tmp_path)) == {"int4"}
+
+
+def test_a_matrix_and_its_scales_may_lie_in_different_files(tmp_path: Path) -> None:
+    _, values = written(tmp_path, ALL["awq"][0])
+    tensors = load_file(tmp_path / FILE)
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
+    (tmp_path / FILE).unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(opened(tmp_path).tensor("layers.0.ffn.down"), values[name])
+
+
+def test_sparse_layers_are_made_from_the_values(tmp_path: Path) -> None:
+    written(tmp_path, ALL["gptq-reordered"][0])
+    spec = read_spec(tmp_path)
+    store = convert(tmp_path, spec, tmp_path / "store", Quantization.of_model(tmp_path, None, neuron_major=True))
+    stored, down = open_store(store, spec), opened(tmp_path).tensor("layers.0.ffn.down")
+    assert relative_error(stored.matrices["layers.0.ffn.down"].dequantize().T, down) < 0.02
+
+
+def test_stores_say_where_they_come_from_and_what_was_exact(tmp_path: Path) -> None:
+    for name in ("gptq", "fp8-blocks"):
+        folder = tmp_path / name
+        written(folder, ALL[name][0])
+        spec = read_spec(folder)
+        (tmp_path / "stores").mkdir(exist_ok=True)
+        convert(folder, spec, tmp_path / "stores" / name, Quantization.of_model(folder, None))
+    fp8, kept = stored_models(tmp_path)
+    assert (kept.source_format, kept.quantizer, fp8.quantizer) == ("GPTQ int4, groups of 32", "gptq", "fp8")
+    assert fp8.source_format == "FP8 e4m3, blocks of 128 x 128"
