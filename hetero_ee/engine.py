@@ -18,8 +18,8 @@ from hetero_ee.decoding.logprobs import NO_LOGPROBS, TokenLogprobs
 from hetero_ee.decoding.result import GeneratedToken, GenerationResult, collect
 from hetero_ee.decoding.sampling import Sampling, SamplingChanges, SamplingParams
 from hetero_ee.decoding.scoring import prompt_logprobs
-from hetero_ee.decoding.shared_steps import SharedSteps
-from hetero_ee.decoding.steps import AlternatingSteps, Steps
+from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
+from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses, Steps
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
@@ -36,7 +36,7 @@ from hetero_ee.sparsity.job import SparsityOutcome, calibrate_sparsity
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import generate_early
-from hetero_ee.speculation.exact import generate_exact
+from hetero_ee.speculation.exact import ExactPasses, generate_exact
 from hetero_ee.speculation.exit_statistics import ExitCounts, ExitStatistics
 from hetero_ee.speculation.statistics import DraftCounts, DraftStatistics
 from hetero_ee.text.chat_template import ChatTemplate
@@ -297,11 +297,15 @@ class Engine:
         return conversation
 
     def steps(self) -> Steps:
-        """Of texts that join and leave while others run, for servers; in full mode they share passes."""
-        if self.exits is not None or self._drafting is not None:
+        """Of texts that join and leave while others run, for servers; in full and exact mode they share passes."""
+        if self.exits is not None:
             return AlternatingSteps(self._tokens)
         executor, others = self.executor, (self._tokenizer.decode, self._clock, self._turns, self._look)
-        return SharedSteps(executor, lambda: self._ending(executor), *others)
+        passes: SharedPasses = FullPasses(executor, self._clock)
+        if self._drafting is not None:
+            self._draft_counts = DraftCounts()
+            passes = ExactPasses(executor, self._drafting.drafting, self._draft_counts, self._clock)
+        return SharedSteps(executor, passes, lambda: self._ending(executor), *others)
 
     def prompt_logprobs(self, cached_as: int, token_ids: list[int], n_top: int) -> Generator[list[TokenLogprobs]]:
         """Of a prompt's tokens but the first, by the full model, some a pass; for servers. Raises UsageError.

@@ -46,7 +46,7 @@ class GeneratedToken:
     stopped_by: str | None = None  # the stop string that ended the text
     logprobs: TokenLogprobs | None = None  # where they were asked for
     # How it came, not what it is. None: the full model's own, in a pass without drafts.
-    origin: TokenOrigin | None = field(default=None, compare=False)
+    origin: TokenOrigin | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

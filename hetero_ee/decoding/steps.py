@@ -7,9 +7,11 @@ from typing import Protocol
 
 from hetero_ee.decoding.result import GeneratedToken
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.texts import Continuation
+from hetero_ee.decoding.texts import Continuation, Text
 from hetero_ee.errors import HeteroError
+from hetero_ee.runtime.executors.executor import Observe
 
+Take = Callable[[], Sequence[GeneratedToken]]  # one text's part of a pass; raises the HeteroError that ends it alone
 Generate = Callable[[Continuation, SamplingParams, threading.Event], Generator[GeneratedToken]]
 
 
@@ -44,6 +46,24 @@ class Steps(Protocol):
 
     def step(self) -> Sequence[Stepped]:
         """Some progress of every text. What is no error of one text alone is raised."""
+        ...
+
+
+class SharedPasses(Protocol):
+    """What brings texts their tokens where they share passes. observe: told each chunk of a prompt."""
+
+    observe: Observe | None
+
+    def begin(self, text: Text) -> None:
+        """Its prompt is about to be read; the cache holds the part that is not."""
+        ...
+
+    def run(self, texts: Sequence[Text]) -> Sequence[Take]:
+        """One pass with the last token of every text: what each takes of it, in the same order."""
+        ...
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        """No token of these texts follows, or their last pass is to be forgotten."""
         ...
 
 

@@ -9,22 +9,25 @@ by a model's own early layers, LayerSkip (arXiv 2404.16710); derived for the sha
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
 from hetero_ee.decoding.result import EXIT, FULL_MODEL, GeneratedToken, TokenOrigin
 from hetero_ee.decoding.sampling import SamplingParams
+from hetero_ee.decoding.steps import Take
 from hetero_ee.decoding.texts import Ending, Prompts, Text, in_own_sequences, prefill, step, texts_of
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.choice import all_finite
-from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.executor import Executor, Observe
 from hetero_ee.speculation.asynchronous import AsyncDrafting
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sources.source import DraftSource
+from hetero_ee.speculation.speed_switch import SpeculationSwitch
 from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.waiting import WaitingToken
 from hetero_ee.text.text_stream import Decode
@@ -46,52 +49,72 @@ def generate_exact(
     frees the sequences' memory. Raises UsageError for an exit layer that the model does not have.
     """
     texts = texts_of(prompts, params, decode, ending, clock())
-    decoding = _ExactDecoding(executor, drafting, counts or DraftCounts(), clock)
+    passes = ExactPasses(executor, drafting, counts or DraftCounts(), clock)
     closing = [source.close for source in drafting.sources]
-    yield from in_own_sequences(executor, texts, decoding.tokens(texts), *closing)
+    yield from in_own_sequences(executor, texts, passes.tokens(texts), *closing)
 
 
-class _ExactDecoding:
-    """Everything of one call but its texts."""
+class ExactPasses:
+    """What brings texts their tokens; see SharedPasses. Texts may come and go between two of its passes."""
 
     def __init__(self, executor: Executor, drafting: Drafting, counts: DraftCounts, clock: Callable[[], float]) -> None:
         self._executor, self._drafting, self._counts, self._clock = executor, drafting, counts, clock
         self._sampler = DraftSampler()
         self._drafter = drafting.drafter(executor, self._sampler, self._warn)
         self._guesses = AsyncDrafting(executor, drafting.exit_layer, drafting.async_layers, counts)
+        self.observe: Observe | None = self._read if drafting.sources else None
         self._has_warned = False
 
     def tokens(self, texts: list[Text]) -> Iterator[GeneratedToken]:
         """The rest of each prompt, a token of each, then draft-verify steps. In the end no guess is left in the
         cache."""
         try:
-            logits_of = [self._prefilled(text) for text in texts]
+            logits_of = []
+            for text in texts:
+                self.begin(text)
+                logits_of.append(prefill(self._executor, text, self.observe))
             for text, logits in zip(texts, logits_of, strict=True):
                 yield step(text, logits, self._clock())
             while active := [text for text in texts if not text.finished]:
-                yield from self._step(active)
+                for take in self.run(active):
+                    yield from take()
         finally:
-            self._guesses.drop(texts)
+            self.leave(texts)
 
-    def _step(self, texts: list[Text]) -> Iterator[GeneratedToken]:
-        """A draft-verify step of every text; timed without whoever takes the tokens."""
+    def begin(self, text: Text) -> None:
+        """Of its prompt only what the cache holds was read."""
+        for source in self._drafting.sources:
+            with self._surviving(source, "forget what was rolled back"):
+                source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
+
+    def leave(self, texts: Sequence[Text]) -> None:
+        """No guess of theirs is left in the cache."""
+        self._guesses.drop(texts)
+
+    def run(self, texts: Sequence[Text]) -> list[Take]:
+        """Drafts of every text and one pass that verifies them all; timed without whoever takes the tokens."""
         switch, start_s = self._drafting.switch, self._clock()
         steps = self._drafted(texts) if switch is None or switch.drafts else self._undrafted(texts)
-        n_tokens, waited_s = 0, 0.0
-        for verified in self._verify(steps):
-            tokens = self._accepted(*verified)
-            n_tokens, given_s = n_tokens + len(tokens), self._clock()
-            yield from tokens
-            waited_s += self._clock() - given_s
-        if switch is not None:
-            switch.ended(self._clock() - start_s - waited_s, n_tokens)
+        verified = self._verify(steps)
+        timing = _Timing(switch, len(steps), sum(len(each.tokens) for each in steps), self._clock() - start_s)
+        return [partial(self._taken, timing, *each) for each in verified]
 
-    def _drafted(self, texts: list[Text]) -> list[DraftStep]:
+    def _taken(
+        self, timing: "_Timing", drafted: DraftStep, states: Sequence[Tensor], logits: Tensor
+    ) -> list[GeneratedToken]:
+        start_s, tokens = self._clock(), list[GeneratedToken]()
+        try:
+            tokens = self._accepted(drafted, states, logits, timing.n_in_pass)
+        finally:
+            timing.add(self._clock() - start_s, len(tokens))
+        return tokens
+
+    def _drafted(self, texts: Sequence[Text]) -> list[DraftStep]:
         steps = [self._begun(text, self._guesses.take(text) or _last_token(text)) for text in texts]
         self._drafter.draft(steps)
         return steps
 
-    def _undrafted(self, texts: list[Text]) -> list[DraftStep]:
+    def _undrafted(self, texts: Sequence[Text]) -> list[DraftStep]:
         self._guesses.drop(texts)
         return [self._begun(text, _last_token(text)) for text in texts]
 
@@ -110,8 +133,11 @@ class _ExactDecoding:
         bounds = pairwise(accumulate((len(each.tokens) for each in steps), initial=0))
         return [(each, [x[a:b] for x in states], logits[a:b]) for each, (a, b) in zip(steps, bounds, strict=True)]
 
-    def _accepted(self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor) -> list[GeneratedToken]:
-        """The step's tokens, up to the first wrong draft's correction; everything else is rolled back."""
+    def _accepted(
+        self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor, n_in_pass: int
+    ) -> list[GeneratedToken]:
+        """The step's tokens, up to the first wrong draft's correction; everything else is rolled back. n_in_pass:
+        tokens that the pass took of all texts."""
         text, rule, n_verified = drafted.text, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
         n_accepted = 0
@@ -131,7 +157,7 @@ class _ExactDecoding:
             if text.finished or not is_right:
                 break
         self._roll_back(text, drafted.tokens[0].position, states)
-        rule.settle(n_verified, len(tokens))
+        rule.settle(n_verified, len(tokens), n_in_pass)
         self._counts.add_step(drafted.origins, n_accepted, len(tokens))
         if text.finished:
             self._sampler.noise.close(text.sequence)
@@ -151,12 +177,6 @@ class _ExactDecoding:
         token_ids = text.token_ids[first_position:n_true]
         verified = [x[: len(token_ids)] for x in states]
         self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), verified)
-
-    def _prefilled(self, text: Text) -> Tensor:
-        for source in self._drafting.sources:
-            with self._surviving(source, "forget what was rolled back"):
-                source.truncate(text.cached_as, self._executor.cache.length(text.cached_as))
-        return prefill(self._executor, text, self._read if self._drafting.sources else None)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
@@ -190,6 +210,23 @@ class _ExactDecoding:
         if self._drafting.warn is not None and not self._has_warned:
             self._drafting.warn(f"{what}; these tokens pass every layer one by one, as in mode full.")
         self._has_warned = True
+
+
+@dataclass(slots=True)
+class _Timing:
+    """Of one pass: what its texts' parts take, for the switch."""
+
+    switch: SpeculationSwitch | None
+    n_left: int  # of its texts
+    n_in_pass: int  # tokens
+    seconds: float
+    n_tokens: int = 0  # that came out
+
+    def add(self, seconds: float, n_tokens: int) -> None:
+        """A text has taken its tokens."""
+        self.n_left, self.seconds, self.n_tokens = self.n_left - 1, self.seconds + seconds, self.n_tokens + n_tokens
+        if self.switch is not None and not self.n_left:
+            self.switch.ended(self.seconds, self.n_tokens)
 
 
 def _last_token(text: Text) -> WaitingToken:

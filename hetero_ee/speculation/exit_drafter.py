@@ -34,23 +34,30 @@ class ExitDrafter:
 
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Adds each step's drafts; all its tokens wait at the exit layer."""
+        together = steps
         while steps:
             waiting = [token for step in steps for token in step.tokens if token.depth < self._exit_layer]
             if waiting:
                 advance(self._executor, waiting, self._exit_layer)
-            steps = self._draft_once([step for step in steps if step.has_room or self._may_guess(step)])
+            asked = [step for step in steps if step.has_room or self._may_guess(step)]
+            steps = self._draft_once(asked, sum(len(step.tokens) for step in together))
 
     def _may_guess(self, step: DraftStep) -> bool:
         return self._guesses_next and len(step.tokens) < step.text.tokens_left
 
-    def _draft_once(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
-        """Adds a draft to each step whose last token exits here; those steps."""
+    def _draft_once(self, steps: Sequence[DraftStep], n_in_pass: int) -> list[DraftStep]:
+        """Adds a draft to each step whose last token exits here; those steps. n_in_pass: tokens of all texts by now."""
         if not steps:
             return []
         hidden = stacked([step.tokens[-1] for step in steps])
         assert hidden is not None, "an exit layer is after the embedding"
         judged = self._sampler.drafted(self._executor, hidden, self._end, [(s.text, s.history) for s in steps])
-        return [step for step, draft in zip(steps, judged, strict=True) if self._try_draft(step, *draft)]
+        added = []
+        for step, draft in zip(steps, judged, strict=True):
+            self._rule.n_beside = n_in_pass - len(step.tokens)
+            if self._try_draft(step, *draft):
+                added.append(step)
+        return added
 
     def _try_draft(self, step: DraftStep, token_id: int, confidence: float) -> bool:
         """Whether a draft was added, by what the head makes of the last token's state."""

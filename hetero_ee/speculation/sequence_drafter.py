@@ -34,6 +34,7 @@ class SequenceDrafter:
     def draft(self, steps: Sequence[DraftStep]) -> None:
         """Adds each step's drafts; all its tokens wait before the first layer."""
         for step in steps:
+            self._rule.n_beside = sum(len(each.tokens) for each in steps) - len(step.tokens)
             if self._computing and self._begun_by_a_free_source(step):
                 continue
             for source in (*self._computing, *self._free):

@@ -3,10 +3,11 @@
 A draft counts only if every draft before it is right, and costs its time whether it is right or not. With the chances
 p_1 ... p_n of a step's drafts, the n-th is worth making while
 
-    p_1 p_2 ... p_n  x  seconds a token takes now  >  draft_s + verify_s(n + 1) - verify_s(n)
+    p_1 p_2 ... p_n  x  seconds a token takes now  >  draft_s + verify_s(b + n + 1) - verify_s(b + n)
 
-Derived: the marginal rule for the best ratio of tokens to seconds; "now" is the average over the last steps by the same
-costs, so that more is asked of a draft the better it goes. Its answers change the speed, never a token.
+b: tokens of other texts in the same pass, 0 where a text is alone. Derived: the marginal rule for the best ratio of
+tokens to seconds; "now" is the average over the last steps by the same costs, so that more is asked of a draft the
+better it goes. Its answers change the speed, never a token.
 """
 
 from bisect import bisect_right
@@ -27,6 +28,7 @@ class FixedThreshold:
 
     mean_chance = 1.0  # another computed draft is always worth asking for
     draft_s = 0.0
+    n_beside = 0  # see MarginalRule
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -47,7 +49,7 @@ class FixedThreshold:
     def audit(self, confidence: float, was_right: bool) -> None:
         """See MarginalRule."""
 
-    def settle(self, n_verified: int, n_tokens: int) -> None:
+    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
         """See MarginalRule."""
 
     def spend(self, seconds: float) -> None:
@@ -63,6 +65,7 @@ class MarginalRule:
 
     def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
         self.draft_s, self._verify_s = draft_s, cache(verify_s)
+        self.n_beside = 0  # tokens of other texts in the pass that drafts are for
         self._prior = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
         self._right = [0.0] * len(self._prior)
         self._checked = [0.0] * len(self._prior)
@@ -103,9 +106,11 @@ class MarginalRule:
         self._right[index] = DRAFT_DECAY * self._right[index] + was_right
         self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
 
-    def settle(self, n_verified: int, n_tokens: int) -> None:
-        """A text's step has ended: of n_verified tokens n_tokens came out."""
-        self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + self._verify_s(n_verified)
+    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
+        """A text's step has ended: of n_verified tokens n_tokens came out. n_in_pass: with those of other texts, which
+        share its time."""
+        verify_s = self._verify_s(n_in_pass) * n_verified / n_in_pass
+        self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + verify_s
         self._tokens = STEP_DECAY * self._tokens + n_tokens
 
     def spend(self, seconds: float) -> None:
@@ -113,8 +118,9 @@ class MarginalRule:
         self._seconds += seconds
 
     def _token_s(self, n_tokens: int) -> float:
-        """Seconds that one more token adds to the verification of n_tokens."""
-        return self._verify_s(n_tokens + 1) - self._verify_s(n_tokens)
+        """Seconds that one more token adds to the verification of n_tokens of its text."""
+        n_before = self.n_beside + n_tokens
+        return self._verify_s(n_before + 1) - self._verify_s(n_before)
 
 
 StopRule = MarginalRule | FixedThreshold

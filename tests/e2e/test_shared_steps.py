@@ -9,10 +9,13 @@ import pytest
 
 from hetero_ee import Engine, HeteroError, Steps
 from hetero_ee.decoding.sampling import SamplingParams
-from hetero_ee.decoding.shared_steps import SharedSteps
-from hetero_ee.decoding.steps import AlternatingSteps
+from hetero_ee.decoding.shared_steps import FullPasses, SharedSteps
+from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses
 from hetero_ee.decoding.texts import Continuation, Ending
 from hetero_ee.decoding.turns import NEVER, Turns
+from hetero_ee.speculation.drafting import Drafting
+from hetero_ee.speculation.exact import ExactPasses
+from hetero_ee.speculation.statistics import DraftCounts
 from tests.emulation import LAPTOP
 from tests.scripted_model import KINDS, PROMPT, ScriptedModel, decoding, drafted, numbers, successor, wrong_at
 
@@ -39,9 +42,14 @@ def joined(engine: Engine, steps: Steps, text: str, chosen: SamplingParams, stop
     return steps.join(Continuation(sequence, engine.tokenizer.encode(text)), chosen, stop)
 
 
-def scripted(model: ScriptedModel) -> SharedSteps:
+def scripted(model: ScriptedModel, how: Drafting | None = None) -> SharedSteps:
+    """In full mode, or in exact mode with this drafting."""
     executor: Any = model
-    return SharedSteps(executor, lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None), lambda: None)
+    passes: SharedPasses = FullPasses(executor, lambda: 0.0)
+    if how is not None:
+        passes = ExactPasses(executor, how, DraftCounts(), lambda: 0.0)
+    others: Any = (lambda: Ending(frozenset(), 200), numbers, lambda: 0.0, Turns(None), lambda: None)
+    return SharedSteps(executor, passes, *others)
 
 
 def test_each_text_is_the_one_that_it_is_alone(engine: Engine) -> None:
@@ -127,18 +135,78 @@ def test_a_prompt_is_stopped_between_chunks(engine: Engine) -> None:
     assert steps.step() == []
 
 
+@pytest.mark.parametrize("n_async", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_exact_mode_alternate(kind: str) -> None:
-    """Each as it is in full mode, a step of each in turn; one that leaves frees what it drafted."""
-    model, how = drafted(kind, wrong_at(7, 12))
+def test_texts_of_exact_mode_share_passes(kind: str, n_async: int) -> None:
+    """Each as it is in full mode, with drafts that are wrong at times; one joins late, one leaves early."""
+    how: Any = {} if kind == "sequences" else {"async_layers": n_async}
+    model, drafting = drafted(kind, wrong_at(7, 12), **how)
+    steps, found = scripted(model, drafting), dict[int, list[int]]()
+
+    def join(first: int, n_tokens: int) -> int:
+        return steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=n_tokens), NEVER)
+
+    join(1, 12), join(5, 40)
+    for step in range(40):
+        if step == 4:
+            join(9, 12)
+        for each in steps.step():
+            assert not isinstance(each.outcome, HeteroError)
+            found.setdefault(each.number, []).append(each.outcome.token_id)
+        if step == 5:
+            steps.leave(1)
+            model.cache.close(1)
+    n_left = len(found[1])
+    assert found == {0: [*range(2, 14)], 1: [*range(6, 6 + n_left)], 2: [*range(10, 22)]} and n_left < 40
+    together = [each.batch for each in model.verifications if len(set(each.batch.sequences)) > 1]
+    assert together and max(map(len, together)) > 2  # drafts of several texts in one pass
+    assert steps.step() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exact_text_that_fails_ends_alone(kind: str) -> None:
+    """Logits are spoiled at position 6, which the first text alone reaches: its tokens before are given out."""
+    model, how = drafted(kind)
+    model.spoiled = frozenset({6})
+    steps = scripted(model, how)
+    steps.join(Continuation(model.cache.open_new(), list(PROMPT)), SamplingParams(max_new_tokens=8), NEVER)
+    steps.join(Continuation(model.cache.open_new(), [1]), SamplingParams(max_new_tokens=4), NEVER)
+    outcomes = [each for _ in range(12) for each in steps.step()]
+    errors = [each for each in outcomes if isinstance(each.outcome, HeteroError)]
+    assert [each.number for each in errors] == [0] and "not finite" in str(errors[0].outcome)
+    assert [each.number for each in outcomes].count(1) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exact_pass_that_fails_is_repeated_with_each_text_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, how = drafted(kind, wrong_at(9))
+    run = model.run
+
+    def failing(batch: Any, hidden: Any, layers: range) -> Any:
+        if len(set(batch.sequences)) > 1:
+            raise HeteroError("too much at a time.")
+        return run(batch, hidden, layers)
+
+    monkeypatch.setattr(model, "run", failing)
+    steps, found = scripted(model, how), dict[int, list[int]]()
+    for first in (1, 5):
+        steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=9), NEVER)
+    for _ in range(12):
+        for each in steps.step():
+            found.setdefault(each.number, []).append(each.outcome.token_id)  # type: ignore[union-attr]
+    assert found == {0: [*range(2, 11)], 1: [*range(6, 15)]}
+
+
+def test_texts_that_alternate_free_what_they_drafted() -> None:
+    """Each as it is in full mode, a token of each in turn."""
+    model, how = drafted("exits", wrong_at(7, 12))
 
     def generated(prompt: Continuation, chosen: SamplingParams, stop: threading.Event) -> Any:
         return decoding(model, how, prompt, chosen.max_new_tokens)
 
-    steps, found = AlternatingSteps(generated), dict[int, list[int]]()
+    steps, found, order = AlternatingSteps(generated), dict[int, list[int]](), list[int]()
     for first in (1, 5, 9):
         steps.join(Continuation(model.cache.open_new(), [first]), SamplingParams(max_new_tokens=12), NEVER)
-    order = []
     for step in range(12):
         for each in steps.step():
             assert not isinstance(each.outcome, HeteroError)

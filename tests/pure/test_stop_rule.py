@@ -46,7 +46,7 @@ def is_worth(rule: MarginalRule, *confidences: float) -> bool:
 def test_a_fixed_threshold_learns_nothing() -> None:
     rule = FixedThreshold(0.5)
     rule.audit(0.9, False)
-    rule.settle(4, 1)
+    rule.settle(4, 1, 4)
     rule.spend(99.0)
     assert [rule.is_worth([0.1, rule.chance(each)], 9.0) for each in (0.0, 0.49, 0.5, 1.0)] == [
         False,
@@ -98,14 +98,14 @@ def test_it_asks_more_of_a_draft_the_better_it_goes() -> None:
     rule = exits()
     assert is_worth(rule, 0.3)
     for _ in range(300):
-        rule.settle(8, 8)
+        rule.settle(8, 8, 8)
     assert rule.seconds_per_token == pytest.approx((8 * DRAFT_S + cheap_batches(8)) / 8, rel=0.02)
     assert not is_worth(rule, 0.3) and is_worth(rule, 0.92)
     for _ in range(300):
-        rule.settle(1, 1)
+        rule.settle(1, 1, 1)
     assert is_worth(rule, 0.3)
     for _ in range(300):
-        rule.settle(8, 8)
+        rule.settle(8, 8, 8)
         rule.spend(9.0)
     assert is_worth(rule, 0.3)
 
@@ -120,7 +120,7 @@ def test_the_same_stream_gives_the_same_answers() -> None:
                 chances.append(rule.chance(confidence))
                 said.append(rule.is_worth(chances, DRAFT_S))
                 rule.audit(confidence, draw.random() < confidence)
-            rule.settle(8, draw.randint(1, 8))
+            rule.settle(8, draw.randint(1, 8), 8)
         return said
 
     first = answers()
@@ -147,7 +147,7 @@ def test_it_comes_near_the_best_fixed_length(right_share: float) -> None:
             if not was_right or n_tokens == n_verified:
                 break
             n_tokens += 1
-        rule.settle(n_verified, n_tokens)
+        rule.settle(n_verified, n_tokens, n_verified)
         if n_step >= 500:
             seconds, tokens = seconds + n_verified * DRAFT_S + cheap_batches(n_verified), tokens + n_tokens
     assert seconds / tokens < 1.06 * min(seconds_per_token(n_verified) for n_verified in range(1, 9))
@@ -197,3 +197,19 @@ def test_the_mean_chance_follows_what_comes_of_drafts() -> None:
     assert not rule.is_worth([1.0, rule.mean_chance], DRAFT_S)
     learned(rule, 0.5, 1.0, 5000)
     assert rule.is_worth([0.6, rule.mean_chance], DRAFT_S) and rule.mean_chance > 0.8
+
+
+def test_tokens_of_other_texts_in_the_pass_make_a_draft_dearer() -> None:
+    """Up to 8 tokens cost next to nothing, more of them a tenth of a pass each."""
+    rule = MarginalRule(0.0, lambda m: 1 + 0.1 * max(0, m - 8))
+    assert rule.is_worth([0.05], 0.0) and rule.best_length([0.05] * 4, 0.0)[0] == 4
+    rule.n_beside = 8
+    assert not rule.is_worth([0.05], 0.0) and rule.is_worth([0.2], 0.0)
+    assert rule.best_length([0.4] * 4, 0.0)[0] == 2
+
+
+def test_texts_share_the_time_of_their_pass() -> None:
+    rule = MarginalRule(0.0, lambda m: 1.0)
+    for _ in range(600):
+        rule.settle(2, 2, 8)  # a fourth of a second for two tokens
+    assert rule.seconds_per_token == pytest.approx(0.125, rel=0.01)

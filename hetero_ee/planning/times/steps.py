@@ -128,8 +128,14 @@ class StepTimes:
         return self.draft_s(exit_layer) - self.exit_head_s(exit_layer)
 
     def verify_s(self, exit_layer: int, m: int) -> float:
-        """m tokens through the layers after the exit layer, 0 for all, the head and the way back included."""
-        m = min(m, self._max_tokens)
+        """m tokens through the layers after the exit layer, 0 for all, the head and the way back included.
+
+        Beyond max_tokens, as texts that share a pass may have, each costs what the last half of those did.
+        """
+        most, half = self._max_tokens, self._max_tokens // 2
+        if m > most:
+            most_s = self.verify_s(exit_layer, most)
+            return most_s + (m - most) * (most_s - self.verify_s(exit_layer, half)) / (most - half)
         if self._is_simulated:
             draft_s, steps_s = self._simulation(exit_layer)
             return steps_s[m - 1] - m * draft_s
