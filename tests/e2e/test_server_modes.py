@@ -1,4 +1,4 @@
-"""The server in exact and early-exit modes, where requests alternate, with the demo model on an emulated machine."""
+"""The server in exact mode, where requests share passes, and in an early-exit mode, where they alternate; emulated."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
