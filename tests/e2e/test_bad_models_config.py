@@ -87,7 +87,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("tie_word_embeddings", "no", "tie_word_embeddings is 'no'"),
     ("tie_word_embeddings", 1, "tie_word_embeddings is 1"),
     ("attention_bias", [], "attention_bias is []"),
-    ("quantization_config", {"quant_method": "awq", "bits": 4}, "quantization by 'awq' is not supported"),
+    ("quantization_config", {"quant_method": "hqq", "bits": 4}, "quantization by 'hqq' is not supported"),
     ("quantization_config", {"quant_method": 7}, "quant_method is 7"),
     ("quantization_config", "4bit", "quantization_config is '4bit'"),
     ("quantization_config", [1], "quantization_config is [1]"),

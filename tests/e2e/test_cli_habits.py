@@ -194,7 +194,7 @@ def shelf(hub: Hub) -> Iterator[Hub]:
     """A Hub with something to be found."""
     hub.listed = [
         listed("Qwen/Qwen3-4B"),
-        listed("Qwen/Qwen3-4B-AWQ", config={"quantization_config": {"quant_method": "awq"}}),
+        listed("Qwen/Qwen3-4B-HQQ", config={"quantization_config": {"quant_method": "hqq"}}),
         listed("other/Qwen3-Mamba", "MambaForCausalLM"),
         listed("meta/Llama-qwen3", "LlamaForCausalLM", gated="manual", safetensors=None),
         listed("else/Mistral", "MistralForCausalLM"),

@@ -183,7 +183,7 @@ def test_unknown_architectures_are_answered_with_the_list() -> None:
 
 
 def test_quantized_checkpoints_are_refused() -> None:
-    assert "quantization_config" in refusal(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert "quantization_config" in refusal(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 3}})
 
 
 SIZES = ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings"]

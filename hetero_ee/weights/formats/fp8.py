@@ -15,7 +15,8 @@ from hetero_ee.weights.blocks import Blocks
 from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
 from hetero_ee.weights.tiles import TILE_COLUMNS
 
-E4M3 = "F8_E4M3"
+E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
+TYPES = (E4M3, E5M2)  # the second is refused
 WEIGHT, SCALES = ".weight", (".weight_scale_inv", ".weight_scale")
 ENTRY_BITS = 7  # of an int8 value without its sign
 

@@ -14,7 +14,11 @@ from hetero_ee.weights.formats.saved_matrix import RawTensors, SavedMatrix
 
 # Beside saved matrices: for activations, keys and values in 8 bits that were calibrated, which are not computed with.
 IGNORED_SUFFIXES = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
-MARKS = {gptq.MARK: "packed by GPTQ or AWQ", compressed_tensors.PACKED: "packed by compressed-tensors"}
+MARKS = {
+    gptq.MARK: "was packed by GPTQ or AWQ",
+    compressed_tensors.PACKED: "was packed by compressed-tensors",
+    **dict.fromkeys(fp8.SCALES, "belongs to weights in 8 bits"),
+}
 OTHER_CONFIG = "get config.json of the same model"
 
 
@@ -63,7 +67,7 @@ def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> 
 def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_order: bool) -> SavedMatrix | None:
     """By the format that config.json names; None for floats. Raises CheckpointError for packed tensors of another."""
     module, shape = part.hf_name.removesuffix(".weight"), (part.shape[0], part.shape[1])
-    marks = {mark for mark in MARKS if module + mark in tensors.names}
+    marks = [mark for mark in MARKS if module + mark in tensors.names]
     stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None
     if said and said.method in (GPTQ, AWQ):
         if gptq.MARK in marks:
@@ -71,16 +75,17 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
                 return awq.AwqMatrix(module, shape, said, tensors)
             return gptq.GptqMatrix(module, shape, said, tensors, in_order)
     elif said and said.values == "e4m3":
-        if stored_type == fp8.E4M3:
+        if stored_type in fp8.TYPES:
             return fp8.Fp8Matrix(module, shape, said, tensors)
     elif said and said.method != BITSANDBYTES:
         if said.values == "mxfp4" and compressed_tensors.PACKED in marks:
             return compressed_tensors.Mxfp4Matrix(module, shape, tensors)
         if compressed_tensors.PACKED in marks or stored_type == "I8":
             return compressed_tensors.CompressedMatrix(module, shape, said, tensors, in_order)
-    for mark in marks:
+    if marks:
+        mark = marks[0]
         raise CheckpointError(
-            f"{tensors.folder}: tensor {module}{mark} was {MARKS[mark]}, config.json says "
+            f"{tensors.folder}: tensor {module}{mark} {MARKS[mark]}, config.json says "
             f"{said.title if said else 'nothing of that (quantization_config)'}; {OTHER_CONFIG}."
         )
     return None
