@@ -22,7 +22,13 @@ NAMES = {  # of a parameter in EAGLE's files
 
 
 class TrainingHead(nn.Module):
-    """fc, and one Llama layer without input norm in the shape of the model's. embedding: fixed, (vocab, hidden)."""
+    """fc, and one Llama layer without input norm in the shape of the model's. embedding: fixed, (vocab, hidden).
+
+    token_ids: (k,) of the tokens that it has scores of, None for all.
+    """
+
+    names = NAMES
+    token_ids: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, embedding: Tensor) -> None:
         super().__init__()
@@ -40,11 +46,12 @@ class TrainingHead(nn.Module):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The parameters under EAGLE's names."""
-        return {NAMES[name]: values.detach().to(dtype).contiguous() for name, values in self.named_parameters()}
+        return {self.names[name]: values.detach().to(dtype).contiguous() for name, values in self.named_parameters()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Takes the parameters from tensors under EAGLE's names."""
-        self.load_state_dict({name: tensors[NAMES[name]].float() for name, _ in self.named_parameters()}, strict=False)
+        mine = {name: tensors[self.names[name]].float() for name, _ in self.named_parameters()}
+        self.load_state_dict(mine, strict=False)
 
     def unrolled(self, embedded: Tensor, states: Tensor, n_guesses: int) -> Iterator[Tensor]:
         """Yields n_guesses times (b, n, hidden): the guess at each row when the last 0, 1, ... states are guesses.
@@ -63,9 +70,17 @@ class TrainingHead(nn.Module):
 
     def fed_forward(self, x: Tensor) -> Tensor:
         """The layer's second half, of any rows."""
-        scaled = x.float()
-        normed = scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps) * self.norm
+        normed = self.normed(x, self.norm)
         return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+    def normed(self, x: Tensor, scale: Tensor) -> Tensor:
+        """RMSNorm of any rows, fp32."""
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps) * scale
+
+    def scores(self, guesses: Tensor, head: Tensor) -> Tensor:
+        """Logits of guesses (m, hidden), by the model's head (vocab, hidden)."""
+        return F.linear(guesses, head)
 
     def _attended(self, x: Tensor, held: list[tuple[Tensor, Tensor]]) -> Tensor:
         """(b, n, hidden) -> (b, n, heads, head_dim). held: keys and values of earlier guesses, gets this one's too."""

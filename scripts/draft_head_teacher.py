@@ -1,4 +1,4 @@
-"""The model that a draft head learns from: its tokens, its continuations and its final normed states."""
+"""The model that a draft head learns from: its tokens, its continuations and its states."""
 
 from __future__ import annotations
 
@@ -20,10 +20,20 @@ EMBEDDING, HEAD = "embedding.tokens", "head.tokens"
 
 @dataclass(frozen=True)
 class Trace:
-    """One sequence: token_ids (n,), and the model's final normed state at each, (n, hidden)."""
+    """One sequence: token_ids (n,), the model's final normed state at each, (n, hidden), and those captured."""
 
     token_ids: Tensor
     states: Tensor
+    captured: tuple[Tensor, ...] = ()
+
+    @property
+    def seen(self) -> Tensor:
+        """What a head sees: (n, captured x hidden), or the final states where none were captured."""
+        return torch.cat(self.captured, 1) if self.captured else self.states
+
+    def half(self) -> Trace:
+        """The same in half the memory."""
+        return Trace(self.token_ids, self.states.half(), tuple(each.half() for each in self.captured))
 
 
 class Teacher:
@@ -49,7 +59,8 @@ class Teacher:
         sequence = self.executor.cache.open_new()
         try:
             hidden = self.executor.hidden(Batch.of_sequence(sequence, 0, token_ids))
-            return Trace(torch.tensor(token_ids), self.executor.final_norm(hidden))
+            captured = self.executor.captured
+            return Trace(torch.tensor(token_ids), self.executor.final_norm(hidden), captured)
         finally:
             self.executor.cache.close(sequence)
 

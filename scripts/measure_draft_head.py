@@ -51,11 +51,12 @@ def acceptance(
     n_accepted = n_chains = 0
     drafting_s = 0.0
     for number, tokens in enumerate(teacher.continued(beginnings, size.new_tokens, [params])):
-        states = teacher.trace(tokens).states
+        trace = teacher.trace(tokens)
+        states = trace.states, *trace.captured
         choose = _choice(teacher.executor, params, number, tokens)
         for position in range(len(beginnings[number]), len(tokens)):
             first = 0 if position == len(beginnings[number]) else position - 1
-            source.observe(number, first, tokens[first:position], states[first:position])
+            source.observe(number, first, tokens[first:position], *(each[first:position] for each in states))
             started = time.perf_counter()
             with closing(source.drafts(number, tokens[: position + 1], choose)) as drafting:
                 drafts = [draft.token_id for draft in islice(drafting, size.draft_length)]

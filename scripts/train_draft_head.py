@@ -1,12 +1,15 @@
-"""Train an EAGLE-1 style draft head for a local model.
+"""Train a draft head for a local model, in the style of EAGLE-1 or EAGLE-3.
 
     python scripts/train_draft_head.py --model DIR --texts FILE... --output DIR [--evaluate FILE] [--start HEAD]
+        [--eagle 3]
 
-The head (arXiv 2401.15077) sees the newest token and the model's final normed state that led to it, and guesses the
-next such state; the model's own head turns it into a token. It learns from the states that this engine's int4 model
-computes, over texts and over its own continuations of their beginnings. Later guesses of a chain start from guessed
-states, so the later steps of training unroll the head over its own guesses (arXiv 2408.15766). Figures are printed.
-All states are kept in memory, 2 bytes x hidden size a token.
+A head of EAGLE-1 (arXiv 2401.15077) sees the newest token and the model's final normed state that led to it, and
+guesses the next such state; the model's own head turns it into a token. One of EAGLE-3 (arXiv 2503.01840) sees the
+states before three of the model's layers, learns the tokens alone, and has a head of its own for its draft vocabulary.
+Both learn from the states that this engine's int4 model computes, over texts and over its own continuations of their
+beginnings. Later guesses of a chain start from guessed states, so the later steps of training unroll the head over its
+own guesses (arXiv 2408.15766; EAGLE-3's training-time test). Figures are printed. All states are kept in memory,
+2 bytes x hidden size a token, with EAGLE-3 four times that.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch.nn.functional as F
 from draft_head_module import TrainingHead
 from draft_head_teacher import Teacher, Trace
 from draft_vocabulary import frequent_tokens, written
+from eagle3_module import Eagle3TrainingHead
 from measure_draft_head import Size, measure
 from safetensors.torch import load_file, save_file
 from stories import SEPARATOR, parse_settings, read_stories, without_held_out
@@ -35,8 +39,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hetero_ee import Engine, SamplingParams
 from hetero_ee.speculation.sources.draft_head_file import DRAFT_TOKEN_IDS, read_draft_head
+from hetero_ee.speculation.sources.eagle3 import DRAFT_VOCABULARY, LAYER_IDS, default_layers
 
-Batch = tuple[Tensor, Tensor, Tensor]  # token_ids (b, n), states (b, n, hidden), which of them are there (b, n)
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # token_ids (b, n), of a Trace states and seen, which are there (b, n)
 CONTINUED_TOGETHER = 64
 COPIED_FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
 COPIED_FIELDS += ["head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"]
@@ -47,6 +52,7 @@ COPIED_FIELDS += ["rope_parameters", "rope_theta", "rope_scaling", "partial_rota
 class Settings:
     """Everything that defines a run; each field is also a command-line flag."""
 
+    eagle: int = field(default=1, metadata={"help": "1, or 3 for a head of three captured layers"})
     seed: int = field(default=8, metadata={"help": "seed of everything random"})
     threads: int = field(default=1, metadata={"help": "CPU threads"})
     tokens: int = field(default=1_000_000, metadata={"help": "tokens of text to learn from, about"})
@@ -90,8 +96,7 @@ def collect(teacher: Teacher, texts: Sequence[str], settings: Settings, n_text: 
     token_lists += continuations(teacher, token_lists, settings, n_generated)
     traces = []
     for number, tokens in enumerate(token_lists):
-        trace = teacher.trace(tokens)
-        traces.append(Trace(trace.token_ids, trace.states.half()))
+        traces.append(teacher.trace(tokens).half())
         if number % 500 == 0:
             progress(f"states of {number} of {len(token_lists)} sequences")
     return traces
@@ -131,26 +136,29 @@ def batches(traces: Sequence[Trace], settings: Settings) -> Iterator[Batch]:
 def padded(traces: Sequence[Trace]) -> Batch:
     tokens = pad_sequence([trace.token_ids for trace in traces], batch_first=True)
     states = pad_sequence([trace.states for trace in traces], batch_first=True).float()
+    seen = pad_sequence([trace.seen for trace in traces], batch_first=True).float()
     lengths = torch.tensor([len(trace.token_ids) for trace in traces])
-    return tokens, states, torch.arange(tokens.shape[1]) < lengths[:, None]
+    return tokens, states, seen, torch.arange(tokens.shape[1]) < lengths[:, None]
 
 
 def losses(head: TrainingHead, teacher: Teacher, batch: Batch, chain: int, settings: Settings) -> tuple[Tensor, Tensor]:
     """The loss of one step, and the share of right first tokens at each guess of a chain (chain,)."""
-    tokens, states, mask = batch
+    tokens, states, seen, mask = batch
     inputs = head.embedding[tokens[:, 1:]]
     targets, counted = states[:, 1:], mask[:, 1:]
     with torch.no_grad():
         wanted = F.linear(targets[counted], teacher.head)
-        best, likely = wanted.argmax(-1), wanted.softmax(-1)
+        best = wanted.argmax(-1)
+        likely = (wanted if head.token_ids is None else wanted[:, head.token_ids]).softmax(-1)
     total, right = torch.zeros(()), []
-    for guessed in head.unrolled(inputs, states[:, :-1], chain):
+    for guessed in head.unrolled(inputs, seen[:, :-1], chain):
         guesses = guessed[counted]
-        logits = F.linear(guesses, teacher.head).float()
-        state_loss = F.smooth_l1_loss(guesses.float(), targets[counted])
-        token_loss = F.cross_entropy(logits, likely)
-        total = total + settings.state_weight * state_loss + settings.token_weight * token_loss
-        right.append((logits.argmax(-1) == best).float().mean())
+        logits = head.scores(guesses, teacher.head).float()
+        total = total + settings.token_weight * F.cross_entropy(logits, likely)
+        if settings.eagle == 1:
+            total = total + settings.state_weight * F.smooth_l1_loss(guesses.float(), targets[counted])
+        chosen = logits.argmax(-1)
+        right.append(((chosen if head.token_ids is None else head.token_ids[chosen]) == best).float().mean())
     return total / chain, torch.stack(right)
 
 
@@ -194,11 +202,13 @@ def _shares(found: Sequence[Tensor]) -> str:
     return "/".join(f"{share:.3f}" for share in torch.stack(list(found)).mean(0).tolist())
 
 
-def head_config(model: Path) -> dict[str, Any]:
+def head_config(model: Path, captured: Sequence[int]) -> dict[str, Any]:
     """config.json of the head: one Llama layer in the model's shape."""
     values = json.loads((model / "config.json").read_text())
     config = {name: values[name] for name in COPIED_FIELDS if values.get(name) is not None}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1} | config
+    architecture = "Eagle3LlamaForCausalLM" if captured else "LlamaForCausalLM"
+    layers = {LAYER_IDS: list(captured)} if captured else {}
+    return {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1} | layers | config
 
 
 def save(
@@ -207,11 +217,20 @@ def save(
     """Writes the head in fp16, and reads it as the engine does. token_ids: those that it is to draft, None for all."""
     output.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(torch.float16), output / "model.safetensors")
-    config = head_config(model) | {"torch_dtype": "float16", "training": metrics}
+    config = head_config(model, teacher.executor.capturing) | {"torch_dtype": "float16", "training": metrics}
     if token_ids is not None:
-        config[DRAFT_TOKEN_IDS] = token_ids
+        config |= {DRAFT_VOCABULARY: len(token_ids)} if teacher.executor.capturing else {DRAFT_TOKEN_IDS: token_ids}
     (output / "config.json").write_text(written(config))
     read_draft_head(output, teacher.spec)
+
+
+def new_head(teacher: Teacher, token_ids: list[int] | None) -> TrainingHead:
+    """One that knows nothing. token_ids: those that an EAGLE-3 head drafts, None for all."""
+    embedding = teacher.embedding.clone()
+    if not teacher.executor.capturing:
+        return TrainingHead(teacher.spec, embedding)
+    rows = teacher.head if token_ids is None else teacher.head[token_ids]
+    return Eagle3TrainingHead(teacher.spec, embedding, len(teacher.executor.capturing), rows, token_ids)
 
 
 def run(model: Path, texts: list[Path], output: Path, settings: Settings, start: Path | None = None) -> dict[str, Any]:
@@ -222,12 +241,16 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings, start:
     with Engine.from_pretrained(model, threads=settings.threads, profile="off") as engine:
         torch.set_num_threads(settings.threads)
         teacher = Teacher(engine, model)
+        if settings.eagle == 3:
+            teacher.executor.capture(default_layers(teacher.spec.n_layers))
         if not (teacher.spec.gated and teacher.spec.rope and teacher.spec.norm == "rms"):
             raise SystemExit(f"{model}: a draft head needs rotary positions, RMSNorm and a gated FFN.")
         with torch.inference_mode():
             watched = collect(teacher, held_out, settings, settings.watched, settings.watched)
             traces = collect(teacher, kept, settings, settings.tokens, settings.generated)
-    head = TrainingHead(teacher.spec, teacher.embedding.clone())
+    learned = (trace.token_ids.tolist() for trace in traces)
+    token_ids = frequent_tokens(learned, settings.coverage, teacher.spec.vocab_size)
+    head = new_head(teacher, token_ids)
     if start is not None:
         head.load_tensors(load_file(start / "model.safetensors"))
     started = time.monotonic()
@@ -244,8 +267,6 @@ def run(model: Path, texts: list[Path], output: Path, settings: Settings, start:
     }
     if start is not None:
         metrics["start"] = json.loads((start / "config.json").read_text()).get("training")
-    learned = (trace.token_ids.tolist() for trace in traces)
-    token_ids = frequent_tokens(learned, settings.coverage, teacher.spec.vocab_size)
     save(head, teacher, model, output, metrics, token_ids)
     return metrics
 

@@ -127,7 +127,8 @@ def draft_head_layer(
     """By the CPU's code: the kernels with a pool, else plain torch in fp32. on_gpu: counts as the machine's GPU's."""
     weights = prepared_weights(head, quantizer, compiled=pool is not None)
     executor, embedding = head_on_cpu(head.spec, weights, max_tokens, pool), weights.matrices.get(EMBEDDING)
-    return DraftHeadLayer(executor, head.spec, embedding, machine or host_machine(), on_gpu=on_gpu)
+    place = {"on_gpu": on_gpu, "eagle3": head.eagle3}
+    return DraftHeadLayer(executor, head.spec, embedding, machine or host_machine(), **place)
 
 
 def head_source(

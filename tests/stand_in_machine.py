@@ -30,6 +30,8 @@ PLENTY = 2**40
 MakeCpu = Callable[[ModelSpec, ModelWeights, CpuKvCache], HostExecutor]
 COMPUTED = (
     "linear",
+    "normed",
+    "attend",
     "forward",
     "forward_with",
     "attend_uploaded",

@@ -166,5 +166,8 @@ def _sequence_schedules(problem: Problem, times: StepTimes) -> list[Schedule]:
 
 
 def _sequence_schedule(times: StepTimes, drafts: DraftRates, length: int) -> Schedule:
-    step = sequence_step(length, drafts.acceptance_at, drafts.seconds(times.placements), partial(times.verify_s, 0))
+    def pass_s(m: int) -> float:
+        return times.verify_s(0, m) + drafts.after_verification_s(times.placements, m)
+
+    step = sequence_step(length, drafts.acceptance_at, drafts.seconds(times.placements), pass_s)
     return Schedule("exact", SEQUENCE, 0, length, step)

@@ -124,6 +124,7 @@ class DraftRates:
     head_rows_bytes: int = 0  # likewise on the GPU, beside the model's head there, where its source is not
     by_gpu: "DraftRates | None" = None  # the same drafts where the GPU computes them, beside the model's head
     placed_draft_s: Callable[[bool, bool], float] | None = None  # with head, embedding on the GPU; None: the same
+    verified_s: Callable[[Sequence[str], int], float] | None = None  # see after_verification_s
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.acceptance) <= MAX_ACCEPTANCE_POSITIONS:
@@ -138,6 +139,10 @@ class DraftRates:
         if self.placed_draft_s is None:
             return self.draft_s
         return self.placed_draft_s(placements[-1] in ON_GPU, placements[0] in ON_GPU)
+
+    def after_verification_s(self, placements: Sequence[str], m: int) -> float:
+        """What the states of m verified tokens take before drafts follow, with the model's parts there."""
+        return 0.0 if self.verified_s is None else self.verified_s(placements, m)
 
     def acceptance_at(self, position: int) -> float:
         """Of the draft at this position of a sequence, counted from 0."""

@@ -12,6 +12,7 @@ import torch
 from hetero_ee import Engine
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.sources.eagle3 import default_layers
 from tests.draft_sources import taken
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -59,3 +60,17 @@ def test_a_short_training_makes_a_head_that_drafts(run: Run, tiny: Path, tmp_pat
         source = open_draft_head(output, engine.executor)
         source.observe(0, 0, [5, 6], torch.randn(2, engine.spec.hidden_size))
         assert len(taken(source, [5, 6, 7], 4)) == 4
+
+
+def test_a_short_training_makes_a_head_of_three_layers(run: Run, tiny: Path, tmp_path: Path, cache: Path) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "head"
+    text.write_text("".join(STORY.format(animal) for animal in ("cat", "hen", "cow", "fox", "mouse") * 4))
+    arguments = ["--model", str(tiny), "--texts", str(text), "--output", str(output), "--eagle", "3", "--smoke"]
+    metrics = json.loads(run("train_draft_head.py", *arguments, "--evaluate", str(text)))
+    greedy = metrics["acceptance"]["temperature 0"]
+    assert greedy["chains"] > 10 and greedy["tokens_a_pass"] >= 1
+    with Engine.from_pretrained(tiny, quantizer="none") as engine:
+        head = read_draft_head(output, engine.spec)
+        assert head.eagle3 is not None and head.eagle3.captured == default_layers(engine.spec.n_layers)
+        assert head.draft_token_ids is not None and len(head.draft_token_ids) < engine.spec.vocab_size
+    run("train_draft_head.py", *arguments, "--start", str(output))

@@ -123,7 +123,9 @@ def predicted_step(
         rates, draft_s = exits.rates_at(exit_layer), times.draft_s(exit_layer)
         return exit_steps(rates, n, draft_s, verify_s, times.ahead_s(exit_layer))[-1]
     if made.drafts == SEQUENCE and drafts is not None:
-        return sequence_step(n, drafts.acceptance_at, drafts.seconds(made.decode_placements), verify_s)
+        placements = made.decode_placements
+        after_s = drafts.after_verification_s(placements, n)
+        return sequence_step(n, drafts.acceptance_at, drafts.seconds(placements), lambda m: verify_s(m) + after_s)
     return None
 
 

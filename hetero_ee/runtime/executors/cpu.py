@@ -109,6 +109,14 @@ class CpuExecutor(HostExecutor):
             self._foreign[weight] = self._linear("a matrix that is not the model's", weight)
         return torch.from_numpy(self._product(np.ascontiguousarray(x.numpy()), self._foreign[weight]))
 
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        return torch.from_numpy(rms_norm(np.ascontiguousarray(x.numpy()), self._vectors[name], self.spec.norm_eps))
+
+    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
+        turns = np.array(batch.turns, np.int64)
+        own = np.array(qkv.numpy(), order="C")  # a copy: heads turn in place
+        return torch.from_numpy(self._attended_by(block, own, turns, self._places(batch)))
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         turns = np.array(batch.turns, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
@@ -184,13 +192,15 @@ class CpuExecutor(HostExecutor):
         return x
 
     def _attended(self, block: Block, normed: Any, turns: Any, places: Any) -> Any:
-        spec = self.spec
+        attended = self._attended_by(block, self._multiplied(normed, block, "qkv"), turns, places)
+        return self._multiplied(attended, block, "output")
+
+    def _attended_by(self, block: Block, qkv: Any, turns: Any, places: Any) -> Any:
+        """(m, queries) of qkv, whose heads are normed and turned in place."""
         assert block.layer is not None
         place = self.cache.index(block.layer)
-        qkv = self._multiplied(normed, block, "qkv")
-        self._write(block, qkv, turns, places, place, spec.query_size)
-        attended = self._attention.attend(qkv, places, place, spec.sliding_windows[block.layer])
-        return self._multiplied(attended, block, "output")
+        self._write(block, qkv, turns, places, place, self.spec.query_size)
+        return self._attention.attend(qkv, places, place, self.spec.sliding_windows[block.layer])
 
     def _write(self, block: Block, qkv: Any, turns: Any, places: Any, place: int, first_key: int) -> None:
         """Norms and turns in place all heads of qkv, whose keys begin at first_key: 0 without queries; then keys and

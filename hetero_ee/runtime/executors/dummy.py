@@ -34,6 +34,12 @@ class DummyExecutor(HostExecutor):
     def linear(self, x: Tensor, name: str) -> Tensor:
         return torch.zeros(len(x), self.weights.matrices[name].shape[0])
 
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        return x
+
+    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
+        return torch.zeros(len(qkv), self.spec.query_size)
+
     def product(self, x: Tensor, weight: Weight) -> Tensor:
         return torch.zeros(len(x), weight.shape[0])
 

@@ -191,6 +191,15 @@ class BlockExecutor(HeadExecutor, Protocol):
         """x W^T + bias by the matrix of that name: (m, K) -> (m, N)."""
         ...
 
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm by the vector of that name: (m, K) -> (m, K)."""
+        ...
+
+    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
+        """An attention without its matrices: (m, queries, keys and values) -> (m, queries); the batch is admitted
+        already."""
+        ...
+
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """(m, hidden) through attentions and FFNs that follow each other; the batch is admitted already."""
         ...

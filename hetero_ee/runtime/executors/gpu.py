@@ -84,6 +84,14 @@ class GpuExecutor(BlockExecutor):
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
         return self._segment(blocks).run(hidden, batch)
 
+    @torch.inference_mode()
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        found: Tensor = self._operations.rms_norm(self._whole(x), self._resident.vectors[name], self._spec.norm_eps)
+        return found
+
+    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
+        return self._segment([block]).attend(qkv, batch)
+
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
         """See BlockExecutor.write_kv. Launched one by one: exits begin anywhere, and recordings take memory."""
         for block in blocks:

@@ -52,6 +52,17 @@ class ReferenceExecutor(HostExecutor):
         return self._ops.linear(x, weight)
 
     @torch.inference_mode()
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        return self._ops.norm(x, "rms", self.weights.vectors[name], None, self.spec.norm_eps)
+
+    @torch.inference_mode()
+    def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
+        queries, layer = self._written(block, qkv, batch), block.layer
+        assert layer is not None
+        attended = self._ops.attention(queries, self.cache, layer, batch, self.spec.sliding_windows[layer])
+        return attended.flatten(1)
+
+    @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
@@ -63,7 +74,7 @@ class ReferenceExecutor(HostExecutor):
     @torch.inference_mode()
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            self._written(block, hidden, batch)
+            self._written(block, self._qkv(block, hidden), batch)
 
     @contextmanager
     def borrowing(self, weights: ModelWeights) -> Iterator[None]:
@@ -88,16 +99,16 @@ class ReferenceExecutor(HostExecutor):
         return self.lm_head(x).gather(1, token_ids)
 
     def _attend(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
-        queries, layer = self._written(block, hidden, batch), block.layer
-        assert layer is not None
-        attended = self._ops.attention(queries, self.cache, layer, batch, self.spec.sliding_windows[layer])
-        return self.linear(attended.flatten(1), block.tensors["output"].name)
+        attended = self.attend(self._qkv(block, hidden), batch, block)
+        return self.linear(attended, block.tensors["output"].name)
 
-    def _written(self, block: Block, hidden: Tensor, batch: Batch) -> Tensor:
+    def _qkv(self, block: Block, hidden: Tensor) -> Tensor:
+        return self.linear(self._norm(block, hidden), block.tensors["qkv"].name)
+
+    def _written(self, block: Block, qkv: Tensor, batch: Batch) -> Tensor:
         """Queries (m, n_heads, head_dim), turned; keys and values are in the cache then."""
         spec, ops, layer = self.spec, self._ops, block.layer
         assert layer is not None
-        qkv = self.linear(self._norm(block, hidden), block.tensors["qkv"].name)
         queries, keys, values = (
             part.reshape(len(batch), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)

@@ -56,7 +56,7 @@ class SegmentRoom:
 
     def place(
         self,
-        hidden: Tensor,
+        hidden: Tensor | None,
         slots: Sequence[int],
         positions: Sequence[int],
         may_skip: Sequence[bool] | None = None,
@@ -68,7 +68,8 @@ class SegmentRoom:
         recorded launch may read.
         """
         some = self.buffers.first(len(slots))
-        some.x.copy_(hidden)
+        if hidden is not None:
+            some.x.copy_(hidden)
         pinned: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self.device.type == "cuda"}
         numbers = torch.tensor([slots, positions, *([] if may_skip is None else [may_skip])], **pinned)
         some.slots.copy_(numbers[0], non_blocking=True)

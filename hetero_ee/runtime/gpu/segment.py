@@ -123,11 +123,24 @@ class GpuSegment:
                 b = self._room.buffers.first(m)
                 for block in self._blocks:
                     self._normed(block, b, None)
+                    self._multiply(b.normed, block, "qkv", b.qkv)
                     self._write_kv(block, b)
 
-    def _placed(self, hidden: Tensor, batch: Batch) -> Iterator[tuple[slice, int]]:
+    @torch.inference_mode()
+    def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """Its one attention without matrices: (m, queries, keys and values) -> (m, queries). Launched one by one."""
+        (block,), out = self._blocks, torch.empty(len(batch), self.spec.query_size, device=self._device)
+        with entered(self._device):
+            for rows, m in self._placed(None, batch):
+                b = self._room.buffers.first(m)
+                b.qkv.copy_(qkv[rows])
+                self._attend_qkv(block, b)
+                out[rows] = b.attended
+        return out
+
+    def _placed(self, hidden: Tensor | None, batch: Batch) -> Iterator[tuple[slice, int]]:
         """The batch in parts, each in the buffers while it is told: which rows, and how many."""
-        if tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
+        if hidden is not None and tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
             )
@@ -137,7 +150,8 @@ class GpuSegment:
             rows = slice(first, min(first + self._room.n_rows, len(batch)))
             turned_by = None if batch.turned_by is None else batch.turned_by[rows]
             skips = may_skip[rows] if may_skip is not None else None
-            self._room.place(hidden[rows], slots[rows], batch.positions[rows], skips, turned_by)
+            some = None if hidden is None else hidden[rows]
+            self._room.place(some, slots[rows], batch.positions[rows], skips, turned_by)
             yield rows, rows.stop - first
 
     def _compute(self, m: int) -> None:
@@ -151,18 +165,23 @@ class GpuSegment:
         self._ops.add(b.x, b.delta)
 
     def _attend(self, block: Block, b: SegmentBuffers) -> None:
+        self._multiply(b.normed, block, "qkv", b.qkv)
+        self._attend_qkv(block, b)
+        self._multiply(b.attended, block, "output", b.delta)
+
+    def _attend_qkv(self, block: Block, b: SegmentBuffers) -> None:
+        """b.attended of b.qkv."""
         place = self._write_kv(block, b)
         assert block.layer is not None
         window = self.spec.sliding_windows[block.layer]
         self._ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace)
-        self._multiply(b.attended, block, "output", b.delta)
 
     def _write_kv(self, block: Block, b: SegmentBuffers) -> tuple[Any, Tensor, Tensor, int]:
-        """Queries are in b.qkv then, keys and values in the cache: its pages, slots, positions and layer."""
+        """Of b.qkv: queries are turned there, keys and values are in the cache then: its pages, slots, positions and
+        layer."""
         spec, ops = self.spec, self._ops
         assert block.layer is not None
         place = (self.cache.pages, b.slots, b.positions, self.cache.index(block.layer))
-        self._multiply(b.normed, block, "qkv", b.qkv)
         if spec.qk_norm:
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
             ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, spec.n_heads)

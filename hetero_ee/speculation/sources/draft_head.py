@@ -2,7 +2,7 @@
 
 Token i of a sequence joins the state at position i with the token at i + 1, and predicts the state at i + 1. Keys and
 values of verified states stay; those of drafts, whose states are predictions themselves, are forgotten when the draft
-sequence ends. Source: EAGLE-1 (arXiv 2401.15077).
+sequence ends. Source: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 """
 
 import math
@@ -94,7 +94,7 @@ class DraftHeadSource:
             while state is not None:
                 for token_id in following:
                     state = None if state is None else self._after(held, token_id, state)
-                drafted = None if state is None else self._drafted(state, history, choose)
+                drafted = None if state is None else self._drafted(held.layer.normed(state), history, choose)
                 if drafted is None:
                     return
                 history.append(drafted.token_id)
@@ -120,7 +120,7 @@ class DraftHeadSource:
             self._sequences[sequence] = held = _Sequence(layer, layer.cache.open_new(), first_position)
         states, n_held = held.states, len(held.token_ids)
         if token_ids:
-            layer.keep(normed, lambda here: states.put(n_held, here))
+            layer.keep(normed, captured, lambda first, here: states.put(n_held + first, here))
         held.token_ids += token_ids
 
     def read_prompt(

@@ -9,13 +9,20 @@ from hetero_ee.models.blocks import TensorRole, TensorSpec, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import FLOAT_BYTES, kv_bytes_per_token, tensor_bytes
 from hetero_ee.planning.statistics import DraftRates, PromptReading
+from hetero_ee.planning.times.costs import ON_GPU
 from hetero_ee.planning.times.memory import layers_room_terms, rounded
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.work import Work, draft_works, logits_works, work_s
 from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts
-from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, draft_head_works, fc_block, layer_blocks
+from hetero_ee.speculation.sources.draft_head_layer import (
+    EMBEDDING,
+    draft_head_works,
+    fc_block,
+    fc_work,
+    layer_blocks,
+)
 from hetero_ee.speculation.sources.state_rows import PIECE_ROWS
 from hetero_ee_profiles.hardware import HardwareProfile
 
@@ -39,7 +46,8 @@ class HeadCosts:
     def draft_s(self, head_on_gpu: bool, embedding_on_gpu: bool, *, on_gpu: bool) -> float:
         """Seconds of one draft: the head's layer there, the choice by the model's head there, and what crosses: the
         token's embedding to the layer, the state from it, and the draft to the CPU."""
-        works = draft_head_works(self.facts.spec, Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0]))
+        batch = Batch.of_sequence(0, TYPICAL_CONTEXT_TOKENS, [0])
+        works = draft_head_works(self.facts.spec, batch, self.facts.eagle3)
         head = decoder_blocks(replace(self.spec, vocab_size=self.facts.n_draft_tokens))[-1]
         end = DraftEnd(is_normed=True)
         choice = draft_works(head, 1, end) if head_on_gpu else logits_works(head, 1, end)
@@ -52,13 +60,29 @@ class HeadCosts:
         """Seconds of the head's layer over m tokens of a prompt, the last of context_tokens."""
         firsts = range(context_tokens - m, context_tokens, BESIDE_ROWS)
         pieces = (Batch.of_sequence(0, at, [0] * min(BESIDE_ROWS, context_tokens - at)) for at in firsts)
-        return sum(self._works_s(draft_head_works(self.facts.spec, each), on_gpu=on_gpu) for each in pieces)
+        spec, eagle3 = self.facts.spec, self.facts.eagle3
+        seconds = sum(self._works_s(draft_head_works(spec, each, eagle3), on_gpu=on_gpu) for each in pieces)
+        return seconds + (self._works_s([fc_work(spec, eagle3, m)], on_gpu=on_gpu) if eagle3 else 0.0)
+
+    def verified_s(self, placements: Sequence[str], m: int, *, on_gpu: bool) -> float:
+        """Seconds that the states of m verified tokens take before drafts can follow them: of EAGLE-3 those captured
+        where the head does not lie cross the link together, then fc."""
+        spec, eagle3 = self.facts.spec, self.facts.eagle3
+        if eagle3 is None:
+            return 0.0
+        # The state before a layer lies where the block before it is; parts are the embedding and two of each layer.
+        n_far = sum((placements[2 * layer] in ON_GPU) != on_gpu for layer in eagle3.captured)
+        seconds, link = self._works_s([fc_work(spec, eagle3, m)], on_gpu=on_gpu), self.profile.link
+        if n_far and link is not None:
+            more_bytes = (n_far * m - 1) * FLOAT_BYTES * spec.hidden_size
+            seconds += link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
+        return seconds
 
     def memory_bytes(self, context_tokens: int, *, on_gpu: bool) -> int:
         """Weights, keys and values, the verified tokens' states, and on a GPU the buffers of its layer. Its own
         embedding, which is no more than looked up in, stays on the CPU."""
-        spec = self.facts.spec
-        blocks = (fc_block(spec), *layer_blocks(spec))
+        spec, eagle3 = self.facts.spec, self.facts.eagle3
+        blocks = (fc_block(spec, eagle3), *layer_blocks(spec, eagle3))
         tensors = [(tensor, "int4") for block in blocks for tensor in block.tensors.values()]
         if self.facts.has_embedding and not on_gpu:
             shape = (spec.vocab_size, spec.hidden_size)
@@ -73,8 +97,8 @@ class HeadCosts:
 
     @property
     def _rows_bytes(self) -> int:
-        """Of a trimmed vocabulary's own rows of the model's head, which lie where that does."""
-        if self.facts.n_draft_tokens == self.spec.vocab_size:
+        """Of rows of a trimmed vocabulary, or the head's own, which lie where the model's head does."""
+        if self.facts.n_draft_tokens == self.spec.vocab_size and not self.facts.has_rows:
             return 0
         shape = (self.facts.n_draft_tokens, self.spec.hidden_size)
         return tensor_bytes(TensorSpec("rows", TensorRole.VOCABULARY, shape), "int8")
@@ -85,7 +109,10 @@ class HeadCosts:
         draft_s = cache(partial(self.draft_s, on_gpu=on_gpu))
         rows_bytes = 0 if on_gpu else rounded(self._rows_bytes)
         alone_s = draft_s(False, False)
-        return DraftRates(source, self.facts.acceptance, alone_s, reading, memory, rows_bytes, by_gpu, draft_s)
+        verified_s = partial(self.verified_s, on_gpu=on_gpu)
+        return DraftRates(
+            source, self.facts.acceptance, alone_s, reading, memory, rows_bytes, by_gpu, draft_s, verified_s
+        )
 
     def _works_s(self, works: Sequence[Work], *, on_gpu: bool) -> float:
         times = self.profile.gpu if on_gpu and self.profile.gpu is not None else self.profile.cpu_with(self.threads)

@@ -1,4 +1,4 @@
-"""Draft heads on disk: config.json and model.safetensors with EAGLE-1's names, checked before anything is used."""
+"""Draft heads on disk: config.json and model.safetensors with EAGLE's names, checked before anything is used."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,19 +14,38 @@ from hetero_ee.hub.config_file import read_config_file, read_spec
 from hetero_ee.hub.model_files import SINGLE_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorRole
+from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.statistics import MAX_ACCEPTANCE_POSITIONS
 from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, FC, DraftHead, layer_blocks
+from hetero_ee.speculation.sources.eagle3 import (
+    DRAFT_VOCABULARY,
+    Eagle3,
+    draft_vocabulary_size,
+    eagle3_of,
+    is_eagle3,
+    layer_config,
+)
+from hetero_ee.speculation.sources.eagle3_tensors import (
+    D2T,
+    HIDDEN_NORM,
+    IGNORED,
+    LAYER,
+    LM_HEAD,
+    draft_rows,
+    eagle3_shapes,
+    eagle3_vectors,
+    plain_name,
+)
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.safetensors_file import StoredTensor, read_header
 from hetero_ee.weights.weight import DenseWeight
 
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_TYPES, INTEGER_TYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
 DRAFT_TOKEN_IDS = "draft_token_ids"  # ours, in config.json: the tokens a head with a trimmed vocabulary drafts
 ACCEPTANCE = "acceptance"  # ours too: scripts/measure_draft_head.py prints it
 PICKLES = ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
 OWN_EMBEDDING = "embed_tokens.weight"
-_LAYER = "layers.0."
 _PARTS = {  # rows of a matrix or vector of the layer's blocks, one after the other
     "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
     "output": ["self_attn.o_proj"],
@@ -34,38 +53,39 @@ _PARTS = {  # rows of a matrix or vector of the layer's blocks, one after the ot
     "down": ["mlp.down_proj"],
     "norm": ["post_attention_layernorm"],
 }
-_IGNORED = (_LAYER + "self_attn.rotary_emb.inv_freq",)  # what the layer's shape implies
-_EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
+_IGNORED = (LAYER + "self_attn.rotary_emb.inv_freq", *IGNORED)  # what the layer's shape implies
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadFacts:
     """What a head's config.json says, before its weights are read.
 
-    has_embedding: its own, in place of the model's. acceptance: for each position of a draft sequence the measured
-    chance that its draft is right where all before it are; empty where nobody measured it.
+    has_embedding, has_rows: its own, in place of the model's embedding and rows of its head. acceptance: for each
+    position of a draft sequence the measured chance that its draft is right where all before it are; empty where nobody
+    measured it. eagle3: None for a head of EAGLE-1 or 2.
     """
 
     spec: ModelSpec  # of the head's layer
     n_draft_tokens: int  # of the vocabulary that it drafts
     has_embedding: bool
     acceptance: tuple[float, ...]
+    eagle3: Eagle3 | None = None
+    has_rows: bool = False
 
 
 def draft_head_facts(folder: Path, model: ModelSpec) -> DraftHeadFacts:
     """Of the head in `folder`. Raises ModelError for one of another model, or whose config.json makes no sense, and
     CheckpointError for a file of weights that can't be read."""
-    config = read_config_file(folder)
-    spec = read_spec(config)
-    check_head_shape(spec, model, folder)
-    found = config.get(ACCEPTANCE, [])
+    head = _configured(folder, model)
+    found = head.config.get(ACCEPTANCE, [])
     if not isinstance(found, list) or not all(type(chance) in (int, float) and 0 <= chance <= 1 for chance in found):
         raise ModelError(f"{folder}: {ACCEPTANCE} is {shown(found)}; expected a list of chances from 0 to 1.")
-    n_tokens = len(draft_token_ids(config, model, folder) or range(model.vocab_size))
     file = find_file(folder, SINGLE_FILE, CheckpointError)
-    has_embedding = file is not None and OWN_EMBEDDING in read_header(file)
+    names = set() if file is None else {plain_name(name) for name in read_header(file)}
     acceptance = tuple(float(chance) for chance in found[:MAX_ACCEPTANCE_POSITIONS])
-    return DraftHeadFacts(spec, n_tokens, has_embedding, acceptance)
+    return DraftHeadFacts(
+        head.spec, head.n_draft_tokens, OWN_EMBEDDING in names, acceptance, head.eagle3, LM_HEAD in names
+    )
 
 
 def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
@@ -74,28 +94,68 @@ def read_draft_head(folder: Path, model: ModelSpec) -> DraftHead:
     Raises ModelError for a configuration that doesn't fit, CheckpointError for files that are missing, damaged, pickles
     or hold other tensors than promised.
     """
-    config = read_config_file(folder)
-    spec = read_spec(config)
-    check_head_shape(spec, model, folder)
-    token_ids = draft_token_ids(config, model, folder)
+    head = _configured(folder, model)
+    spec, eagle3, token_ids = head.spec, head.eagle3, head.token_ids
     file = find_file(folder, SINGLE_FILE, CheckpointError)
     if file is None:
         raise CheckpointError(f"{folder} holds no {SINGLE_FILE}{_instead(folder)}.")
-    header = read_header(file)
+    names, header = _by_plain_name(file)
     shapes = _shapes(spec, header)
+    if eagle3 is not None:
+        shapes = eagle3_shapes(spec, eagle3, head.n_draft_tokens, shapes, has_head=LM_HEAD in header)
+    elif HIDDEN_NORM in header or D2T in header:
+        raise CheckpointError(
+            f"{file} holds an EAGLE-3 head, and its config.json has no {DRAFT_VOCABULARY} and names no architecture of "
+            f"one; get both again."
+        )
     _check_names(header, shapes, file)
-    tensors = _tensors(file, shapes)
+    tensors = _tensors(file, {name: names[name] for name in shapes})
     matrices, vectors = {FC: tensors["fc.weight"]}, {}
     if OWN_EMBEDDING in tensors:
         matrices[EMBEDDING] = tensors[OWN_EMBEDDING]
     if "fc.bias" in tensors:
         vectors[f"{FC}_bias"] = tensors["fc.bias"]
-    for short, tensor in (item for block in layer_blocks(spec) for item in block.tensors.items()):
+    if eagle3 is not None:
+        vectors |= eagle3_vectors(eagle3, tensors)
+        rows, token_ids = draft_rows(tensors, model.vocab_size, file)
+        matrices |= rows
+    for short, tensor in (item for block in layer_blocks(spec, eagle3) for item in block.tensors.items()):
         kind = "bias" if short.endswith("_bias") else "weight"
-        parts = [tensors[f"{_LAYER}{part}.{kind}"] for part in _PARTS[short.removesuffix("_bias")]]
+        parts = [tensors[f"{LAYER}{part}.{kind}"] for part in _PARTS[short.removesuffix("_bias")]]
         (matrices if tensor.role is TensorRole.MATRIX else vectors)[tensor.name] = torch.cat(parts)
     dense = ModelWeights({name: DenseWeight(values) for name, values in matrices.items()}, vectors)
-    return DraftHead(spec, dense, None if token_ids is None else torch.tensor(token_ids))
+    return DraftHead(spec, dense, token_ids, eagle3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Configured:
+    """What config.json says."""
+
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    eagle3: Eagle3 | None
+    token_ids: Tensor | None  # of EAGLE-1 heads with a trimmed vocabulary
+    n_draft_tokens: int
+
+
+def _configured(folder: Path, model: ModelSpec) -> _Configured:
+    config, eagle3, where = read_config_file(folder), None, str(folder)
+    if not is_eagle3(config):
+        spec = read_spec(config)
+        check_head_shape(spec, model, folder)
+        token_ids = draft_token_ids(config, model, folder)
+        tensor = None if token_ids is None else torch.tensor(token_ids)
+        return _Configured(config, spec, None, tensor, len(token_ids or range(model.vocab_size)))
+    spec = read_spec(layer_config(config, where))
+    check_head_shape(spec, model, folder)
+    seen_size = Fields(config, where).integer("target_hidden_size", model.hidden_size)
+    if seen_size != model.hidden_size:
+        raise ModelError(
+            f"the draft head {folder} is for a hidden size of {seen_size}, the model has {model.hidden_size}; get a "
+            "head made for this model."
+        )
+    eagle3 = eagle3_of(config, model.n_layers, where)
+    return _Configured(config, spec, eagle3, None, draft_vocabulary_size(config, model.vocab_size, where))
 
 
 def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
@@ -155,33 +215,45 @@ def _shapes(spec: ModelSpec, header: dict[str, StoredTensor]) -> dict[str, tuple
     if spec.qkv_bias:
         layer |= {f"self_attn.{part}_proj.bias": (n,) for part, n in (("q", queries), ("k", keys), ("v", keys))}
     optional: dict[str, tuple[int, ...]] = {"fc.bias": (size,), OWN_EMBEDDING: (spec.vocab_size, size)}
-    shapes = {"fc.weight": (size, 2 * size)} | {_LAYER + name: shape for name, shape in layer.items()}
+    shapes = {"fc.weight": (size, 2 * size)} | {LAYER + name: shape for name, shape in layer.items()}
     return shapes | {name: shape for name, shape in optional.items() if name in header}
 
 
 def _check_names(header: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], file: Path) -> None:
     missing, extra = shapes.keys() - header.keys(), header.keys() - shapes.keys() - set(_IGNORED)
-    if any(name in extra for name in _EAGLE_3):
-        raise CheckpointError(f"{file} holds an EAGLE-3 head; heads of EAGLE-1 are supported.")
     if missing:
         raise CheckpointError(f"{file} lacks tensor {min(missing)} of a draft head; get the file again.")
     if extra:
-        raise CheckpointError(f"{file} holds tensor {shown(min(extra))}, which an EAGLE-1 draft head does not have.")
+        raise CheckpointError(
+            f"{file} holds tensor {shown(min(extra))}, which a draft head of this kind does not have."
+        )
     for name, shape in shapes.items():
         if header[name].shape != shape:
             raise CheckpointError(
                 f"{file}: tensor {name} is {list(header[name].shape)}, its config.json says {list(shape)}."
             )
-        if header[name].dtype not in FLOAT_TYPES:
-            raise CheckpointError(
-                f"{file}: tensor {name} has type {header[name].dtype}, not {' or '.join(FLOAT_TYPES)}."
-            )
+        types = INTEGER_TYPES if name == D2T else FLOAT_TYPES
+        if header[name].dtype not in types:
+            raise CheckpointError(f"{file}: tensor {name} has type {header[name].dtype}, not {' or '.join(types)}.")
 
 
-def _tensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _by_plain_name(file: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Names in the file, and its header, by plain names. Raises CheckpointError where two have the same."""
+    header = read_header(file)
+    names = {plain_name(name): name for name in header}
+    if len(names) < len(header):
+        twice = min(name for name in header if names[plain_name(name)] != name)
+        raise CheckpointError(f"{file} holds tensor {shown(plain_name(twice))} under two names; get the file again.")
+    return names, {plain: header[name] for plain, name in names.items()}
+
+
+def _tensors(file: Path, names: dict[str, str]) -> dict[str, Tensor]:
+    """By plain names, in fp32 but integers."""
     get = _opened(file)
-    tensors = {name: get(name) for name in shapes}
+    tensors = {plain: get(name) for plain, name in names.items()}
     for name, values in tensors.items():
+        if not values.is_floating_point():
+            continue
         tensors[name] = values = values.float()
         if not torch.isfinite(values).all():
             raise CheckpointError(f"{file}: tensor {name} holds values that are no numbers; the head is damaged.")

@@ -1,11 +1,13 @@
-"""A draft head (EAGLE-1, arXiv 2401.15077) as a list of blocks: what it computes, on any executor and device.
+"""A draft head as a list of blocks: what it computes, on any executor and device.
 
-From the newest token's embedding e and the final normed state h that led to it, x = fc [e; h] passes one Llama layer
-without input norm: x += attention(x), then x += ffn(norm(x)). What comes out is a guess of the next such state h.
+EAGLE-1 (arXiv 2401.15077): from the newest token's embedding e and the final normed state h that led to it,
+x = fc [e; h] passes one Llama layer without input norm: x += attention(x), then x += ffn(norm(x)). What comes out is a
+guess of the next such state h. EAGLE-3: see eagle3.py; the states kept of it are those after fc.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,40 +17,57 @@ from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import kv_bytes_per_token
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.device import Event, T
-from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, Machine
+from hetero_ee.runtime.devices.machine import BESIDE_KV_TYPE, BESIDE_ROWS, Machine
 from hetero_ee.runtime.executors.executor import BlockExecutor
 from hetero_ee.runtime.work import Work, block_works
+from hetero_ee.speculation.sources.eagle3 import NORM_ALL, NORM_EACH, Eagle3
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.weight import Weight
 
-FC, EMBEDDING = "fc", "embedding.tokens"  # matrices beside those of the layer's blocks
+FC, EMBEDDING, HEAD_ROWS = "fc", "embedding.tokens", "head.rows"  # matrices beside those of the layer's blocks
+EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM, FC_NORM = "embedding_norm", "hidden_norm", "head_norm", "fc_norm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftHead:
     """A head as its file has it: fp32 matrices under the names of layer_blocks(spec), FC (d, 2d) with a bias or none,
-    and EMBEDDING (vocab, d) where it is not the model's."""
+    EMBEDDING (vocab, d) where it is not the model's, and HEAD_ROWS (k, d) where it has logits of its own."""
 
     spec: ModelSpec  # of its one layer
     weights: ModelWeights
     draft_token_ids: Tensor | None = None  # (k,) ascending int64, the tokens it drafts; None for all
+    eagle3: Eagle3 | None = None  # None: EAGLE-1
 
 
-def layer_blocks(spec: ModelSpec) -> list[Block]:
-    """The attention, whose input is not normed, and the FFN."""
+def layer_blocks(spec: ModelSpec, eagle3: Eagle3 | None = None) -> list[Block]:
+    """The attention, whose input is not normed or, for EAGLE-3, two normed states, and the FFN."""
     attention, ffn = (block for block in decoder_blocks(spec) if block.layer is not None)
     tensors = {short: tensor for short, tensor in attention.tensors.items() if short != "norm"}
+    if eagle3 is not None:
+        n_rows, n_columns = tensors["qkv"].shape
+        tensors["qkv"] = replace(tensors["qkv"], shape=(n_rows, 2 * n_columns))
     return [replace(attention, tensors=tensors, has_norm=False), ffn]
 
 
-def fc_block(spec: ModelSpec) -> Block:
-    """FC as a block of no layer, for those who go by blocks."""
+def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
+    """FC, and the norms of EAGLE-3, as a block of no layer, for those who go by blocks."""
     size = spec.hidden_size
-    tensors = {
-        FC: TensorSpec(FC, TensorRole.MATRIX, (size, 2 * size)),
-        f"{FC}_bias": TensorSpec(f"{FC}_bias", TensorRole.VECTOR, (size,)),
-    }
+    vectors = {f"{FC}_bias": size}
+    n_columns = 2 * size
+    if eagle3 is not None:
+        n_columns = len(eagle3.captured) * size
+        vectors = {**dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM), size), **_fc_norms(eagle3, size)}
+    tensors = {name: TensorSpec(name, TensorRole.VECTOR, (n,)) for name, n in vectors.items()}
+    tensors[FC] = TensorSpec(FC, TensorRole.MATRIX, (size, n_columns))
     return Block(FC, BlockKind.FFN, None, tensors, has_norm=False)
+
+
+def _fc_norms(eagle3: Eagle3, size: int) -> dict[str, int]:
+    """Names and sizes."""
+    n_seen = len(eagle3.captured)
+    if eagle3.fc_norm == NORM_EACH:
+        return {f"{FC_NORM}.{number}": size for number in range(n_seen)}
+    return {FC_NORM: n_seen * size} if eagle3.fc_norm == NORM_ALL else {}
 
 
 class DraftHeadLayer:
@@ -59,10 +78,17 @@ class DraftHeadLayer:
     """
 
     def __init__(
-        self, executor: BlockExecutor, spec: ModelSpec, embedding: Weight | None, machine: Machine, *, on_gpu: bool
+        self,
+        executor: BlockExecutor,
+        spec: ModelSpec,
+        embedding: Weight | None,
+        machine: Machine,
+        *,
+        on_gpu: bool,
+        eagle3: Eagle3 | None = None,
     ) -> None:
-        self.cache, self._executor = executor.cache, executor
-        self._spec, self._blocks, self._embedding = spec, layer_blocks(spec), embedding
+        self.cache, self._executor, self._eagle3 = executor.cache, executor, eagle3
+        self._spec, self._blocks, self._embedding = spec, layer_blocks(spec, eagle3), embedding
         self._machine, self._on_gpu = machine, on_gpu
 
     def guess(self, embedded: Tensor, states: Tensor, batch: Batch) -> Tensor:
@@ -72,16 +98,81 @@ class DraftHeadLayer:
         entered, entered_ready = self._moved("draft embedding", embedded)
 
         def compute() -> Tensor:
-            x = self._executor.linear(torch.cat([entered, here], 1), FC)
-            found = self._executor.forward(x, batch, self._blocks)
-            return self._machine.copier.to_gpu(found) if self._on_gpu else found
+            eagle3, executor = self._eagle3, self._executor
+            if eagle3 is None:
+                found = executor.forward(*self._joined(entered, here, batch))
+            else:
+                found = executor.forward(*self._attended(eagle3, entered, here, batch))
+                found = executor.normed(found, HEAD_NORM) if eagle3.norm_output else found
+            return self._marked(found)
 
-        return self._run(draft_head_works(self._spec, batch), compute, (*ready, *entered_ready))
+        return self._run(draft_head_works(self._spec, batch, self._eagle3), compute, (*ready, *entered_ready))
 
-    def keep(self, states: Tensor, put: Callable[[Tensor], None]) -> None:
-        """Calls put with states (m, d) on its device, in the order of what is computed there."""
-        here, ready = self._moved("verified states", states)
-        self._run([], lambda: put(here), ready)
+    def _joined(self, embedded: Tensor, states: Tensor, batch: Batch) -> tuple[Tensor, Batch, list[Block]]:
+        """What is to pass the blocks that are left: of EAGLE-1 all."""
+        return self._executor.linear(torch.cat([embedded, states], 1), FC), batch, self._blocks
+
+    def _attended(
+        self, eagle3: Eagle3, embedded: Tensor, states: Tensor, batch: Batch
+    ) -> tuple[Tensor, Batch, list[Block]]:
+        """The same after the attention of EAGLE-3."""
+        executor, (attention, ffn) = self._executor, self._blocks
+        normed = executor.normed(states, HIDDEN_NORM)
+        x = torch.cat([executor.normed(embedded, EMBEDDING_NORM), normed], 1)
+        attended = executor.attend(executor.linear(x, attention.tensors["qkv"].name), batch, attention)
+        mixed = executor.linear(attended, attention.tensors["output"].name)
+        return (normed if eagle3.norm_before_residual else states) + mixed, batch, [ffn]
+
+    def normed(self, state: Tensor) -> Tensor:
+        """What logits are made of: a state (1, d) on its device, as guess gave it."""
+        if self._eagle3 is None or self._eagle3.norm_output:
+            return state
+        return self.on_device(lambda: self._marked(self._executor.normed(state, HEAD_NORM)))
+
+    def keep(self, normed: Tensor, captured: Sequence[Tensor], put: Callable[[int, Tensor], None]) -> None:
+        """Calls put with what is kept of verified states, first row and rows (m, d) on its device, in the order of what
+        is computed there: the final normed ones, or what fc makes of those captured. Raises ValueError where some of
+        those are missing."""
+        eagle3 = self._eagle3
+        if eagle3 is None:
+            here, ready = self._moved("verified states", normed)
+            self._run([], lambda: put(0, here), ready)
+            return
+        if len(captured) != len(eagle3.captured):
+            raise ValueError(f"{len(captured)} states were captured for a head that sees {len(eagle3.captured)}.")
+        for first in range(0, len(normed), BESIDE_ROWS):
+            some = [each[first : first + BESIDE_ROWS] for each in captured]
+            parts, ready = self._gathered(some)
+            compute = partial(self._put_fused, eagle3, parts, first, put)
+            self._run([fc_work(self._spec, eagle3, len(parts[0]))], compute, ready)
+
+    def _put_fused(
+        self, eagle3: Eagle3, parts: Sequence[Tensor], first: int, put: Callable[[int, Tensor], None]
+    ) -> None:
+        """fc of captured states, each (m, d)."""
+        executor, fc_norm = self._executor, eagle3.fc_norm
+        if fc_norm == NORM_EACH:
+            parts = [executor.normed(part, f"{FC_NORM}.{number}") for number, part in enumerate(parts)]
+        x = torch.cat(list(parts), 1)
+        x = executor.normed(x, FC_NORM) if fc_norm == NORM_ALL else x
+        put(first, self._marked(executor.linear(x, FC)))
+
+    def _gathered(self, states: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Event, ...]]:
+        """States (m, d) on its device; those of the other one cross together."""
+        copier, found = self._machine.copier, list(states)
+        far = [number for number, each in enumerate(states) if copier.is_on_gpu(each) != self._on_gpu]
+        if not far:
+            return [self._moved("captured states", each)[0] for each in states], ()
+        source = self._machine.device(on_gpu=not self._on_gpu)
+        together = source.run([], lambda: torch.cat([states[number] for number in far], 1))[0]
+        here, ready = self._moved("captured states", together)
+        for number, part in zip(far, torch.split(here, self._spec.hidden_size, 1), strict=True):
+            found[number] = part
+        return found, ready
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """x as a tensor of the device that computed it."""
+        return self._machine.copier.to_gpu(x) if self._on_gpu else x
 
     def on_device(self, compute: Callable[[], Tensor]) -> Tensor:
         """compute() on its device. Raises DeviceMemoryError where there is no room for what comes out."""
@@ -108,12 +199,17 @@ class DraftHeadLayer:
         return self._machine.device(on_gpu=self._on_gpu).run(works, compute, after)[0]
 
 
-def draft_head_works(spec: ModelSpec, batch: Batch) -> list[Work]:
-    """What one guess of each token takes: fc and the layer of this spec, in 4 bits."""
+def draft_head_works(spec: ModelSpec, batch: Batch, eagle3: Eagle3 | None = None) -> list[Work]:
+    """What one guess of each token takes: the layer of this spec and, of EAGLE-1, fc, in 4 bits."""
     kv_bytes = kv_bytes_per_token(spec, BESIDE_KV_TYPE)
-    attention, ffn = block_works(spec, layer_blocks(spec), batch, kv_bytes_per_token=kv_bytes)
-    fc = "int4", spec.hidden_size, 2 * spec.hidden_size
+    attention, ffn = block_works(spec, layer_blocks(spec, eagle3), batch, kv_bytes_per_token=kv_bytes)
+    fc = () if eagle3 is not None else (("int4", spec.hidden_size, 2 * spec.hidden_size),)
     return [
-        replace(attention, name="draft_head.attention", products=(fc, *attention.products)),
+        replace(attention, name="draft_head.attention", products=(*fc, *attention.products)),
         replace(ffn, name="draft_head.ffn"),
     ]
+
+
+def fc_work(spec: ModelSpec, eagle3: Eagle3, m: int) -> Work:
+    """What fc of EAGLE-3 takes for m verified tokens."""
+    return Work("draft_head.fc", m, (("int4", spec.hidden_size, len(eagle3.captured) * spec.hidden_size),))

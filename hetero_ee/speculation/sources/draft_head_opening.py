@@ -24,11 +24,13 @@ from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import (
     EMBEDDING,
+    HEAD_ROWS,
     DraftHead,
     DraftHeadLayer,
     fc_block,
     layer_blocks,
 )
+from hetero_ee.speculation.sources.eagle3 import Eagle3
 from hetero_ee.weights.model_weights import UNQUANTIZED, ModelWeights, expanded
 from hetero_ee.weights.quantizers import DEFAULT_QUANTIZER, quantize
 from hetero_ee.weights.weight import DenseWeight, TileWeight, Weight
@@ -52,10 +54,11 @@ class DraftHeadOpener:
         target: Executor,
         running: Running | None,
         warn: Callable[[str], None] | None = None,
+        eagle3: Eagle3 | None = None,
     ) -> None:
         # On every device, and while the context grows, its keys turn alike.
         self._spec = replace(spec, rope=spec.rope and spec.rope.for_context(target.most_tokens))
-        self._weights, self._target, self._warn = weights, target, warn
+        self._weights, self._target, self._warn, self._eagle3 = weights, target, warn, eagle3
         self._running, self._host = running, host_machine()
         self._layer: DraftHeadLayer | None = None
         self._has_tried = False
@@ -88,16 +91,16 @@ class DraftHeadOpener:
         if not on_gpu or machine.open_beside is None:
             max_tokens = self._target.cache.max_tokens if on_gpu else self._target.most_tokens
             on_cpu = head_on_cpu(self._spec, self._weights, max_tokens, self._target.pool)
-            return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu)
+            return DraftHeadLayer(on_cpu, self._spec, embedding, machine, on_gpu=on_gpu, eagle3=self._eagle3)
         if embedding is not None:
             embedded = embedding.rows(torch.tensor([0]))
         else:
             embedded = self._target.run(Batch.of_sequence(0, 0, [0]), None, range(0))
             if self._now() is not running:
                 return None
-        blocks, max_tokens = [fc_block(self._spec), *layer_blocks(self._spec)], self._target.cache.max_tokens
-        executor = machine.open_beside(self._spec, self._weights, blocks, max_tokens)
-        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True)
+        blocks = [fc_block(self._spec, self._eagle3), *layer_blocks(self._spec, self._eagle3)]
+        executor = machine.open_beside(self._spec, self._weights, blocks, self._target.cache.max_tokens)
+        layer = DraftHeadLayer(executor, self._spec, embedding, machine, on_gpu=True, eagle3=self._eagle3)
         try:
             layer.warm_up(embedded)
         except BaseException:
@@ -118,19 +121,23 @@ def open_draft_head(
     """
     head = read_draft_head(folder, target.spec)
     weights = head_weights(head, compiled=target.weights.quantizer != UNQUANTIZED)
-    vocabulary = None if head.draft_token_ids is None else draft_vocabulary(target, head.draft_token_ids)
-    opener = DraftHeadOpener(head.spec, weights, target, running, warn)
+    vocabulary, rows = None, weights.matrices.pop(HEAD_ROWS, None)
+    if head.draft_token_ids is not None:
+        vocabulary = draft_vocabulary(target, head.draft_token_ids, rows)
+    if head.eagle3 is not None:
+        target.capture(head.eagle3.captured)
+    opener = DraftHeadOpener(head.spec, weights, target, running, warn, head.eagle3)
     opener.open()
     return DraftHeadSource(opener, target, vocabulary, warn)
 
 
 def head_weights(head: DraftHead, quantizer: str = DEFAULT_QUANTIZER, *, compiled: bool) -> ModelWeights:
-    """compiled: in tiles, for the CPU kernels and the GPU; the embedding is int8 there, as the model's, and the rest is
-    by `quantizer`."""
+    """compiled: in tiles, for the CPU kernels and the GPU; embedding and rows of the head are int8 there, as the
+    model's, and the rest is by `quantizer`."""
     if not compiled:
-        return head.weights
+        return ModelWeights(dict(head.weights.matrices), head.weights.vectors)
     tiles: dict[str, Weight] = {
-        name: quantize(weight.dequantize(), "int8" if name == EMBEDDING else quantizer)
+        name: quantize(weight.dequantize(), "int8" if name in (EMBEDDING, HEAD_ROWS) else quantizer)
         for name, weight in head.weights.matrices.items()
     }
     return ModelWeights(tiles, head.weights.vectors, quantizer)
@@ -147,8 +154,10 @@ def head_on_cpu(spec: ModelSpec, weights: ModelWeights, max_tokens: int, pool: "
 
 
 @torch.inference_mode()
-def draft_vocabulary(target: Executor, token_ids: Tensor) -> DraftVocabulary:
-    """The model's head for these tokens alone."""
+def draft_vocabulary(target: Executor, token_ids: Tensor, rows: Weight | None = None) -> DraftVocabulary:
+    """A head for these tokens alone: of these rows, the model's where None."""
+    if rows is not None:
+        return DraftVocabulary(rows, token_ids)
     matrix = target.weights.matrices[target.blocks[-1].tensors["tokens"].name]
-    rows = matrix.gathered(token_ids) if isinstance(matrix, TileWeight) else DenseWeight(matrix.rows(token_ids))
-    return DraftVocabulary(rows, token_ids)
+    mine = matrix.gathered(token_ids) if isinstance(matrix, TileWeight) else DenseWeight(matrix.rows(token_ids))
+    return DraftVocabulary(mine, token_ids)
