@@ -18,10 +18,11 @@ from hetero_ee_kernels import (
 )
 from hetero_ee_kernels.pages import PAGE_TOKENS, PART_TOKENS
 from hetero_ee_kernels.tile_group import SLOTS
-from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX
+from hetero_ee_kernels.tile_matrix import BYTES, CODEBOOK, GCN, LINEAR, PTX, ZEROS
 from tests.gpu_compilation import Compilation
 
-KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
+VOCABULARY_KINDS = ((LINEAR, "linear"), (CODEBOOK, "codebook"), (BYTES, "int8"))
+KINDS = (*VOCABULARY_KINDS, (ZEROS, "zeros"))
 
 
 def every_compilation() -> Iterator[Compilation]:
@@ -222,7 +223,7 @@ def _quantize() -> list[Compilation]:
 
 
 def _sliced_head() -> list[Compilation]:
-    """Every kind of tile."""
+    """Every kind of tile that a head may have."""
     signature = {"words_ptr": "*i32", "scales_ptr": "*fp16", "table_ptr": "*i32", "codes_ptr": "*i32"}
     signature |= {"code_scales_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*fp32", "factor": "fp32"}
     signature |= dict.fromkeys(("n_candidates", "ids_stride", "n_rows", "n_groups", "one"), "i32")
@@ -235,7 +236,7 @@ def _sliced_head() -> list[Compilation]:
             sliced_head.N_WARPS,
             isa=isa,
         )
-        for kind, name in KINDS
+        for kind, name in VOCABULARY_KINDS
         for isa in (PTX, GCN)
     ]
 

@@ -11,8 +11,10 @@ CODEBOOKS: dict[str, tuple[int, ...] | None] = {
     "linear": tuple(range(-8, 8)),
     "codebook": (-128, -97, -70, -54, -40, -27, -16, -5, 0, 9, 28, 40, 54, 70, 90, 127),
     "int8": None,
+    "zeros": tuple(range(-8, 8)),
 }
 KINDS = tuple(CODEBOOKS)
+VOCABULARY_KINDS = tuple(kind for kind in KINDS if kind != "zeros")  # embeddings and heads have no zero points
 EXPONENT = -9
 
 
@@ -25,6 +27,8 @@ def random_matrix(kind: str, shape: tuple[int, int], seed: int = 0) -> TileMatri
     tiles = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
     scales = torch.randn((n_blocks, n_groups, 16), generator=generator).half()
     scales[torch.rand(scales.shape, generator=generator) < 0.02] = 0
+    if kind == "zeros":
+        scales = torch.cat([scales, (torch.randn(scales.shape, generator=generator) * 5).half()], 2)
     tiles = tiles.view(torch.int8) if codebook is None else tiles
     return TileMatrix(tiles.to(DEVICE), scales.to(DEVICE), EXPONENT, codebook, shape[0])
 

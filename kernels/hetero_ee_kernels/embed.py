@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
-from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, output
+from hetero_ee_kernels.tile_matrix import BYTES, GROUP, TileMatrix, check_no_zeros, output
 
 BLOCK, N_WARPS = 512, 4
 
@@ -70,6 +70,7 @@ def embed(
     m = len(ids)
     check("ids", ids, (m,), torch.int32)
     check("positions", positions, (m,), torch.int32)
+    check_no_zeros(weight)
     if -(-n_columns // GROUP) != weight.n_groups:
         raise ValueError(f"{n_columns} columns are not the {weight.n_groups} groups of 32 that the tiles have.")
     if learned is not None:

@@ -32,14 +32,42 @@ MAX_PAIRS = 2  # row blocks a program, in pairs, for prompts: each activation th
 
 
 @triton.jit
-def added(totals: tl.tensor, sums: tl.tensor, scales: tl.tensor, x_scale: tl.tensor) -> Any:
+def added(totals: tl.tensor, numbers: tl.tensor, scales: tl.tensor, x_scale: tl.tensor) -> Any:
     """Totals of 4 rows plus their share of a group."""
     return (
-        tl.fma(to_float(sums[0]), scales[0] * x_scale, totals[0]),
-        tl.fma(to_float(sums[1]), scales[1] * x_scale, totals[1]),
-        tl.fma(to_float(sums[2]), scales[2] * x_scale, totals[2]),
-        tl.fma(to_float(sums[3]), scales[3] * x_scale, totals[3]),
+        tl.fma(numbers[0], scales[0] * x_scale, totals[0]),
+        tl.fma(numbers[1], scales[1] * x_scale, totals[1]),
+        tl.fma(numbers[2], scales[2] * x_scale, totals[2]),
+        tl.fma(numbers[3], scales[3] * x_scale, totals[3]),
     )
+
+
+@triton.jit
+def numbers_of(sums: tl.tensor, zeros: tl.tensor, x_sum: tl.tensor, KIND: tl.constexpr) -> Any:
+    """A group's sums of 4 rows in fp32, less zero points times x_sum, -16 times the sum of the token's activations."""
+    if KIND == 3:
+        return (
+            tl.fma(zeros[0], x_sum, to_float(sums[0])),
+            tl.fma(zeros[1], x_sum, to_float(sums[1])),
+            tl.fma(zeros[2], x_sum, to_float(sums[2])),
+            tl.fma(zeros[3], x_sum, to_float(sums[3])),
+        )
+    else:
+        return to_float(sums[0]), to_float(sums[1]), to_float(sums[2]), to_float(sums[3])
+
+
+@triton.jit
+def zero_points(
+    at: tl.tensor, mask: tl.tensor, b: tl.tensor, KIND: tl.constexpr, MASKED: tl.constexpr, ISA: tl.constexpr
+) -> Any:
+    """Of 4 rows, and -16 times the sums of the activations of tokens 2 j and 2 j + 1; b: see mma."""
+    if KIND == 3:
+        zeros = split4(tl.load(at, mask=mask, other=0.0 if MASKED else None).to(tl.float32))
+        ones = tl.full((1, 1, b[0].shape[2]), 0x01010101, tl.int32)
+        sums = mma((ones, ones, ones, ones), b, ISA)
+        return zeros, to_float(sums[0]) * -16.0, to_float(sums[1]) * -16.0
+    else:
+        return 0, 0, 0
 
 
 @triton.jit
@@ -59,6 +87,7 @@ def add_quads(
     Where MASKED, groups from n_inside (T,) on add 0. IS_ONE: of the tokens the first alone counts.
     """
     TILE: tl.constexpr = 128 if KIND == 2 else 64
+    SCALES: tl.constexpr = 32 if KIND == 3 else 16
     STEP: tl.constexpr = 4 * SLOTS
     words_at, scales_at, codes_at, code_scales_at = at
     even, odd = totals
@@ -68,17 +97,18 @@ def add_quads(
         mask = (n_inside > i)[None, None, :, None] if MASKED else None
         low, high = entries(words_at + TILE * i, mask, table, KIND, ISA)
         low, high = split4(low), split4(high)
-        scales = tl.load(scales_at + 16 * i, mask=mask, other=0.0 if MASKED else None)
+        scales = tl.load(scales_at + SCALES * i, mask=mask, other=0.0 if MASKED else None)
         scales = split4(scales.to(tl.float32))
         if i % 2 == 0:  # not both at once, or a prompt's program has too few registers
             x = split4(tl.load(codes_at + 2 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
-        even = added(even, (c[0], c[2], d[0], d[2]), scales, even_scales[i])
+        zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
+        even = added(even, numbers_of((c[0], c[2], d[0], d[2]), zeros, even_sum, KIND), scales, even_scales[i])
         if not IS_ONE:
-            odd = added(odd, (c[1], c[3], d[1], d[3]), scales, odd_scales[i])
-    at = (words_at + STEP * TILE, scales_at + STEP * 16, codes_at + STEP * 8, code_scales_at + STEP * 2)
+            odd = added(odd, numbers_of((c[1], c[3], d[1], d[3]), zeros, odd_sum, KIND), scales, odd_scales[i])
+    at = (words_at + STEP * TILE, scales_at + STEP * SCALES, codes_at + STEP * 8, code_scales_at + STEP * 2)
     return (even, odd), at
 
 
@@ -107,6 +137,7 @@ def matmul_kernel(
     EACH: tl.constexpr = 1 if IS_ONE else 2
     STEP: tl.constexpr = 4 * SLOTS
     TILE: tl.constexpr = 128 if KIND == 2 else 64
+    SCALES: tl.constexpr = 32 if KIND == 3 else 16
     n_parts = (m + TOKENS - 1) // TOKENS
     n_quads = (n_groups + STEP - 1) // STEP * SLOTS
     first_row = tl.program_id(0) // n_parts * (32 * PAIRS)
@@ -117,7 +148,7 @@ def matmul_kernel(
     block = first_row // 16 + 2 * tl.arange(0, PAIRS)[:, None] + (row // 4)[None, :]
     tile = tl.minimum(block, (n_rows + 15) // 16 - 1).to(tl.int64) * n_groups + (4 * slot)[None, :]
     words_at = words_ptr + (tile * TILE + (16 * j + row % 4 * 4)[None, :])[:, None, :, None] + four
-    scales_at = scales_ptr + (tile * 16 + (row % 4 * 4)[None, :])[:, None, :, None] + four
+    scales_at = scales_ptr + (tile * SCALES + (row % 4 * 4)[None, :])[:, None, :, None] + four
     eight = first + 8 * tl.arange(0, EIGHTS)[:, None]
     token = tl.minimum(eight + ((EACH - 1) * row)[None, :], m - 1).to(tl.int64)
     even = tl.minimum(eight + ((EACH - 1) * 2 * j)[None, :], (m - 1) // EACH * EACH).to(tl.int64)

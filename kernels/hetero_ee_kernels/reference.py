@@ -21,7 +21,7 @@ SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere count
 
 def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
     """All of W with its padding, or of these blocks of 16 rows, fp32 (N padded to 16, K padded to 32):
-    (scale x 2^exponent) x entry."""
+    (scale x 2^exponent) x entry, of which a zero point is subtracted first."""
     tiles, scales = weight.tiles[blocks], weight.scales[blocks]
     n_blocks, n_groups = len(tiles), weight.n_groups
     if weight.codebook is None:
@@ -31,8 +31,12 @@ def dequantize(weight: TileMatrix, blocks: Any = slice(None)) -> Any:
         lines = tiles.view(n_blocks, n_groups, 4, 16, 4)
         codes = torch.stack([lines & 15, lines >> 4], dim=2).permute(0, 4, 1, 2, 3, 5)  # b r g half j c
         entries = torch.tensor(weight.codebook, device=codes.device)[codes.int()]
-    factors = scales.permute(0, 2, 1).reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
-    return (entries.reshape(n_blocks * 16, n_groups, 32).float() * factors).view(n_blocks * 16, n_groups * 32)
+    factors, *zeros = scales.permute(0, 2, 1).reshape(n_blocks, -1, 16, n_groups).unbind(1)
+    entries = entries.reshape(n_blocks * 16, n_groups, 32).float()
+    for zero in zeros:
+        entries = entries - zero.reshape(n_blocks * 16, n_groups, 1).float()
+    factors = factors.reshape(n_blocks * 16, n_groups, 1).float() * weight.factor
+    return (entries * factors).view(n_blocks * 16, n_groups * 32)
 
 
 def embed(

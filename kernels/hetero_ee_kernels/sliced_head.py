@@ -15,7 +15,7 @@ import triton.language as tl
 from hetero_ee_kernels.checks import UNFUSED
 from hetero_ee_kernels.quantize import quantize
 from hetero_ee_kernels.tile_group import MAGIC_BITS, SLOTS, dot4, entries, load_table, split4, sum_slots, to_float
-from hetero_ee_kernels.tile_matrix import TileMatrix, check_rows, output
+from hetero_ee_kernels.tile_matrix import TileMatrix, check_no_zeros, check_rows, output
 
 N_WARPS = 4  # a thread for each slot, candidate and group of a quad
 
@@ -105,6 +105,7 @@ def sliced_head(x: Any, weight: TileMatrix, ids: Any, out: Any = None) -> Any:
     The bits of matmul(x, weight) at those columns. Raises ValueError where the shapes don't fit.
     """
     check_rows(x, weight)
+    check_no_zeros(weight)
     m = len(x)
     fits = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == m)
     if not fits or ids.dtype != torch.int64 or not ids.is_contiguous() or ids.device != x.device:

@@ -7,6 +7,8 @@ entry x int8 activation, exact whatever the order, then one fma with the two sca
 Four groups are a quad. Quad q is added to slot q mod 8, groups in order; the slots are then summed pair by pair. That
 order is written out here, in additions of two numbers, so no layout that the compiler picks can change a bit. Linear
 entries come out of their nibbles 16 times too large, which saves the offset; the scale takes the factor back, exactly.
+With zero points z, z times the sum of the group's activations, which a product with ones gives, goes off that integer
+first, by an fma that rounds nothing where z is whole.
 Integers become fp32 by their bits: magic + i, less magic, is exact for |i| < 2^22, and the conversion instruction slow.
 """
 
@@ -204,7 +206,7 @@ def load_table(table_ptr: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr) -> An
 def entries(at: tl.tensor, mask: tl.tensor, table: tl.tensor, KIND: tl.constexpr, ISA: tl.constexpr) -> Any:
     """Signed bytes of a tile's row: of 4 columns from 4 j on, and of those 16 columns on. at: the word of line j."""
     words = tl.load(at, mask=mask)
-    if KIND == 0:
+    if KIND == 0 or KIND == 3:
         return linear_entries(words, ISA)
     elif KIND == 1:
         return codebook_entries(words, table, ISA)

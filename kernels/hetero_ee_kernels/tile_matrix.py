@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-LINEAR, CODEBOOK, BYTES = 0, 1, 2  # the kernels' KIND of tile: int4 of -8 .. 7, int4 of a codebook, int8
+# The kernels' KIND of tile: int4 of -8 .. 7, int4 of a codebook, int8, int4 of -8 .. 7 with zero points.
+LINEAR, CODEBOOK, BYTES, ZEROS = 0, 1, 2, 3
 # The kernels' ISA, whose instructions one may hold: nobody's, AMD's, NVIDIA's. Of tensor cores Turing has smaller ones.
 PLAIN, GCN, TURING, PTX = 0, 1, 2, 3
 GROUP = 32
@@ -14,8 +15,9 @@ LINEAR_CODEBOOK = tuple(range(-8, 8))
 class TileMatrix:
     """Keeps the tensors as they are; changes and copies nothing.
 
-    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16);
-    codebook: 16 integers of -128..127; n_rows: how many of the padded rows count, all where None.
+    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16), of -8 .. 7 also
+    (N/16, G, 32), the last 16 zero points; codebook: 16 integers of -128..127; n_rows: how many of the padded rows
+    count, all where None.
     Raises ValueError for other shapes, types, devices or layouts. Both tensors must lie at multiples of 16 bytes.
     """
 
@@ -25,7 +27,9 @@ class TileMatrix:
         n_bytes, dtype = (512, torch.int8) if codebook is None else (256, torch.uint8)
         if tiles.dim() != 3 or tiles.shape[2] != n_bytes or tiles.dtype != dtype:
             raise ValueError(f"tiles are {tiles.dtype} {tuple(tiles.shape)}, expected {dtype} (N/16, G, {n_bytes}).")
-        expected = (*tiles.shape[:2], 16)
+        is_linear = codebook is not None and tuple(codebook) == LINEAR_CODEBOOK
+        has_zeros = is_linear and scales.shape[2:] == (32,)
+        expected = (*tiles.shape[:2], 32 if has_zeros else 16)
         if tuple(scales.shape) != expected or scales.dtype != torch.float16 or scales.device != tiles.device:
             raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)}, expected torch.float16 {expected}.")
         if any(not part.is_contiguous() or part.data_ptr() % 16 for part in (tiles, scales)):
@@ -34,11 +38,11 @@ class TileMatrix:
         self.n_rows = 16 * self.n_blocks if n_rows is None else n_rows
         if not 16 * (self.n_blocks - 1) < self.n_rows <= 16 * self.n_blocks or not self.n_groups:
             raise ValueError(f"{n_rows} rows don't fit tiles {tuple(tiles.shape)}.")
-        self.kind = BYTES if codebook is None else LINEAR if tuple(codebook) == LINEAR_CODEBOOK else CODEBOOK
+        self.kind = ZEROS if has_zeros else LINEAR if is_linear else BYTES if codebook is None else CODEBOOK
         self.tiles, self.scales, self.codebook = tiles, scales, codebook
         self.words = tiles.view(torch.int32)
         self.factor = 2.0**exponent
-        self.quantized_factor = self.factor / 16 if self.kind == LINEAR else self.factor  # see tile_group.py
+        self.quantized_factor = self.factor / 16 if is_linear else self.factor  # see tile_group.py
         entries = torch.tensor(codebook or (0,) * 16, dtype=torch.int8)
         self.table = entries.view(torch.int32).to(tiles.device)
         self.isa = instructions(tiles)
@@ -54,6 +58,12 @@ def check_rows(x: Any, weight: TileMatrix) -> None:
             f"activations are {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous torch.float32 (m, K) "
             f"on {weight.tiles.device}, K in {weight.n_groups} groups of 32."
         )
+
+
+def check_no_zeros(weight: TileMatrix) -> None:
+    """Raises ValueError for one with zero points, which embeddings and heads never have."""
+    if weight.kind == ZEROS:
+        raise ValueError("tiles have zero points, which only the whole product takes.")
 
 
 def output(out: Any, shape: tuple[int, ...], device: Any) -> Any:

@@ -31,9 +31,12 @@ class BitsandbytesMatrix:
 
 
 def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
-    """The weight in bitsandbytes' layout on a device. Raises UsageError where its tiles are not int4."""
-    if weight.codebook is None:
-        raise UsageError("bitsandbytes multiplies 4-bit weights only, these have 8; use the triton or torch matmul.")
+    """The weight in bitsandbytes' layout on a device. Raises UsageError where its tiles are not plain int4."""
+    if weight.layout != "int4":
+        raise UsageError(
+            f"bitsandbytes multiplies 4-bit weights without zero points only, not {weight.layout}; "
+            "use the triton or torch matmul."
+        )
     codes = layout.unpack_int4(weight.tiles)[: weight.n_rows]
     packed = codes[:, 0::2] << 4 | codes[:, 1::2]
     factors = layout.unpack_scales(weight.scales)[: weight.n_rows].float() * (2.0**weight.exponent * UNIT)

@@ -85,6 +85,6 @@ def gpu_linear(name: str, weight: Any, bias: Tensor | None, operations: GpuOpera
     """The matrix as the operations take it. Raises TypeError where it is not in tiles."""
     if not isinstance(weight, TileWeight):
         raise TypeError(f"{name} is {type(weight).__name__}, the GPU kernels multiply tiles.")
-    if weight.codebook is None:
-        return GpuLinear(operations.matmul_int8, operations.prepare_int8(weight, device), bias)
-    return GpuLinear(operations.matmul_int4, operations.prepare_int4(weight, device), bias)
+    if weight.layout == "int4":
+        return GpuLinear(operations.matmul_int4, operations.prepare_int4(weight, device), bias)
+    return GpuLinear(operations.matmul_int8, operations.prepare_int8(weight, device), bias)

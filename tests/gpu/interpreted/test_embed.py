@@ -8,13 +8,13 @@ import torch
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.embed import embed
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, int32, random
-from tests.gpu_tiles import KINDS, random_matrix
+from tests.gpu_tiles import VOCABULARY_KINDS, random_matrix
 
 OFFSET = 2
 
 
 @pytest.mark.parametrize("n_columns", [64, 40, 1056])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VOCABULARY_KINDS)
 def test_rows_are_the_matrix_s(kind: str, n_columns: int) -> None:
     weight = random_matrix(kind, (37, n_columns))
     ids, positions = int32(36, 0, 17, 17, 5), int32(0, 1, 2, 9, 4)
@@ -25,7 +25,7 @@ def test_rows_are_the_matrix_s(kind: str, n_columns: int) -> None:
         assert_same_bits(out.check(), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VOCABULARY_KINDS)
 def test_learned_positions_are_added(kind: str) -> None:
     weight, learned = random_matrix(kind, (20, 96)), random(1, 12, 96)
     ids, positions = int32(3, 19, 3), int32(9, 0, 4)

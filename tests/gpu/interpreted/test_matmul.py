@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from hetero_ee_kernels import reference
+from hetero_ee_kernels.embed import embed
 from hetero_ee_kernels.matmul import matmul
+from hetero_ee_kernels.sliced_head import sliced_head
 from hetero_ee_kernels.tile_group import MAGIC_BITS, MMA_PTX, mma
-from hetero_ee_kernels.tile_matrix import GCN, PLAIN, TileMatrix
+from hetero_ee_kernels.tile_matrix import GCN, PLAIN, ZEROS, TileMatrix
 from tests.gpu_fragments import run_warp
 from tests.gpu_support import DEVICE, IS_INTERPRETED, Guarded, assert_same_bits, random
 from tests.gpu_tiles import CODEBOOKS, EXPONENT, KINDS, activations, nmse, random_matrix
@@ -44,7 +46,7 @@ def test_any_number_of_rows() -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "shape"), [("linear", (16, 1088)), ("codebook", (40, 160)), ("int8", (40, 160))])
+@pytest.mark.parametrize(("kind", "shape"), [("linear", (16, 1088)), ("codebook", (40, 160)), ("int8", (40, 160)), ("zeros", (40, 160))])
 def test_a_rows_bits_do_not_depend_on_the_others(kind: str, shape: tuple[int, int]) -> None:
     """Every width that a program may have: of one token, of 8, 16 and 32, and of a prompt."""
     weight = random_matrix(kind, shape)
@@ -96,7 +98,7 @@ def test_the_product_is_the_cpu_kernels(kind: str) -> None:
 def test_the_largest_sums_are_exact(kind: str) -> None:
     """All weights and activations at their ends: the integer sums are the largest there are."""
     weight = random_matrix(kind, (16, 64))
-    ends = {"linear": (0x00, 0xFF), "codebook": (0x00, 0xFF), "int8": (0x80, 0x7F)}[kind]
+    ends = (0x80, 0x7F) if kind == "int8" else (0x00, 0xFF)
     tiles = weight.tiles.view(torch.uint8)
     tiles[:, 0], tiles[:, 1] = ends
     weight.scales.fill_(1.0)
@@ -145,6 +147,7 @@ def test_wrong_matrices_are_refused() -> None:
         (tiles, scales.float(), 0, codebook),
         (tiles, scales[:, :1], 0, codebook),
         (tiles, scales, 0, None),
+        (tiles, torch.cat([scales, scales], 2), 0, CODEBOOKS["codebook"]),
         (tiles.transpose(0, 1), scales.transpose(0, 1), 0, codebook),
         (odd, scales, 0, codebook),
         (tiles, scales, 0, codebook, 33),
@@ -182,7 +185,34 @@ def test_the_plain_product_of_fragments_is_the_instructions() -> None:
     assert (lanes(words, GCN) == expected).all()
 
 
-@pytest.mark.parametrize("kind", ["linear", "int8"])  # a codebook is looked up by an instruction
+def test_whole_zero_points_leave_exact_products() -> None:
+    random = torch.Generator().manual_seed(0)
+    weight = random_matrix("zeros", (33, 160))
+    weight.scales[..., :16] = 1.0
+    weight.scales[..., 16:] = torch.randint(-8, 8, (*weight.scales.shape[:2], 16), generator=random).half()
+    x = torch.randint(-127, 128, (9, 160), generator=random).float()
+    x[:, 5::32] = 127
+    product = x.double() @ reference.dequantize(weight).cpu().double().T
+    assert torch.equal(matmul(x.to(DEVICE), weight).cpu().double(), product[:, :33])
+
+
+def test_zero_points_of_0_change_no_bit() -> None:
+    plain, x = random_matrix("linear", (33, 160)), activations(3, 9, 160)
+    scales = torch.cat([plain.scales, torch.zeros_like(plain.scales)], 2)
+    weight = TileMatrix(plain.tiles, scales, EXPONENT, plain.codebook, 33)
+    assert weight.kind == ZEROS
+    assert_same_bits(matmul(x, weight), matmul(x, plain))
+
+
+def test_zero_points_of_embeddings_and_heads_are_refused() -> None:
+    weight, ids = random_matrix("zeros", (33, 64)), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="tiles have zero points"):
+        sliced_head(random(1, 1, 64), weight, ids)
+    with pytest.raises(ValueError, match="tiles have zero points"):
+        embed(ids.int(), weight, 64, positions=ids.int())
+
+
+@pytest.mark.parametrize("kind", ["linear", "zeros", "int8"])  # a codebook is looked up by an instruction
 def test_amds_programs_of_one_token_have_the_same_bits(kind: str) -> None:
     weight, x = random_matrix(kind, (20, 96)), activations(8, 3, 96)
     expected = matmul(x, weight)

@@ -9,7 +9,7 @@ from hetero_ee_kernels import reference
 from hetero_ee_kernels.matmul import matmul
 from hetero_ee_kernels.sliced_head import sliced_head
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
-from tests.gpu_tiles import KINDS, activations, nmse, random_matrix
+from tests.gpu_tiles import VOCABULARY_KINDS, activations, nmse, random_matrix
 
 N_ROWS = 20
 
@@ -20,7 +20,7 @@ def ids(*values: Any) -> torch.Tensor:
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("n_columns", [64, 1088])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VOCABULARY_KINDS)
 def test_bits_of_the_whole_product(kind: str, n_columns: int) -> None:
     weight, x = random_matrix(kind, (N_ROWS, n_columns)), activations(1, 3, n_columns)
     expected = matmul(x, weight)
