@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
 
 LEAST_VALUE = -127  # int8 tiles have no -128
 HALF_ROUNDING = 2.0**-11  # of a value in fp16, at most, where it is no subnormal
+LARGEST_ZERO = 65504.0  # in fp16
+SMALL_ZERO = 2.0**-13  # a zero point below is about 0: codes are 1 apart, and fp16 has less precision there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +30,19 @@ class Blocks:
     scales: Tensor
     codebook: tuple[int, ...] | None
     zeros: Tensor | None = None
+
+    @classmethod
+    def with_minimums(cls, codes: Tensor, scales: Tensor, minimums: Tensor) -> Self:
+        """W[n, k] = scales[n, k // 32] x codes[n, k] - minimums[n, k // 32], codes uint8 of 0 to 15.
+
+        A group whose zero point fp16 can't hold, as one without a scale, is its minimum alone. What is not finite makes
+        a scale that is not.
+        """
+        zeros = minimums / scales - 8
+        is_flat = ~(zeros.abs() <= LARGEST_ZERO) & scales.isfinite()
+        zero_code = LINEAR_CODEBOOK.index(0)
+        codes = torch.where(is_flat.repeat_interleave(layout.TILE_COLUMNS, dim=1), zero_code, codes)
+        return cls(codes, torch.where(is_flat, minimums, scales), LINEAR_CODEBOOK, torch.where(is_flat, 1.0, zeros))
 
     def entries(self) -> Tensor:
         """int8 (N, K)."""
@@ -80,7 +96,7 @@ def _tiles(
     stacked = pad(stacked, (0, 0, 0, n_padding), value=padding)
     found = _fp16_scales(pad(scales, (0, 0, 0, n_padding)), most)
     zeros = _stacked_zeros(parts)
-    if found is None or (zeros is not None and not _is_near(zeros.half(), zeros, most)):
+    if found is None or (zeros is not None and not _is_near(zeros.half(), zeros, most, SMALL_ZERO)):
         return None
     packed = layout.pack_scales(found[0], None if zeros is None else pad(zeros, (0, 0, 0, n_padding)).half())
     tiles = layout.pack_int8(stacked) if codebook is None else layout.pack_int4(stacked)
@@ -102,6 +118,7 @@ def _fp16_scales(scales: Tensor, most: float) -> tuple[Tensor, int] | None:
     return None
 
 
-def _is_near(found: Tensor, expected: Tensor, most: float) -> bool:
+def _is_near(found: Tensor, expected: Tensor, most: float, small: float = 0.0) -> bool:
+    """Whether all are within `most` of each, or of `small` where that is more."""
     error = (found.double() - expected.double()).abs()
-    return bool((error <= most * expected.double().abs()).all())
+    return bool((error <= most * expected.double().abs().clamp_min(small)).all())

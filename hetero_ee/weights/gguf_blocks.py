@@ -1,8 +1,10 @@
 """Weights of GGUF files, block by block: those that tiles can hold as they are, and all others as floats.
 
-Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q5_0 fp16 d, 32 fifth bits, 16 bytes; Q8_0 fp16 d,
-32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. IQ4_XS, eight blocks at once: fp16 d, 8 x 2 high bits of s, 8
-x 4 low ones, 8 x 16 bytes; scales d (s - 32). The low nibbles of codes are elements 0 to 15, the high ones 16 to 31.
+Layouts of a block of 32: Q4_0 and IQ4_NL fp16 d, 16 bytes of codes; Q4_1 fp16 d, fp16 m, 16 bytes, d q + m; Q5_0 fp16
+d, 32 fifth bits, 16 bytes; Q8_0 fp16 d, 32 int8; MXFP4 a byte e that means 2^(e - 127), 16 bytes. The low nibbles of
+codes are elements 0 to 15, the high ones 16 to 31. Eight blocks at once: IQ4_XS fp16 d, 8 x 2 high bits of s, 8 x 4
+low ones, 8 x 16 bytes, scales d (s - 32); Q4_K fp16 d, fp16 e, 12 bytes with 6-bit s and m of each block, 4 x 32
+bytes, whose low nibbles are one block, whose high ones the next, d s q - e m.
 Source: ggml-common.h.
 """
 
@@ -95,6 +97,20 @@ def mxfp4_blocks(nibbles: Tensor, exponents: Tensor) -> Blocks:
     return Blocks(renamed[nibbles.int()], powers[exponents.int()].float(), MXFP4_CODEBOOK)
 
 
+def _q4_1(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 20)
+    return Blocks.with_minimums(_nibbles(blocks[..., 4:]), _halves(blocks), -_halves(blocks[..., 2:]))
+
+
+def _q4_k(raw: Tensor) -> Blocks:
+    blocks = _blocks(raw, 144)
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1).float() * _halves(blocks)[..., None]
+    minimums = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1).float() * _halves(blocks[..., 2:])[..., None]
+    codes = _nibbles(blocks[..., 16:].reshape(len(raw), -1, 32))
+    return Blocks.with_minimums(codes, scales.flatten(1), minimums.flatten(1))
+
+
 def _mxfp4(raw: Tensor) -> Blocks:
     blocks = _blocks(raw, 17)
     return mxfp4_blocks(_nibbles(blocks[..., 1:]), blocks[..., 0])
@@ -114,13 +130,15 @@ def _q8_0(raw: Tensor) -> Blocks:
 
 KEPT: dict[str, Callable[[Tensor], Blocks]] = {
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
     "Q5_0": _q5_0,
     "Q8_0": _q8_0,
 }
-ROUNDED = frozenset({"IQ4_XS"})  # of these, those whose scales have more bits than fp16
+ROUNDED = frozenset({"Q4_1", "Q4_K", "IQ4_XS"})  # of these, those whose scales or zero points are rounded to fp16
 
 
 def _blocks(raw: Tensor, n_bytes: int) -> Tensor:
@@ -134,5 +152,5 @@ def _halves(blocks: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """16 bytes of a block -> 32 codes: uint8 (N, K)."""
+    """16 bytes of a block -> 32 codes, 32 of two -> 64: uint8 (N, K)."""
     return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)

@@ -15,8 +15,8 @@ LINEAR_CODEBOOK = tuple(range(-8, 8))
 class TileMatrix:
     """Keeps the tensors as they are; changes and copies nothing.
 
-    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16), of -8 .. 7 also
-    (N/16, G, 32), the last 16 zero points; codebook: 16 integers of -128..127; n_rows: how many of the padded rows
+    tiles: uint8 (N/16, G, 256) with a codebook, int8 (N/16, G, 512) without; scales: fp16 (N/16, G, 16), of -8 .. 7
+    also (N/16, G, 32), the last 16 zero points; codebook: 16 integers of -128..127; n_rows: how many of the padded rows
     count, all where None.
     Raises ValueError for other shapes, types, devices or layouts. Both tensors must lie at multiples of 16 bytes.
     """

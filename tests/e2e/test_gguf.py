@@ -28,6 +28,7 @@ from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.store.source import Source
+from hetero_ee.weights.weight import TileWeight
 from tests.conftest import SHARED_MODELS
 from tests.families import random_model
 from tests.gguf_models import write_gguf
@@ -115,10 +116,10 @@ def test_kept_types_are_exact(tmp_path: Path, kind: str) -> None:
 
 # Relative squared error of a matrix, at most: of 8 bits, and of 4 on random weights of each type.
 INEXACT = {
-    "Q4_1": ("int4", 0.01),
+    "Q4_1": ("int4 zeros", 1e-8),  # codes are kept, zero points rounded to fp16
     "Q5_1": ("int8", 3e-5),
     "Q3_K": ("int4", 0.03),
-    "Q4_K": ("int4", 0.03),
+    "Q4_K": ("int4 zeros", 1e-7),  # likewise, and scales of 17 bits
     "Q5_K": ("int8", 1e-4),
     "Q6_K": ("int8", 1e-4),
     "IQ4_XS": ("int4", 1e-7),  # its codes are kept, and its scales of 17 bits become fp16
@@ -133,12 +134,37 @@ def test_other_types_come_near(tmp_path: Path, kind: str) -> None:
     held = write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: kind)
     spec, weights = opened(tmp_path / "m.gguf", tmp_path)
     down, expected = weights.matrices["layers.0.ffn.down"], held["model.layers.0.mlp.down_proj.weight"]
-    assert (down.codebook is None) == (layout == "int8") == ("layers.0.ffn.down" in spec.int8_matrices)
+    assert isinstance(down, TileWeight) and down.layout == layout
+    assert (layout == "int8") == ("layers.0.ffn.down" in spec.int8_matrices)
+    assert (layout == "int4 zeros") == ("layers.0.ffn.down" in spec.zero_point_matrices)
     error = float((down.dequantize() - expected).square().sum() / expected.square().sum())
     assert 0 < error < most
     store = json.loads((tmp_path / "store-None" / "manifest.json").read_text())
     rows = [row for row in store["source"]["types"] if row["layout"] == layout]
     assert [row["types"] for row in rows] == [kind] and 0 < rows[0]["relative_squared_error"] < most
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_codes_with_minimums_are_kept(tmp_path: Path, kind: str) -> None:
+    """Queries in Q4_0 have none; the rest is where the file has it, and plans count its bytes."""
+    model = random_model("llama", num_hidden_layers=2, **WIDE)
+    held = write_gguf(model, tmp_path / "m.gguf", lambda name: "Q4_0" if "attn_q." in name else kind)
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path)
+    shorts = ("attention.output", "attention.qkv", "ffn.down", "ffn.gate_up")
+    assert spec.zero_point_matrices == tuple(sorted(f"layers.{layer}.{short}" for layer in (0, 1) for short in shorts))
+    assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
+    assert sum(part.weight_bytes for part in model_parts(spec, "fp16")) == weights.n_bytes
+    assert dummy_weights(spec).n_bytes == weights.n_bytes
+    assert product_shapes(spec) == product_shapes(spec.in_plain_int4) and shapes_sha256(spec) != shapes_sha256(
+        spec.in_plain_int4
+    )
+    for part, rows in (("q", slice(0, 256)), ("v", slice(-128, None))):
+        found = weights.matrices["layers.1.attention.qkv"].dequantize()[rows]
+        expected = held[f"model.layers.1.self_attn.{part}_proj.weight"]
+        assert (found - expected).abs().max() <= (0 if part == "q" else 1e-3 * expected.abs().max())
+    model.model.embed_tokens.weight.data = weights.matrices["embedding.tokens"].dequantize()  # 8 bits, of other types
+    model.lm_head.weight.data = weights.matrices["head.tokens"].dequantize()
+    assert (logits(spec, weights) - expected_logits(model)).abs().max() < 1e-3 * expected_logits(model).abs().max()
 
 
 def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:
@@ -150,13 +176,16 @@ def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:
     assert spec.int8_matrices == ("layers.0.attention.qkv",)
     assert sum(part.weight_bytes for part in model_parts(spec, "fp16")) == weights.n_bytes  # as plans count them
     assert dummy_weights(spec).n_bytes == weights.n_bytes
-    assert product_shapes(spec) == product_shapes(replace(spec, int8_matrices=()))  # one profile serves both
+    assert product_shapes(spec) == product_shapes(spec.in_plain_int4)  # one profile serves both
     assert shapes_sha256(spec) != shapes_sha256(replace(spec, int8_matrices=()))
     assert read_spec(gguf_folder(tmp_path / "m.gguf", configuration_only=True)) == spec
     error = (logits(spec, weights) - expected_logits(model)).square().mean() / expected_logits(model).square().mean()
     assert error < 0.05
     spec, weights = opened(tmp_path / "m.gguf", tmp_path, "search")  # asked for, so that all is in 4 bits
-    assert spec.int8_matrices == () and weights.matrices["layers.0.attention.qkv"].codebook is not None
+    assert (
+        spec.int8_matrices == spec.zero_point_matrices == ()
+        and weights.matrices["layers.0.attention.qkv"].codebook is not None
+    )
 
 
 def test_kept_parts_of_two_types_are_exact_in_8_bits(tmp_path: Path) -> None:

@@ -66,6 +66,37 @@ def test_zero_points_that_tiles_do_not_hold_are_refused() -> None:
     assert int8_tiles([blocks], most=0.0) is None
 
 
+def test_minimums_become_zero_points() -> None:
+    """w = s q - m, as Q4_1 and Q4_K have it; a group without a scale, or with too small a one, is its minimum."""
+    codes = torch.arange(5 * 32, dtype=torch.uint8).view(5, 32) % 16
+    scales, minimums = (
+        torch.tensor([[0.5], [0.0], [0.0], [1e-7], [-0.25]]),
+        torch.tensor([[3.0], [2.0], [0], [1], [-2]]),
+    )
+    blocks = Blocks.with_minimums(codes, scales, minimums)
+    expected = scales * codes - minimums
+    assert torch.equal(blocks.dequantize()[[0, 1, 2, 4]], expected[[0, 1, 2, 4]])
+    assert torch.equal(blocks.dequantize()[3], -torch.ones(32))
+    tiles = int4_tiles([blocks], most=2.0**-11)
+    assert tiles is not None and torch.equal(tiles.dequantize(), blocks.dequantize())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", ["scales", "minimums"])
+def test_minimums_that_are_no_numbers_are_seen(value: float, place: str) -> None:
+    parts = {"scales": torch.ones(2, 1), "minimums": torch.ones(2, 1)}
+    parts[place][1] = value
+    blocks = Blocks.with_minimums(torch.zeros(2, 32, dtype=torch.uint8), **parts)
+    assert blocks.scales.isfinite().flatten().tolist() == [True, False]
+
+
+def test_a_zero_point_next_to_0_is_no_reason_to_round_the_codes() -> None:
+    """fp16 has few bits for what is left of 8.0000005 - 8, and codes are 1 apart."""
+    blocks, _ = file_blocks(16)
+    near = replace(blocks, zeros=torch.full_like(blocks.scales, 5e-7))
+    assert int4_tiles([near], most=2.0**-11) is not None and int4_tiles([near], most=0.0) is None
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> tuple[Path, ModelSpec, ModelWeights]:
     """A tiny model whose first qkv has zero points, its weights at random."""

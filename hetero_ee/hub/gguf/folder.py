@@ -15,17 +15,17 @@ from typing import Self
 from hetero_ee.config import cache_folder
 from hetero_ee.errors import CheckpointError, ModelError, StoreError
 from hetero_ee.hub.gguf.config import hf_config, hf_generation_config
-from hetero_ee.hub.gguf.names import int8_matrices
+from hetero_ee.hub.gguf.names import int8_matrices, zero_point_matrices
 from hetero_ee.hub.gguf.parts import base_name, part_files, read_model_header
 from hetero_ee.hub.gguf.tokenizer import tokenizer_files
 from hetero_ee.hub.regular_file import find_file, read_file, reason_of
-from hetero_ee.models.hf_config import INT8_FIELD, spec_from_hf
+from hetero_ee.models.hf_config import INT8_FIELD, ZEROS_FIELD, spec_from_hf
 from hetero_ee_profiles.records import from_json
 
 FOLDERS = "gguf"  # below the cache
 NOTE_FILE = "gguf.json"  # believed in there alone: elsewhere it could name any file
 MAX_NOTE_BYTES = 2**23  # the most parts, with the longest paths
-TRANSLATION_VERSION = 2  # another one makes every folder anew
+TRANSLATION_VERSION = 3  # another one makes every folder anew
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -73,7 +73,8 @@ def gguf_folder(file: Path, *, configuration_only: bool = False) -> Path:
         return folder
     header = read_model_header(parts)
     config = hf_config(header)
-    config[INT8_FIELD] = int8_matrices(header, spec_from_hf(config, str(header.file)))
+    spec = spec_from_hf(config, str(header.file))
+    config |= {INT8_FIELD: int8_matrices(header, spec), ZEROS_FIELD: zero_point_matrices(header, spec)}
     files = {} if configuration_only else tokenizer_files(header)  # tokenizer.json last: where it is, all is
     if not has_config:
         values = {"config.json": config, "generation_config.json": hf_generation_config(header)}

@@ -1,8 +1,10 @@
 """Names of tensors in GGUF files, for those that Hugging Face's checkpoints have."""
 
 import re
+from collections.abc import Iterator
 
 from hetero_ee.hub.gguf.header import GgufHeader
+from hetero_ee.hub.gguf.tensor_types import TensorType
 from hetero_ee.models.hf_names import checkpoint_parts
 from hetero_ee.models.spec import ModelSpec
 
@@ -37,11 +39,21 @@ def gguf_name(hf_name: str) -> str:
 
 def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
     """The layers' matrices, by this engine's names, of which the file holds parts that are too precise for 4 bits."""
-    types = {name: tensor.type for name, tensor in header.tensors.items()}
+    return [name for name, types in _matrix_types(header, spec) if any(kind.is_wide for kind in types)]
+
+
+def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
+    """Likewise those whose 4-bit codes can be kept, and some have minimums."""
     return [
         name
-        for name, parts in checkpoint_parts(spec).items()
-        if name.startswith("layers.")
-        and len(parts[0].shape) > 1
-        and any((kind := types.get(gguf_name(part.hf_name))) and kind.is_wide for part in parts)
+        for name, types in _matrix_types(header, spec)
+        if all(kind.is_linear for kind in types) and any(kind.has_minimum for kind in types)
     ]
+
+
+def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
+    """Of each of the layers' matrices the types of its parts that the file has."""
+    for name, parts in checkpoint_parts(spec).items():
+        if name.startswith("layers.") and len(parts[0].shape) > 1:
+            found = (header.tensors.get(gguf_name(part.hf_name)) for part in parts)
+            yield name, [tensor.type for tensor in found if tensor]

@@ -27,6 +27,16 @@ class TensorType:
         """Whether it is quantized, to more bits than 4-bit tiles come near."""
         return not self.is_float and self.bits > MAX_NARROW_BITS
 
+    @property
+    def has_minimum(self) -> bool:
+        """Whether a block's codes of 4 bits have a minimum beside the scale."""
+        return self.name in ("Q4_1", "Q4_K")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether codes of 4 bits are whole numbers times a scale, with a minimum or without."""
+        return self.has_minimum or self.name == "Q4_0"
+
 
 _SUPER = 256  # weights of a block of the K and IQ types
 _KNOWN: dict[int, tuple[str, int, int]] = {

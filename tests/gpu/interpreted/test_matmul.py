@@ -46,7 +46,9 @@ def test_any_number_of_rows() -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "shape"), [("linear", (16, 1088)), ("codebook", (40, 160)), ("int8", (40, 160)), ("zeros", (40, 160))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("linear", (16, 1088)), ("codebook", (40, 160)), ("int8", (40, 160)), ("zeros", (40, 160))]
+)
 def test_a_rows_bits_do_not_depend_on_the_others(kind: str, shape: tuple[int, int]) -> None:
     """Every width that a program may have: of one token, of 8, 16 and 32, and of a prompt."""
     weight = random_matrix(kind, shape)
