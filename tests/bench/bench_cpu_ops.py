@@ -1,6 +1,6 @@
 """The CPU kernels against the memory's speed. Prints tables; the last line is one JSON document.
 
-    python tests/bench/bench_cpu_ops.py [--json] [--quick] [--in-cache]
+    python tests/bench/bench_cpu_ops.py [--json] [--quick] [--in-cache] [--zero-points]
 
 read_gbps: memory read bandwidth, the ceiling. gemv_gbps: bytes of weights and scales per second at m = 1. kappa: time
 of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB, so that nothing sits in cache; with
@@ -8,6 +8,7 @@ of m rows over the time of one. Shape 11008 x 4096; weights cycle through 600 MB
 under "one_thread"; "avx2" is the same in a child process whose code is compiled for AVX2 only. overhead_us_per_layer:
 a decode step of a model with tiny weights and 64 layers, context 16, per layer.
 "attention": see bench_attention.py.
+--zero-points: only what int4 tiles with zero points take for each byte, over those without, products in turns.
 Linear tiles at the top level (like llama.cpp's Q4_0), fitted codebooks (what stores hold by default) under "codebook".
 Every figure is the median of its repeats; run it on a quiet machine.
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="accepted for symmetry; JSON is always the last line")
     parser.add_argument("--quick", action="store_true", help="one pass over the weights instead of five")
     parser.add_argument("--in-cache", action="store_true", help="one small matrix, so that memory has no part in it")
+    parser.add_argument("--zero-points", action="store_true", help="only what zero points cost for each byte")
     parser.add_argument("--threads", type=int, default=physical_core_count())
     parser.add_argument("--kernels-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         use_kernel_cache(Path(cache))
         weights = IN_CACHE if arguments.in_cache else Weights(n_passes=1 if arguments.quick else 5)
+        if arguments.zero_points:
+            print(json.dumps({n: zero_points_cost(n, weights) for n in sorted({1, arguments.threads})}))
+            return
         document = measure(arguments.threads, weights)
         document["one_thread"] = measure(1, weights)
         if not arguments.kernels_only:
@@ -110,20 +115,8 @@ def read_gbps(pool: Any) -> float:
 
 def matmul_times(matmul: Any, codebook: tuple[int, ...], weights: Weights) -> dict[int, float]:
     """Median seconds of one product for each number of rows; rows take turns, so that drift hits all alike."""
-    from hetero_ee_cpu_ops.matmul import TileMatrix
-
-    random = np.random.default_rng(0)
-    grid = (weights.shape[0] // 16, weights.shape[1] // 32)
-    n_matrices = -(-weights.cycle_bytes // weights.n_bytes)
-    matrices = [
-        TileMatrix(
-            random.integers(0, 256, (*grid, 256), np.uint8),
-            (random.random((*grid, 16)) * 0.01).astype(np.float16),
-            0,
-            codebook,
-        )
-        for _ in range(n_matrices)
-    ]
+    matrices = random_matrices(codebook, weights, 16)
+    random = np.random.default_rng(1)
     inputs = {m: random.standard_normal((m, weights.shape[1]), np.float32) for m in ROWS}
     for x in inputs.values():
         matmul(x, matrices[0])
@@ -135,6 +128,48 @@ def matmul_times(matmul: Any, codebook: tuple[int, ...], weights: Weights) -> di
                 matmul(x, matrix)
                 times[m].append(time.perf_counter() - start)
     return {m: statistics.median(values) for m, values in times.items()}
+
+
+def random_matrices(codebook: tuple[int, ...], weights: Weights, n_scales: int) -> list[Any]:
+    """As many as take turns. n_scales: of a tile, 16, or 32 with zero points."""
+    from hetero_ee_cpu_ops.matmul import TileMatrix
+
+    random = np.random.default_rng(0)
+    grid = (weights.shape[0] // 16, weights.shape[1] // 32)
+    return [
+        TileMatrix(
+            random.integers(0, 256, (*grid, 256), np.uint8),
+            (random.random((*grid, n_scales)) * 0.01).astype(np.float16),
+            0,
+            codebook,
+        )
+        for _ in range(-(-weights.cycle_bytes // weights.n_bytes))
+    ]
+
+
+def zero_points_cost(threads: int, weights: Weights) -> dict[int, float]:
+    """For m = 1, 4, 8: seconds a byte of linear tiles with zero points over those without, the median of pairs."""
+    from hetero_ee_cpu_ops.matmul import Matmul
+    from hetero_ee_cpu_ops.thread_pool import ThreadPool
+
+    pool, half = ThreadPool(threads), replace(weights, cycle_bytes=-(-weights.cycle_bytes // 2))
+    matmul = Matmul(pool)
+    pairs = list(zip(*(random_matrices(KINDS["linear"], half, n_scales) for n_scales in (16, 32)), strict=True))
+    found = {}
+    for m in (1, 4, 8):
+        x = np.random.default_rng(m).standard_normal((m, weights.shape[1]), np.float32)
+        ratios = []
+        for _ in range(2 * weights.n_passes + 1):  # the first compiles, and doesn't count
+            for place, pair in enumerate(pairs):
+                seconds = {}
+                for matrix in pair if place % 2 else reversed(pair):
+                    start = time.perf_counter()
+                    matmul(x, matrix)
+                    seconds[matrix.kind] = (time.perf_counter() - start) / matrix.n_bytes
+                ratios.append(seconds[pair[1].kind] / seconds[pair[0].kind])
+        found[m] = statistics.median(ratios[len(pairs) :])
+    pool.close()
+    return found
 
 
 def median_s(action: Callable[[], Any], repeats: int) -> float:

@@ -241,7 +241,7 @@ def test_the_note_counts_in_the_cache_alone(good: Path, tmp_path: Path) -> None:
 def test_what_takes_the_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    write_gguf(random_model("llama", **(SIZES | {"vocab_size": 64})), tmp_path / "m.gguf", lambda _: "Q4_1")
+    write_gguf(random_model("llama", **(SIZES | {"vocab_size": 64})), tmp_path / "m.gguf", lambda _: "Q5_1")
     its = gguf_folder(tmp_path / "m.gguf", configuration_only=True)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match=r'pip install "hetero-ee\[gguf\]"'):
