@@ -24,6 +24,7 @@ from torch import Tensor
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -83,6 +84,23 @@ class Selection(FfnRecorder):
         self.n_all += active[FIRST_SPARSE:].numel()
 
 
+class InputSelection(FfnRecorder):
+    """FFNs are dense; of what attention's matrices multiply, so large a share of each token is left out, the least."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, target: float) -> None:
+        super().__init__(spec, weights)
+        names = [block.tensors[part].name for block in attention_blocks(spec) for part in ("qkv", "output")]
+        self._sparse = {id(weights.matrices[name]) for name in names}
+        self._target = target
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if id(weight) in self._sparse:
+            least = torch.quantile(x.abs(), self._target, dim=1, keepdim=True)
+            least[:FIRST_SPARSE] = 0.0
+            x = x.masked_fill(x.abs() < least, 0.0)
+        return super().linear(x, weight, bias)
+
+
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
@@ -96,6 +114,7 @@ def main() -> None:
     text = chunks_of(tokenizer, read_stories([arguments.data / TEXT]), arguments.tokens)
     dense = measured(spec, weights, FfnRecorder(spec, weights), text)
     rows = [row for name in selections(spec, weights) for row in rows_of(name, spec, weights, fitted, text, dense)]
+    rows += [input_row(target, spec, weights, text, dense) for target in TARGETS]
     fit = SparsityFit(spec, weights, fitted)
     curves = fit.measured(fit.curves())
     document = {
@@ -151,12 +170,28 @@ def rows_of(
         for dealing, thresholds in (("uniform", uniform), ("by error", curves.at(target).per_layer)):
             selection = Selection(spec, weights, scores, thresholds)
             found = measured(spec, weights, selection, text)
-            pairs = zip(dense.distributions, found.distributions, strict=True)
-            kl = torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs])
             share = selection.n_zeros / selection.n_all
-            rows.append(Row(name, dealing, target, share, float(kl.mean()), math.exp(found.nats)))
+            rows.append(Row(name, dealing, target, share, divergence(dense, found), math.exp(found.nats)))
             print(rows[-1], file=sys.stderr)
     return rows
+
+
+def input_row(target: float, spec: ModelSpec, weights: ModelWeights, text: list[Chunk], dense: Measured) -> Row:
+    """Of attention's inputs; the share is what it is asked for, token by token."""
+    found = measured(spec, weights, InputSelection(spec, weights, target), text)
+    row = Row("attention's inputs", "uniform", target, target, divergence(dense, found), math.exp(found.nats))
+    print(row, file=sys.stderr)
+    return row
+
+
+def attention_blocks(spec: ModelSpec) -> list[Block]:
+    return [block for block in decoder_blocks(spec) if block.kind is BlockKind.ATTENTION]
+
+
+def divergence(dense: Measured, found: Measured) -> float:
+    """Mean nats of a token."""
+    pairs = zip(dense.distributions, found.distributions, strict=True)
+    return float(torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs]).mean())
 
 
 def measured(spec: ModelSpec, weights: ModelWeights, ops: FfnRecorder, text: list[Chunk]) -> Measured:
