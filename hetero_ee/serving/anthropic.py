@@ -1,7 +1,8 @@
 """/v1/messages and its count_tokens, as Anthropic's clients ask and read them."""
 
+import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -17,15 +18,15 @@ from hetero_ee.serving.generation import Generation
 from hetero_ee.serving.messages import anthropic_messages
 from hetero_ee.serving.sampling_fields import changed, new_seed, refuse_unsupported
 from hetero_ee.serving.served_model import ServedModel
+from hetero_ee.serving.tools.chat import Chat, Form, prepared
+from hetero_ee.serving.tools.form_fields import schema_form
+from hetero_ee.serving.tools.reply_reader import ARGUMENTS, CALLED, SAID, THOUGHT, Piece
+from hetero_ee.serving.tools.said import Call, Said, pieces_of, whole
+from hetero_ee.serving.tools.tool import anthropic_tools
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
-    "output_config": ({},),
-    "output_format": (),
 }
 
 
@@ -36,20 +37,35 @@ async def messages(request: Request, served: ServedModel) -> Response:
     params = _sampling(fields, served.usual)
     fields.text("model")  # whatever its name: there is one
     is_stream, said = fields.flag("stream"), anthropic_messages(fields)
-    generation = served.generation(await served.chat_ids(said), params)
+    chat = await prepared(served, said, params, anthropic_tools(fields), _form(fields), _variables(fields))
+    generation = served.generation(chat.prompt_ids, chat.params)
     name = served.settings.model_name
     if is_stream:
-        return EventStream(_events(generation, name, served.settings.ping_s), [generation])
-    await until_gone(request, generation.finish())
-    content = [{"type": "text", "text": generation.text}]
-    return JSONResponse(_message(name, content, generation) | _stop(generation))
+        return EventStream(_events(generation, chat, name, served.settings.ping_s), [generation])
+    reply = await until_gone(request, whole(generation, chat))
+    return JSONResponse(_message(name, _content(reply), generation) | _stop(generation, reply))
 
 
 async def count_tokens(request: Request, served: ServedModel) -> Response:
     """Raises HeteroError, ClientDisconnect."""
     fields = await read_body(request, served.settings)
     refuse_unsupported(fields, REFUSED)
-    return JSONResponse({"input_tokens": len(await served.chat_ids(anthropic_messages(fields)))})
+    use, variables = anthropic_tools(fields), _variables(fields)
+    chat = await prepared(served, anthropic_messages(fields), served.usual, use, variables=variables)
+    return JSONResponse({"input_tokens": len(chat.prompt_ids)})
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    """Whether to think, for templates that ask; how long is the model's affair."""
+    thinking = fields.inner("thinking").text("type")
+    return {} if thinking is None else {"enable_thinking": thinking != "disabled"}
+
+
+def _form(fields: Fields) -> Form | None:
+    """`output_config.format`, or `output_format`, as it was called."""
+    asked = fields.inner("output_config").inner("format")
+    asked = asked if asked.values else fields.inner("output_format")
+    return schema_form(asked, asked.values.get("type"), asked, "output_config.format") if asked.values else None
 
 
 def _sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
@@ -67,22 +83,81 @@ def _sampling(fields: Fields, usual: SamplingParams) -> SamplingParams:
     return changed(usual, values, {"max_new_tokens": "max_tokens", "stop": "stop_sequences"})
 
 
-async def _events(generation: Generation, model: str, ping_s: float) -> AsyncIterator[bytes]:
-    """As Anthropic streams a message of one block of text."""
+async def _events(generation: Generation, chat: Chat, model: str, ping_s: float) -> AsyncIterator[bytes]:
+    """As Anthropic streams a message: its blocks one after another, one of text at least."""
+    said, blocks = Said(), _Blocks()
     try:
         yield _named("message_start", message=_message(model, [], generation))
-        yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        async for token in generation.tokens(ping_s):
-            if token is None:
+        async for pieces in pieces_of(generation, chat, said, ping_s):
+            if pieces is None:
                 yield _named("ping")
-            elif token.text:
-                yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": token.text})
+            for each in pieces or ():
+                for one in blocks.events(each, said):
+                    yield one
     except HeteroError as error:
         yield event(anthropic_error(error), "error")
         return
-    yield _named("content_block_stop", index=0)
-    yield _named("message_delta", delta=_stop(generation), usage=_usage(generation))
+    for one in blocks.end():
+        yield one
+    yield _named("message_delta", delta=_stop(generation, said), usage=_usage(generation))
     yield _named("message_stop")
+
+
+class _Blocks:
+    """The blocks of a streamed message."""
+
+    def __init__(self) -> None:
+        self._index, self._kind = -1, ""
+
+    def events(self, piece: Piece, said: Said) -> Iterator[bytes]:
+        """Of the next piece; its block begins where none of its kind is open."""
+        kind = CALLED if piece.kind == ARGUMENTS else piece.kind
+        if piece.kind == CALLED or kind != self._kind:
+            yield from self._begin(kind, said.calls[piece.index] if kind == CALLED else None)
+        delta = {
+            SAID: {"type": "text_delta", "text": piece.text},
+            THOUGHT: {"type": "thinking_delta", "thinking": piece.text},
+            CALLED: {"type": "input_json_delta", "partial_json": ""},
+            ARGUMENTS: {"type": "input_json_delta", "partial_json": piece.text},
+        }[piece.kind]
+        yield _named("content_block_delta", index=self._index, delta=delta)
+
+    def end(self) -> Iterator[bytes]:
+        """The last block's; of an empty message it is the first."""
+        if not self._kind:
+            yield from self._begin(SAID)
+        yield _named("content_block_stop", index=self._index)
+
+    def _begin(self, kind: str, call: Call | None = None) -> Iterator[bytes]:
+        if self._kind:
+            yield _named("content_block_stop", index=self._index)
+        self._index, self._kind = self._index + 1, kind
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if kind == THOUGHT:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        yield _named("content_block_start", index=self._index, content_block=block)
+
+
+def _content(said: Said) -> list[dict[str, Any]]:
+    """Of a whole message."""
+    found: list[dict[str, Any]] = []
+    if said.thought:
+        found.append({"type": "thinking", "thinking": said.thought, "signature": ""})
+    if said.content or not (said.thought or said.calls):
+        found.append({"type": "text", "text": said.content})
+    return found + [
+        {"type": "tool_use", "id": each.id, "name": each.name, "input": _input(each.arguments)} for each in said.calls
+    ]
+
+
+def _input(arguments: str) -> Any:
+    """Of a call that was cut, nothing."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
 
 
 def _named(kind: str, **more: Any) -> bytes:
@@ -95,9 +170,11 @@ def _message(model: str, content: list[dict[str, Any]], generation: Generation) 
     return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(generation)}
 
 
-def _stop(generation: Generation) -> dict[str, Any]:
+def _stop(generation: Generation, said: Said) -> dict[str, Any]:
     if generation.reason is FinishReason.STOP:
         by = generation.stopped_by
+        if said.calls and by is None:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": "end_turn" if by is None else "stop_sequence", "stop_sequence": by}
     is_full = generation.reason is FinishReason.CONTEXT
     return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}

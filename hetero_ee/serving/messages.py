@@ -1,47 +1,61 @@
 """Messages of a conversation, as OpenAI's and Anthropic's clients send them."""
 
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
 from hetero_ee.errors import shown
 from hetero_ee.serving.body import Fields
 from hetero_ee.serving.errors import RequestError
-from hetero_ee.text.chat_template import Message
+from hetero_ee.text.chat_template import Message, ToolCall
 
-OPENAI_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+OPENAI_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ANTHROPIC_ROLES = {"user": "user", "assistant": "assistant"}
-CALLS = "this server has no tools; leave it out"
+OTHERS_CALLS = "calls of other things than tools are not offered; leave it out"
+THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def openai_messages(fields: Fields) -> list[Message]:
-    """Raises RequestError for what is no text."""
-    return _messages(fields, OPENAI_ROLES)
+    """Raises RequestError for what is no text and no call."""
+    return with_tool_names([_openai_message(one) for one in _each(fields)])
 
 
 def anthropic_messages(fields: Fields) -> list[Message]:
-    """The system's first, where there is one. Raises RequestError for what is no text."""
-    messages = _messages(fields, ANTHROPIC_ROLES)
-    if messages[-1].role == "assistant":
+    """The system's first, where there is one. Raises RequestError for what is no text and no call."""
+    messages = [message for one in _each(fields) for message in _anthropic_message(one)]
+    if messages and messages[-1].role == "assistant":
         fields.refuse("messages", "ends with the assistant's; a reply that has begun already can't be continued here")
-    system = [] if fields.values.get("system") is None else [Message("system", _text(fields, "system"))]
-    return [*(each for each in system if each.content), *messages]
+    system = [] if fields.values.get("system") is None else [Message("system", text_of(fields, "system"))]
+    return with_tool_names([*(each for each in system if each.content), *messages])
 
 
-def _messages(fields: Fields, roles: dict[str, str]) -> list[Message]:
-    each = fields.objects("messages")
-    if not each:
-        fields.refuse("messages", "is empty; expected one message at least")
-    return [_message(one, roles) for one in each]
+def with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """Each result with the name of its tool, which some templates ask for."""
+    names = {call.id: call.name for each in messages for call in each.tool_calls}
+    return [
+        replace(each, name=names.get(each.tool_call_id or "")) if each.role == "tool" and each.name is None else each
+        for each in messages
+    ]
 
 
-def _message(fields: Fields, roles: dict[str, str]) -> Message:
-    role = fields.text("role")
-    if role not in roles:
-        fields.refuse("role", f"is {shown(role)}; expected {', '.join(roles)}")
-    for name in ("tool_calls", "function_call", "audio"):
-        fields.refuse_unless(name, ([], {}), CALLS)
-    return Message(roles[role], _text(fields, "content"))
+def tool_call(fields: Fields, call_id: str | None, arguments: Any) -> ToolCall:
+    """The call of the tool that `fields` names. Raises RequestError for arguments that are no JSON object."""
+    name = fields.text("name")
+    if not name:
+        fields.refuse("name", "is missing; expected the name of the tool that was called")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            fields.refuse("arguments", f"is {shown(arguments)}, which is no JSON")
+    if not isinstance(arguments, dict):
+        fields.refuse("arguments", f"is {shown(arguments)}; expected a JSON object")
+    return ToolCall(call_id or "", name, arguments)
 
 
-def _text(fields: Fields, name: str) -> str:
-    """A string, or a list of parts that are text."""
+def text_of(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> str:
+    """A string, or a list of parts that are text, their types one of `kinds`."""
     content = fields.values.get(name)
     if isinstance(content, str):
         return _valid(content, name)
@@ -49,9 +63,65 @@ def _text(fields: Fields, name: str) -> str:
         fields.refuse(name, f"is {shown(content)}; expected a string, or a list of parts that are text")
     parts = fields.objects(name)
     for part in parts:
-        if part.values.get("type") != "text":
+        if part.values.get("type") not in kinds:
             part.refuse("type", f"is {shown(part.values.get('type'))}; this server takes text alone")
     return _valid("".join(part.text("text") or "" for part in parts), name)
+
+
+def _each(fields: Fields) -> list[Fields]:
+    found = fields.objects("messages")
+    if not found:
+        fields.refuse("messages", "is empty; expected one message at least")
+    return found
+
+
+def _role(fields: Fields, roles: dict[str, str]) -> str:
+    role = fields.text("role")
+    if role not in roles:
+        fields.refuse("role", f"is {shown(role)}; expected {', '.join(roles)}")
+    return roles[role]
+
+
+def _openai_message(fields: Fields) -> Message:
+    role = _role(fields, OPENAI_ROLES)
+    for name in ("function_call", "audio"):
+        fields.refuse_unless(name, ([], {}), OTHERS_CALLS)
+    if role == "tool":
+        return Message(role, text_of(fields, "content"), tool_call_id=fields.text("tool_call_id"))
+    if role != "assistant":
+        return Message(role, text_of(fields, "content"))
+    calls = []
+    for each in fields.objects("tool_calls"):
+        function = each.inner("function")
+        calls.append(tool_call(function, each.text("id"), function.values.get("arguments") or ""))
+    has_text = not calls or fields.values.get("content") is not None
+    content = text_of(fields, "content") if has_text else ""
+    return Message(role, content, tuple(calls), reasoning=fields.text("reasoning_content"))
+
+
+def _anthropic_message(fields: Fields) -> list[Message]:
+    """A user's message may hold results of tools, each of which is a message here."""
+    role, content = _role(fields, ANTHROPIC_ROLES), fields.values.get("content")
+    if not isinstance(content, list):
+        return [Message(role, text_of(fields, "content"))]
+    texts, thoughts = list[str](), list[str]()
+    calls, results = list[ToolCall](), list[Message]()
+    for part in fields.objects("content"):
+        kind = part.values.get("type")
+        if kind == "tool_use" and role == "assistant":
+            calls.append(tool_call(part, part.text("id"), part.values.get("input") or {}))
+        elif kind == "tool_result" and role == "user":
+            result = "" if part.values.get("content") is None else text_of(part, "content")
+            results.append(Message("tool", result, tool_call_id=part.text("tool_use_id")))
+        elif kind in THOUGHTS and role == "assistant":
+            thoughts.append(part.text("thinking") or "")
+        elif kind == "text":
+            texts.append(_valid(part.text("text") or "", "text"))
+        else:
+            part.refuse("type", f"is {shown(kind)}; this server takes text and tools alone")
+    said = Message(role, "".join(texts), tuple(calls), reasoning="".join(thoughts) or None)
+    is_empty = not (said.content or said.tool_calls) and results
+    return results if is_empty else [*results, said]
 
 
 def _valid(text: str, name: str) -> str:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from hetero_ee.decoding.logprobs import NO_LOGPROBS
+from hetero_ee.decoding.result import FinishReason
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.errors import HeteroError, shown
 from hetero_ee.serving.answers import PING, EventStream, event, until_gone
@@ -30,6 +31,11 @@ from hetero_ee.serving.sampling_fields import (
 from hetero_ee.serving.scheduler import Scoring
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.token_origins import ASKED, of_tokens
+from hetero_ee.serving.tools.chat import Chat, constrained, prepared
+from hetero_ee.serving.tools.form_fields import asked_form
+from hetero_ee.serving.tools.reply_reader import ARGUMENTS, SAID, THOUGHT, Piece
+from hetero_ee.serving.tools.said import Said, pieces_of, whole
+from hetero_ee.serving.tools.tool import openai_tools
 
 DONE = "[DONE]"
 
@@ -43,10 +49,10 @@ class _Kind:
     piece: str  # `object` of an event
     is_chat: bool
 
-    def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
+    def choice(self, index: int, said: Said, logprobs: dict[str, Any] | None, finish_reason: str) -> dict[str, Any]:
         """Of a whole answer."""
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        found = {"message": _message(said)} if self.is_chat else {"text": said.content}
+        return {"index": index, **found, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def delta(
         self,
@@ -63,6 +69,10 @@ class _Kind:
         said: dict[str, Any] = {"delta": role | content} if self.is_chat else {"text": text}
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
+    def special(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Of an event that is no text of a completion."""
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
 
 CHAT = _Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", is_chat=True)
 TEXT = _Kind("cmpl-", "text_completion", "text_completion", is_chat=False)
@@ -75,10 +85,12 @@ async def chat_completions(request: Request, served: ServedModel) -> Response:
     n_logprobs = _offered(asked_by_chat(fields), fields, served)
     params = openai_sampling(fields, served.usual, n_logprobs, CHAT_NAMES, served.engine.spec.vocab_size)
     messages, asked = openai_messages(fields), _Asked.of(fields)
+    use, form = openai_tools(fields), asked_form(fields)
     _check_n(asked.n_each, 1, fields, served)
-    ids = await served.chat_ids(messages)
-    generations = _started([(ids, None)], asked, params, served)
-    return await _answer(request, _Answer(CHAT, served, asked), generations, served)
+    variables = fields.inner("chat_template_kwargs").values
+    chat = await prepared(served, messages, params, use, form, variables)
+    generations = _started([(chat.prompt_ids, None)], asked, chat.params, served)
+    return await _answer(request, _Answer(CHAT, served, asked, chat), generations, served)
 
 
 async def completions(request: Request, served: ServedModel) -> Response:
@@ -94,6 +106,9 @@ async def completions(request: Request, served: ServedModel) -> Response:
         fields = Fields({**fields.values, "max_tokens": 1}) if is_all else fields
         scoring = Scoring(n_logprobs, is_all)
     params = openai_sampling(fields, served.usual, n_logprobs, OPENAI_NAMES, served.engine.spec.vocab_size)
+    form = asked_form(fields)
+    if form is not None:
+        params = await constrained(served, params, form.changes, form.field)
     ids = [await served.prompt_ids(each) for each in prompts]
     echoes = [await served.echo(*each, scoring) if is_echo else None for each in zip(prompts, ids, strict=True)]
     generations = _started(list(zip(ids, echoes, strict=True)), asked, params, served)
@@ -120,8 +135,9 @@ class _Asked:
 class _Answer:
     """The documents of one answer."""
 
-    def __init__(self, kind: _Kind, served: ServedModel, asked: _Asked) -> None:
-        self._kind, self._served, self._asked = kind, served, asked
+    def __init__(self, kind: _Kind, served: ServedModel, asked: _Asked, chat: Chat | None = None) -> None:
+        self._kind, self._served, self._asked, self._chat = kind, served, asked, chat
+        self._said = Said()  # of the text that is being given out
         name, created_s = served.settings.model_name, int(time.time())
         self._head = {"id": kind.id_prefix + secrets.token_hex(12), "created": created_s, "model": name}
 
@@ -133,8 +149,12 @@ class _Answer:
         """In one document."""
         choices = []
         for index, each in enumerate(generations):
-            await each.finish()
-            choice = self._kind.choice(index, each.text, await self._logprobs(each), each.finish_reason)
+            if self._chat is None or self._chat.is_plain:
+                await each.finish()
+                self._said = Said(each.text)
+            else:
+                self._said = await whole(each, self._chat)
+            choice = self._kind.choice(index, self._said, await self._logprobs(each), self._finish_reason(each))
             choices.append(choice | self._origins(each))
         tail = {"usage": _usage(generations, self._asked.n_each), **_timings(generations)}
         return {**self._head, "object": self._kind.whole, "choices": choices, **tail}
@@ -145,7 +165,8 @@ class _Answer:
             for index, each in enumerate(generations):
                 async for piece in self._pieces(index, each, ping_s):
                     yield piece
-                end = self._kind.delta(index, each.taken_echo(), await self._logprobs(each), each.finish_reason)
+                logprobs = await self._logprobs(each)
+                end = self._kind.delta(index, each.taken_echo(), logprobs, self._finish_reason(each))
                 yield self._piece([end | self._origins(each)], **_timings(generations))
         except HeteroError as error:
             yield event(openai_error(error))
@@ -158,12 +179,30 @@ class _Answer:
         """All of a text but its end. What is echoed comes with the first token, whose log-probabilities follow it."""
         if self._kind.is_chat:
             yield self._piece([self._kind.delta(index, "", None, None, is_first=True)])
+        if self._chat is not None and not self._chat.is_plain:
+            async for event in self._parts(index, generation, self._chat, ping_s):
+                yield event
+            return
         async for token in generation.tokens(ping_s):
             if token is None:
                 yield PING
             elif text := generation.taken_echo() + token.text:
                 said = self._kind.delta(index, text, await self._logprobs(generation), None)
                 yield self._piece([said | self._origins(generation)])
+
+    async def _parts(self, index: int, generation: Generation, chat: Chat, ping_s: float) -> AsyncIterator[bytes]:
+        """The same of a reply with thoughts or calls."""
+        self._said = Said()
+        async for pieces in pieces_of(generation, chat, self._said, ping_s):
+            if pieces is None:
+                yield PING
+            for each in pieces or ():
+                said = self._kind.special(index, _delta(each, self._said), await self._logprobs(generation))
+                yield self._piece([said | self._origins(generation)])
+
+    def _finish_reason(self, generation: Generation) -> str:
+        has_called = self._said.calls and generation.reason is FinishReason.STOP
+        return "tool_calls" if has_called else generation.finish_reason
 
     async def _logprobs(self, generation: Generation) -> dict[str, Any] | None:
         """Of the tokens that came since the last time."""
@@ -181,6 +220,29 @@ class _Answer:
     def _piece(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self._asked.has_usage else {}
         return event({**self._head, "object": self._kind.piece, "choices": choices, **usage, **more})
+
+
+def _message(said: Said) -> dict[str, Any]:
+    content = None if said.calls and not said.content else said.content
+    calls = [
+        {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+        for each in said.calls
+    ]
+    thought = {"reasoning_content": said.thought} if said.thought else {}
+    more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    return {"role": "assistant", "content": content, "refusal": None, **thought, **more}
+
+
+def _delta(piece: Piece, said: Said) -> dict[str, Any]:
+    if piece.kind == SAID:
+        return {"content": piece.text}
+    if piece.kind == THOUGHT:
+        return {"reasoning_content": piece.text}
+    if piece.kind == ARGUMENTS:
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+    function = {"name": piece.text, "arguments": ""}
+    call_id = said.calls[piece.index].id
+    return {"tool_calls": [{"index": piece.index, "id": call_id, "type": "function", "function": function}]}
 
 
 async def _answer(

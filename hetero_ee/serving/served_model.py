@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from hetero_ee.decoding.sampling import SamplingParams
 from hetero_ee.engine import Engine
@@ -52,9 +53,24 @@ class ServedModel:
         """As Engine.generate reads it. Raises HeteroError."""
         return self._fitting(await asyncio.to_thread(self._read, prompt))
 
-    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """As a conversation reads it. Raises HeteroError."""
-        return self._fitting(await asyncio.to_thread(self._render, messages))
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], str]:
+        """As a conversation reads it, ids and text. tools, variables: see ChatTemplate.render. Raises HeteroError."""
+        ids, text = await asyncio.to_thread(self._render, messages, tools, variables)
+        return self._fitting(ids), text
+
+    async def require_grammar(self, params: SamplingParams) -> None:
+        """Raises UsageError for what a text can't be held to."""
+        await asyncio.to_thread(self.engine.require_grammar, params)
+
+    def special_token_id(self, text: str) -> int | None:
+        """Of a special token with this text."""
+        with self._encoding:
+            return self.engine.tokenizer.special_token_id(text)
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
         """Raises HeteroError."""
@@ -122,7 +138,9 @@ class ServedModel:
             except UsageError as error:
                 raise RequestError(str(error), "prompt", code="invalid_value") from error
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None
+    ) -> tuple[list[int], str]:
         if self._template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template-file.",
@@ -130,11 +148,11 @@ class ServedModel:
                 code="no_chat_template",
             )
         with self._encoding:
-            text = self._template.render(messages)
+            text = self._template.render(messages, tools, variables)
             ids = self.engine.tokenizer.encode(text, with_special_tokens=False)
         if not ids:
             raise RequestError("the chat template makes no token of these messages.", "messages")
-        return ids
+        return ids, text
 
     def _fitting(self, ids: list[int]) -> list[int]:
         if len(ids) >= self.most_tokens:

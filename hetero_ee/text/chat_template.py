@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,41 @@ WAY_OUT = "use another with chat_template, or use hetero-ee generate"
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What an assistant's message asks a tool."""
+
+    id: str
+    name: str
+    arguments: Any  # as JSON has them, an object
+
+    def as_variable(self) -> dict[str, Any]:
+        """As templates know it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation."""
 
-    role: str  # "system", "user" or "assistant"
+    role: str  # "system", "user", "assistant" or "tool"
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # of a tool's
+    name: str | None = None  # the tool's
+    reasoning: str | None = None  # what the assistant thought before
+
+    @property
+    def n_characters(self) -> int:
+        """About as many as it brings into a prompt."""
+        return len(self.content) + len(self.reasoning or "") + sum(len(repr(each)) for each in self.tool_calls)
+
+    def as_variable(self) -> dict[str, Any]:
+        """As templates know it; they ask for what is not there by name, so that it is left out."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [each.as_variable() for each in self.tool_calls]
+        others = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.reasoning}
+        return found | {name: value for name, value in others.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +93,27 @@ class ChatTemplate:
         self._source, self._special_tokens, self._limits = source, dict(special_tokens), limits
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the assistant's reply begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text, up to where the assistant's reply begins. tools: as OpenAI's requests have them.
+        variables: of the template's own.
 
         Raises ModelError for a template that is malformed, refuses the messages, or exceeds the sandbox or its limits.
         """
-        n_characters = sum(len(message.content) for message in messages)
-        variables = {
-            "messages": [asdict(message) for message in messages],
-            "tools": None,
+        n_characters = sum(message.n_characters for message in messages) + 4 * len(repr(tools))
+        known = {
+            "messages": [message.as_variable() for message in messages],
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": True,
         }
         request = {
             "template": self._source,
-            "variables": self._special_tokens | variables,
+            "variables": dict(variables or {}) | self._special_tokens | known,
             "seconds": self._limits.seconds,
             "characters": self._limits.output_characters + n_characters,
         }

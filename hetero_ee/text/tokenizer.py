@@ -75,6 +75,12 @@ class Tokenizer:
             )
         return str(backend.to_str())
 
+    def special_token_id(self, text: str) -> int | None:
+        """Of a special token with this text, which decode() leaves out; None where there is none."""
+        found = self._backend.convert_tokens_to_ids(text)
+        added = self._backend.added_tokens_decoder.get(found) if isinstance(found, int) else None
+        return found if added is not None and added.content == text and added.special else None
+
     @property
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._backend.eos_token_id

@@ -75,11 +75,10 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic, stream: bool) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is"),
-        ({"extra_body": {"thinking": {"type": "enabled", "budget_tokens": 1024}}}, "thinking is"),
+        ({"extra_body": {"mcp_servers": [{"name": "f"}]}}, "mcp_servers is"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages ends with"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "takes text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "takes text and tools alone"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": [""]}, "stop_sequences holds ''"),
         ({"extra_body": {"temperature": -1.0}}, "temperature is -1.0"),

@@ -1,0 +1,73 @@
+"""What a request asks of a text's form: OpenAI's response_format, llama-server's and vLLM's names for the same."""
+
+import json
+from typing import Any
+
+from hetero_ee.errors import shown
+from hetero_ee.serving.body import Fields
+from hetero_ee.serving.tools.chat import Form
+
+ANY_OBJECT = '{"type": "object"}'
+NAMES = ("response_format", "json_schema", "guided_json", "grammar", "guided_grammar", "guided_choice")
+
+
+def asked_form(fields: Fields) -> Form | None:
+    """None where a text may have any. Raises RequestError, also for two of them."""
+    found = [(name, form) for name in NAMES if (form := _FORMS[name](fields, name)) is not None]
+    if len(found) > 1:
+        fields.refuse(found[1][0], f"is given beside {found[0][0]}; a text keeps to one of them")
+    return found[0][1] if found else None
+
+
+def schema_form(fields: Fields, kind: Any, schema_of: Fields, name: str) -> Form | None:
+    """By its type: text, json_object, or json_schema, whose schema is a field of schema_of. Raises RequestError."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _schema(schema_of, "schema", name) or Form(ANY_OBJECT, field=name)
+    if kind != "json_schema":
+        fields.refuse("type", f"is {shown(kind)}; expected text, json_object or json_schema")
+    found = _schema(schema_of, "schema", name)
+    if found is None:
+        schema_of.refuse("schema", "is missing; expected a JSON Schema")
+    return found
+
+
+def _response_format(fields: Fields, name: str) -> Form | None:
+    if fields.values.get(name) is None:
+        return None
+    asked = fields.inner(name)
+    kind = asked.values.get("type")
+    return schema_form(asked, kind, asked.inner("json_schema") if kind == "json_schema" else asked, name)
+
+
+def _schema(fields: Fields, name: str, field: str) -> Form | None:
+    """An object, or text that is one; an empty object asks for nothing, as in llama-server."""
+    value = fields.values.get(name)
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict | str):
+        fields.refuse(name, f"is {shown(value)}; expected a JSON Schema, an object")
+    return Form(value if isinstance(value, str) else json.dumps(value), field=field)
+
+
+def _grammar(fields: Fields, name: str) -> Form | None:
+    text = fields.text(name)
+    return Form(grammar=text, field=name) if text else None
+
+
+def _choice(fields: Fields, name: str) -> Form | None:
+    choices = fields.texts(name)
+    if not choices:
+        return None
+    return Form(grammar="start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices), field=name)
+
+
+_FORMS = {
+    "response_format": _response_format,
+    "json_schema": lambda fields, name: _schema(fields, name, name),
+    "guided_json": lambda fields, name: _schema(fields, name, name),
+    "grammar": _grammar,
+    "guided_grammar": _grammar,
+    "guided_choice": _choice,
+}

@@ -1,0 +1,87 @@
+"""The grammar of a reply that may call tools, or think before it keeps to a schema; Lark, as llguidance has it."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hetero_ee.decoding.constrained.grammars import JSON_STYLE
+from hetero_ee.serving.tools.tool import Tool, ToolUse
+from hetero_ee.serving.tools.tool_format import THINK, THINK_END, ToolFormat
+
+TEXT = r"TEXT: /(.|\n)*/"
+
+
+class ReplyGrammar:
+    """special_ids: of markers that are special tokens of this model, which have no text."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self._special_ids = special_ids
+        self._split = re.compile("|".join(f"({re.escape(each)})" for each in special_ids)) if special_ids else None
+
+    def of_calls(
+        self,
+        use: ToolUse,
+        form: ToolFormat,
+        answer: Mapping[str, Any] | None = None,
+        *,
+        thinks: bool,
+        is_thinking: bool,
+    ) -> str:
+        """Of a reply that calls tools: at once where that is required, else wherever the format's trigger comes, up to
+        which it may say anything. answer: the schema of a reply that calls none. thinks, is_thinking: as of_schema has
+        them."""
+        tools = use.callable_tools
+        calls = self._literal((form.opening + form.head).removeprefix(form.trigger)) + " body"
+        if use.is_parallel and form.separator is not None:
+            calls += f" ({self._literal(form.separator + form.head)} body)*"
+        calls += " " + self._literal(form.closing)
+        trigger = self._literal(form.trigger)
+        rules = [TEXT, "body: " + " | ".join(f"body_{n}" for n in range(len(tools)))]
+        if use.is_required or answer is not None:
+            thought, more = self._thought(thinks=thinks, is_thinking=is_thinking)
+            other = "" if use.is_required or answer is None else f" | %json {_styled(answer)}"
+            rules += [f"start: {thought} ({trigger} {calls}{other})", *more]
+        elif form.at_start:
+            rules += [f"start: {trigger} {calls} | OTHER?", rf"OTHER: /[^{form.trigger[0]}](.|\n)*/"]
+        elif form.trigger in self._special_ids:
+            rules += [f"start: TEXT | TEXT {trigger} {calls}"]
+        else:
+            rules += [f"start: TEXT | trigger {calls}", f"trigger[lazy]: TEXT {trigger}"]
+        for n, tool in enumerate(tools):
+            rules.append(f"body_{n}: {self._literal(form.named(tool.name))} args_{n} {self._literal(form.tail)}")
+            rules.append(f"args_{n}: %json {_arguments(tool)}")
+        return "\n".join(rules) + "\n"
+
+    def of_schema(self, schema: Mapping[str, Any], *, is_thinking: bool) -> str:
+        """Of a reply that may think and then keeps to the schema. is_thinking: it has begun to, in the prompt."""
+        thought, more = self._thought(thinks=True, is_thinking=is_thinking)
+        return "\n".join([TEXT, f"start: {thought} %json {_styled(schema)}", *more]) + "\n"
+
+    def _thought(self, *, thinks: bool, is_thinking: bool) -> tuple[str, list[str]]:
+        if not thinks:
+            return "", []
+        end = self._literal(THINK_END)
+        rule = f"thought: TEXT {end}" if THINK_END in self._special_ids else f"thought[lazy]: TEXT {end}"
+        begin = "thought BLANK" if is_thinking else f"({self._literal(THINK)} thought BLANK)?"
+        return begin, [rule, r"BLANK: /\n{0,2}/"]
+
+    def _literal(self, text: str) -> str:
+        """Special tokens by their ids."""
+        parts = [text] if self._split is None else [each for each in self._split.split(text) if each]
+        return " ".join(
+            f"<[{self._special_ids[each]}]>" if each in self._special_ids else _quoted(each) for each in parts
+        )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _arguments(tool: Tool) -> str:
+    """Its schema; what can't be held to is left out unless it is strict."""
+    return _styled(tool.parameters, lenient=not tool.is_strict)
+
+
+def _styled(schema: Mapping[str, Any], **style: Any) -> str:
+    return json.dumps({**schema, "x-guidance": JSON_STYLE | style | dict(schema.get("x-guidance", {}))})

@@ -1,0 +1,160 @@
+"""ReplyReader: what of a reply is thought, what is said and what is a call, as its text comes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetero_ee.serving.tools.tool_format import THINK, THINK_END, ToolFormat
+
+THOUGHT, SAID, CALLED, ARGUMENTS = "thought", "said", "called", "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of one kind; of CALLED the tool's name. index: of the call."""
+
+    kind: str
+    text: str
+    index: int = 0
+
+
+class ReplyReader:
+    """For replies that keep to ReplyGrammar; others' text is what is said. form: None where nothing can be called."""
+
+    def __init__(
+        self, form: ToolFormat | None, names: Sequence[str], *, thinks: bool = False, is_thinking: bool = False
+    ) -> None:
+        """names: of the tools. thinks: the reply may begin with thoughts; is_thinking: it did so in the prompt."""
+        self._form, self._names, self._buffer, self.n_calls = form, names, "", 0
+        self._state: Callable[[], list[Piece] | None] = self._say
+        if thinks or is_thinking:
+            self._state = self._think if is_thinking else self._begin
+        self._has_said, self._scanner = False, _ObjectScanner()
+
+    def read(self, text: str) -> list[Piece]:
+        """What is certain by now."""
+        self._buffer += text
+        found: list[Piece] = []
+        while (pieces := self._state()) is not None:
+            found += pieces
+        return found
+
+    def end(self) -> list[Piece]:
+        """The rest; of a call that has not got to its name, nothing."""
+        rest, self._buffer = self._buffer, ""
+        if self._state == self._think:
+            return _piece(THOUGHT, rest)
+        return _piece(SAID, rest) if self._state in (self._begin, self._say, self._say_all) else []
+
+    def _take(self, n_characters: int) -> str:
+        text, self._buffer = self._buffer[:n_characters], self._buffer[n_characters:]
+        return text
+
+    def _begin(self) -> list[Piece] | None:
+        begun = self._buffer.lstrip()
+        if begun.startswith(THINK):
+            self._buffer, self._state = begun.removeprefix(THINK), self._think
+        elif not begun or THINK.startswith(begun):
+            return None
+        else:
+            self._state = self._say
+        return []
+
+    def _think(self) -> list[Piece] | None:
+        if not self._has_said:
+            self._buffer = self._buffer.lstrip("\n")
+        at = self._buffer.find(THINK_END)
+        text = self._take(_certain(self._buffer, THINK_END) if at < 0 else at)
+        if at >= 0:
+            text = text.rstrip()
+            self._buffer = self._buffer.removeprefix(THINK_END).lstrip("\n")
+            self._state, self._has_said = self._say, False
+            return _piece(THOUGHT, text)
+        self._has_said = self._has_said or bool(text)
+        return _piece(THOUGHT, text) or None
+
+    def _say(self) -> list[Piece] | None:
+        if not self._has_said:  # line ends between thoughts and what is said
+            self._buffer = self._buffer.lstrip("\n")
+        if not self._buffer:
+            return None
+        if self._form is None:
+            self._state = self._say_all
+            return []
+        trigger = self._form.trigger
+        at = self._buffer.find(trigger)
+        if self._form.at_start and at != 0 and not trigger.startswith(self._buffer):
+            self._state = self._say_all
+            return []
+        text = self._take(_certain(self._buffer, trigger) if at < 0 else at)
+        if at >= 0:
+            self._state = self._call
+            return _piece(SAID, text.rstrip())
+        self._has_said = self._has_said or bool(text)
+        return _piece(SAID, text) or None
+
+    def _say_all(self) -> list[Piece] | None:
+        return _piece(SAID, self._take(len(self._buffer))) or None
+
+    def _call(self) -> list[Piece] | None:
+        """Up to a call's arguments."""
+        form = self._form
+        assert form is not None
+        before = (form.opening if self.n_calls == 0 else form.separator or "") + form.head
+        heads = {before + form.named(name): name for name in self._names}
+        head = next((each for each in heads if self._buffer.startswith(each)), None)
+        if head is not None:
+            self._take(len(head))
+            self._state, self._scanner = self._argue, _ObjectScanner()
+            self.n_calls += 1
+            return [Piece(CALLED, heads[head], self.n_calls - 1)]
+        if self.n_calls == 0 and not any(each.startswith(self._buffer) for each in heads):
+            self._state = self._say_all  # a reply that no grammar held
+            return []
+        return None
+
+    def _argue(self) -> list[Piece] | None:
+        text = self._take(self._scanner.length(self._buffer))
+        if self._scanner.is_complete:
+            self._state = self._finish
+        return _piece(ARGUMENTS, text, self.n_calls - 1) if text or self._scanner.is_complete else None
+
+    def _finish(self) -> list[Piece] | None:
+        assert self._form is not None
+        if not self._buffer.startswith(self._form.tail):
+            return None
+        self._take(len(self._form.tail))
+        self._state = self._call
+        return []
+
+
+class _ObjectScanner:
+    """Finds where a JSON object ends whose text comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self.is_complete = False
+
+    def length(self, text: str) -> int:
+        """Characters of this piece that are the object's."""
+        for place, each in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or each != '"'
+                self._is_escaped = each == "\\" and not self._is_escaped
+            elif each == '"':
+                self._in_string = True
+            else:
+                self._depth += (each in "{[") - (each in "}]")
+                if self._depth == 0:
+                    self.is_complete = True
+                    return place + 1
+        return len(text)
+
+
+def _certain(text: str, marker: str) -> int:
+    """Characters that neither begin the marker nor are blanks before what may."""
+    n_begun = next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
+    return len(text[: len(text) - n_begun].rstrip())
+
+
+def _piece(kind: str, text: str, index: int = 0) -> list[Piece]:
+    return [Piece(kind, text, index)] if text else []

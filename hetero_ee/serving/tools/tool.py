@@ -1,0 +1,102 @@
+"""The tools of a request, in OpenAI's and Anthropic's shapes, and what may be done with them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_ee.errors import shown
+from hetero_ee.serving.body import Fields
+
+MAX_TOOLS = 512
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client will call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]  # JSON Schema of its arguments
+    is_strict: bool = False  # what its schema asks for and can't be held to is an error
+
+    def as_variable(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a reply may call."""
+
+    tools: tuple[Tool, ...] = ()
+    is_required: bool = False  # a call of one of them at least
+    is_parallel: bool = True  # of several, too
+    callable_names: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        return tuple(each for each in self.tools if each.name in self.callable_names)
+
+
+def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
+    """Of chats; is_flat: of responses, whose tools have their fields a level higher.
+
+    Tools of other types than functions are left out: agents send them, and nobody could call them here. Raises
+    RequestError.
+    """
+    found = []
+    for each in fields.objects("tools"):
+        if each.text("type") == "function":
+            function = each if is_flat else each.inner("function")
+            found.append(_tool(function, "parameters", is_strict=function.flag("strict")))
+    parallel = fields.values.get("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
+    choice = fields.values.get("tool_choice")
+    if isinstance(choice, dict):
+        inner = fields.inner("tool_choice")
+        if inner.text("type") == "function":
+            return _use(fields, found, (inner if is_flat else inner.inner("function")).text("name"), parallel)
+        fields.refuse("tool_choice", f"is {shown(choice)}; expected none, auto, required or a function's name")
+    return _chosen(fields, found, choice, {"none": "none", "auto": "auto", "required": "any"}, parallel)
+
+
+def anthropic_tools(fields: Fields) -> ToolUse:
+    """The same; tools without a schema of their own are Anthropic's, which nobody here could call."""
+    found = []
+    for each in fields.objects("tools"):
+        if each.values.get("input_schema") is not None:
+            found.append(_tool(each, "input_schema", is_strict=each.flag("strict")))
+    choice = fields.inner("tool_choice")
+    parallel, kind = not choice.flag("disable_parallel_tool_use"), choice.text("type")
+    if kind == "tool":
+        return _use(fields, found, choice.text("name"), parallel)
+    return _chosen(fields, found, kind, {"none": "none", "auto": "auto", "any": "any"}, parallel)
+
+
+def _tool(fields: Fields, schema_name: str, *, is_strict: bool) -> Tool:
+    name = fields.text("name")
+    if not name:
+        fields.refuse("name", "is missing; expected the tool's name")
+    schema = fields.inner(schema_name).values or EMPTY
+    if schema.get("type") != "object":
+        schema = {**schema, "type": "object"}
+    return Tool(name, fields.text("description") or "", dict(schema), is_strict)
+
+
+def _chosen(fields: Fields, found: list[Tool], choice: Any, words: dict[str, str], parallel: bool) -> ToolUse:
+    kind = "auto" if choice is None else words.get(choice) if isinstance(choice, str) else None
+    if kind is None:
+        fields.refuse("tool_choice", f"is {shown(choice)}; expected {', '.join(words)} or a tool's name")
+    if len(found) > MAX_TOOLS:
+        fields.refuse("tools", f"holds {len(found)} tools; expected at most {MAX_TOOLS}")
+    if kind == "any" and not found:
+        fields.refuse("tool_choice", f"is {shown(choice)}, and there is no tool to call")
+    if kind == "none":
+        return ToolUse()
+    return ToolUse(tuple(found), kind == "any", parallel, frozenset(each.name for each in found))
+
+
+def _use(fields: Fields, found: list[Tool], name: str | None, parallel: bool) -> ToolUse:
+    if name not in {each.name for each in found}:
+        fields.refuse("tool_choice", f"names {shown(name)}, which is none of the tools")
+    return ToolUse(tuple(found), True, parallel, frozenset({name or ""}))
