@@ -13,6 +13,9 @@ _.tags, _.parse  # jinja2's, of an extension
 _.normalizer, _.pre_tokenizer, _.post_processor  # tokenizers', of a tokenizer in the making
 update_transfer, set_postfix_str, set_transfer_postfix_str  # huggingface_hub's progress bar
 
+HeteroEE, _.max_length, _.eot_token_id, _.prefix_token_id, _.tokenizer_name, _.tok_encode  # lm_eval's, of a model
+_.chat_template, _.apply_chat_template, _._loglikelihood_tokens, _.loglikelihood_rolling, _.generate_until, disable_tqdm
+
 _.format_options  # typer's, of a command's help
 _.__signature__, _.__annotations__  # typer's, of a command whose options come from dataclasses
 

@@ -25,6 +25,7 @@ GETS: dict[str, Answer] = {
     "/health": native.health,
     "/metrics": native.metrics,
     "/props": native.props,
+    "/tokenizer_info": native.tokenizer_info,
     "/v1/models": native.models,
     "/v1/models/{name:path}": native.model,
 }

@@ -88,6 +88,13 @@ def _placement(plan: Plan) -> dict[str, object]:
     return {"hardware": plan.hardware, **decided, "parts": parts, "expected": expected, "memory": memory}
 
 
+async def tokenizer_info(request: Request, served: ServedModel) -> Response:
+    """As vLLM says it, and lm-evaluation-harness asks for it."""
+    special = served.engine.tokenizer.special_tokens
+    names = ("bos_token", "eos_token", "pad_token")
+    return JSONResponse({name: special.get(name) for name in names} | {"chat_template": served.template})
+
+
 async def tokenize(request: Request, served: ServedModel) -> Response:
     """llama-server's `content`, or vLLM's `prompt` with what a prompt's beginning needs. Raises RequestError."""
     fields = await read_body(request, served.settings)
