@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from hetero_ee.errors import HeteroError
-from hetero_ee.serving import anthropic, native, openai
+from hetero_ee.serving import anthropic, native, openai, openapi
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
 from hetero_ee.serving.page import files
@@ -26,6 +26,7 @@ GETS: dict[str, Answer] = {
     "/metrics": native.metrics,
     "/props": native.props,
     "/tokenizer_info": native.tokenizer_info,
+    "/openapi.json": openapi.document,
     "/v1/models": native.models,
     "/v1/models/{name:path}": native.model,
 }

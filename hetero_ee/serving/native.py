@@ -101,8 +101,8 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
     content, prompt = fields.text("content"), fields.text("prompt")
     if content is None and prompt is None:
         fields.refuse("content", "is missing; expected the text")
-    name = "add_special" if prompt is None else "add_special_tokens"
-    special = fields.flag(name) if name in fields.values else prompt is not None
+    flags = {name: fields.flag(name) for name in ("add_special", "add_special_tokens") if name in fields.values}
+    special = flags.get("add_special" if prompt is None else "add_special_tokens", prompt is not None)
     text = prompt if content is None else content
     ids = await served.encode(text or "", with_special_tokens=special)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.most_tokens})
