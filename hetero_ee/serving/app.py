@@ -15,6 +15,7 @@ from hetero_ee.serving import anthropic, native, openai, openapi
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.serving.guard import Guard, refusal
 from hetero_ee.serving.page import files
+from hetero_ee.serving.responses.answer import responses
 from hetero_ee.serving.served_model import ServedModel
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ POSTS: dict[str, Answer] = {
     "/detokenize": native.detokenize,
     "/v1/embeddings": native.not_offered,
     "/v1/rerank": native.not_offered,
-    "/v1/responses": native.not_offered,
+    "/v1/responses": responses,
     "/infill": native.not_offered,
 }
 

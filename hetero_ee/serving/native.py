@@ -118,8 +118,8 @@ async def detokenize(request: Request, served: ServedModel) -> Response:
 async def not_offered(request: Request, served: ServedModel) -> Response:
     """Raises RequestError."""
     raise RequestError(
-        f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions and "
-        "/v1/messages.",
+        f"{request.url.path} is not offered: this server generates text, at /v1/chat/completions, /v1/completions, "
+        "/v1/responses and /v1/messages.",
         code="unsupported_endpoint",
     )
 

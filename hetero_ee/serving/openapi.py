@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from hetero_ee import __version__
 from hetero_ee.serving import anthropic
+from hetero_ee.serving.responses import answer as responses
 from hetero_ee.serving.sampling_fields import REFUSED, REFUSED_IN_CHATS, REFUSED_IN_TEXTS
 from hetero_ee.serving.served_model import ServedModel
 from hetero_ee.serving.token_origins import ASKED
@@ -60,16 +61,48 @@ OPENAI: dict[str, Schema] = SAMPLING | {
     "stream_options": {"type": "object", "properties": {"include_usage": FLAG}},
     ASKED: FLAG,
 }
-CHAT = OPENAI | {
-    "messages": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Message"}},
-    "logprobs": FLAG,
-    "top_logprobs": WHOLE | {"minimum": 0, "maximum": 20},
+NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+ARGUMENTS: Schema = {"type": "object", "properties": {"type": {"const": "object"}}, "additionalProperties": False}
+FUNCTION: dict[str, Schema] = {"name": NAME, "description": TEXT, "parameters": ARGUMENTS}
+CHOICE: dict[str, Schema] = {"tool_choice": {"enum": ["none", "auto"]}}  # others want a tool
+FORMS: dict[str, Schema] = {
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object"]}},
+    },
+    "guided_choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 64},
 }
-COMPLETION = OPENAI | {
-    "prompt": PROMPT,
-    "echo": FLAG,
-    "logprobs": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"const": False}]},
-}
+
+
+def _tools(**fields: Schema) -> Schema:
+    """Functions with these fields beside their type."""
+    tool = {"type": "object", "required": ["type", *fields], "properties": {"type": {"const": "function"}, **fields}}
+    return {"type": "array", "items": tool, "maxItems": 512}
+
+
+CHAT = (
+    OPENAI
+    | CHOICE
+    | FORMS
+    | {
+        "tools": _tools(function={"type": "object", "required": ["name"], "properties": FUNCTION}),
+        "parallel_tool_calls": FLAG,
+        "chat_template_kwargs": {"type": "object"},
+        "messages": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Message"}},
+        "logprobs": FLAG,
+        "top_logprobs": WHOLE | {"minimum": 0, "maximum": 20},
+    }
+)
+COMPLETION = (
+    OPENAI
+    | FORMS
+    | {
+        "prompt": PROMPT,
+        "echo": FLAG,
+        "logprobs": {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"const": False}]},
+    }
+)
 MESSAGES: dict[str, Schema] = {
     "model": TEXT,
     "messages": {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/AnthropicMessage"}},
@@ -80,6 +113,17 @@ MESSAGES: dict[str, Schema] = {
     "top_p": SAMPLING["top_p"],
     "top_k": WHOLE | {"minimum": 0},
     "stop_sequences": TEXTS,
+}
+RESPONSE: dict[str, Schema] = CHOICE | {
+    "model": TEXT,
+    "input": {"type": "string", "minLength": 1},  # or items
+    "instructions": TEXT,
+    "max_output_tokens": WHOLE | {"minimum": 1},
+    "stream": FLAG,
+    "temperature": SAMPLING["temperature"],
+    "top_p": SAMPLING["top_p"],
+    "tools": _tools(**FUNCTION),
+    "parallel_tool_calls": FLAG,
 }
 TOKENIZE: dict[str, Schema] = {"content": TEXT, "prompt": TEXT, "add_special": FLAG, "add_special_tokens": FLAG}
 ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
@@ -136,6 +180,11 @@ def _posts() -> dict[str, Any]:
             "A text that goes on",
             _asked(COMPLETION, {**REFUSED, **REFUSED_IN_TEXTS}, "prompt"),
             choices,
+        ),
+        "/v1/responses": (
+            "A response",
+            _asked(RESPONSE, responses.REFUSED, "input"),
+            _object({"output": {"type": "array"}}, "id", "object", "output", "usage"),
         ),
         "/v1/messages": ("A reply", _asked(MESSAGES, anthropic.REFUSED, "messages", "max_tokens"), message),
         "/v1/messages/count_tokens": (
