@@ -26,6 +26,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
+GEMMA = LLAMA | {
+    "head_dim": 10,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 5,
+    "attn_logit_softcapping": 1.5,  # small enough to matter
+    "final_logit_softcapping": 2.0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -75,8 +82,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("Gemma", LLAMA | {"head_dim": 10}),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", LLAMA | {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        LLAMA
+        | {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": YARN_ROPE,
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", LLAMA | {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": (
+        "SmolLM3",
+        LLAMA | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "granite": (
+        "Granite",
+        LLAMA
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "starcoder2": ("Starcoder2", LLAMA | {"sliding_window": 9}),
+    "stablelm": ("StableLm", LLAMA | {"use_qkv_bias": True, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "glm": ("Glm", LLAMA | {"head_dim": 12}),
+    "glm4": ("Glm4", LLAMA | {"head_dim": 12, "attention_bias": False}),
+    "seed-oss": ("SeedOss", LLAMA | {"head_dim": 12, "attention_out_bias": True}),
+    "helium": ("Helium", LLAMA | {"head_dim": 8}),
+    "ernie4.5": ("Ernie4_5", LLAMA | {"head_dim": 12, "use_bias": True}),
+    "exaone4": ("Exaone4", LLAMA | {"sliding_window": 7, "sliding_window_pattern": 2}),
     "opt": ("OPT", SIZES | {"ffn_dim": 76, "word_embed_proj_dim": 48}),
 }
+
+# Those that compute as no other does: what holds for their kernels, placements and stores holds for all.
+_LIKE_ANOTHER = ["gemma", "olmo2", "smollm3", "stablelm", "glm", "seed-oss", "helium", "ernie4.5", "exaone4"]
+DISTINCT = sorted(FAMILIES.keys() - _LIKE_ANOTHER)
+PLACED = sorted(set(DISTINCT) - {"olmo3", "smollm3-window", "granite", "starcoder2", "glm4"})  # here: to save time
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -84,7 +146,8 @@ def config_of(name: str, **changes: Any) -> Any:
     import transformers
 
     prefix, values = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**(values | changes))
+    config_class = f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, config_class)(**(values | changes))
     config.architectures = [f"{prefix}ForCausalLM"]
     return config
 

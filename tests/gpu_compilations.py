@@ -44,34 +44,44 @@ def _activate() -> list[Compilation]:
             activate.N_WARPS,
             is_memory_bound=True,
         )
-        for kind, gated in (("silu", True), ("gelu", True), ("gelu_tanh", True), ("relu", False), ("fatrelu", True))
+        for kind, gated in (
+            ("silu", True),
+            ("gelu", True),
+            ("gelu_tanh", True),
+            ("relu", False),
+            ("fatrelu", True),
+            ("softcap", False),
+        )
     ]
 
 
 def _attention() -> list[Compilation]:
     """Heads of 128 in groups of 1, 2 and 4 over 4096 positions: a part a program, and whole rows."""
     pointers = {"queries_ptr": "*fp32", "table_ptr": "*i32", "slots_ptr": "*i32", "positions_ptr": "*i32"}
-    pointers |= {"out_ptr": "*fp32", "factor": "fp32", "layer": "i32", "m": "i32"}
+    pointers |= {"out_ptr": "*fp32", "factor": "fp32", "cap": "fp32", "layer": "i32", "m": "i32"}
     common = {"WINDOW": 0, "N_PARTS": 16, "PART": PART_TOKENS}
     layout = {"N_LAYERS": 16, "N_KV_HEADS": 8, "FEATURES": 6144, "FIRST": 0, "PAGES_A_SLOT": 64, "PAGE": PAGE_TOKENS}
     records = []
-    for kind, code, group, whole in (
-        ("fp16", "*fp16", 1, False),
-        ("fp16", "*fp16", 2, False),
-        ("fp16", "*fp16", 4, False),
-        ("fp16", "*fp16", 1, True),
-        ("fp16", "*fp16", 2, True),
-        ("fp16", "*fp16", 4, True),
-        ("fp32", "*fp32", 1, False),
-        ("fp32", "*fp32", 1, True),
-        ("int8", "*i8", 1, False),
-        ("int8", "*i8", 1, True),
+    for kind, code, group, whole, is_capped in (
+        ("fp16", "*fp16", 1, False, False),
+        ("fp16", "*fp16", 2, False, False),
+        ("fp16", "*fp16", 4, False, False),
+        ("fp16", "*fp16", 1, True, False),
+        ("fp16", "*fp16", 2, True, False),
+        ("fp16", "*fp16", 4, True, False),
+        ("fp16", "*fp16", 2, False, True),
+        ("fp16", "*fp16", 2, True, True),
+        ("fp32", "*fp32", 1, False, False),
+        ("fp32", "*fp32", 1, True, False),
+        ("int8", "*i8", 1, False, False),
+        ("int8", "*i8", 1, True, False),
     ):
         signature, constants = pointers | {"codes_ptr": code}, layout | common | attention._sizes(group, 128)
         optional: dict[str, Any] = {"scales_ptr": kind == "int8", "states_ptr": not whole}
         signature |= {name: "*fp32" for name, is_there in optional.items() if is_there}
         constants |= {name: None for name, is_there in optional.items() if not is_there}
-        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}"
+        constants |= {"IS_CAPPED": is_capped}
+        name = f"attention_{kind}_group_{group}{'_whole' if whole else ''}{'_capped' if is_capped else ''}"
         records.append(
             Compilation(name, attention.attention_kernel, signature, constants, attention.N_WARPS, is_memory_bound=True)
         )
@@ -190,6 +200,7 @@ def _norm() -> list[Compilation]:
     pointers = dict.fromkeys(("x_ptr", "delta_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*fp32")
     wide = {"N": 4096, "BLOCK": 4096}
     heads = {"FEATURES": 6144, "FIRST": 0, "N": 128, "BLOCK": 128}
+    all_heads = heads | {"N": 4096, "BLOCK": 4096}
     rms = {name: kind for name, kind in pointers.items() if name != "bias_ptr"} | {"eps": "fp32"}
     head_arguments = {"x_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"}
     return [
@@ -204,7 +215,8 @@ def _norm() -> list[Compilation]:
             8,
             is_memory_bound=True,
         ),
-        Compilation("rms_norm_heads", norm.heads_kernel, head_arguments, heads, norm.HEAD_WARPS, is_memory_bound=True),
+        Compilation("rms_norm_heads", norm.heads_kernel, head_arguments, heads, 1, is_memory_bound=True),
+        Compilation("rms_norm_all_heads", norm.heads_kernel, head_arguments, all_heads, 16, is_memory_bound=True),
     ]
 
 

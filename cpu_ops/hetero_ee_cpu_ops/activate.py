@@ -3,6 +3,7 @@
 silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
 gelu(v) = v Phi(v), Phi(v) = erfc(-v / sqrt 2) / 2              fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
+softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold: of logits (arXiv 2408.00118); a series near 0
 Relative error: silu 1e-6 (0 below -88.7, where it is at most 3e-37), both gelus 1e-6 (|v| + 1)^2 / 2. erfc: W. Press
 et al., Numerical Recipes 6.2 (1.2e-7 relative). Rows are contiguous. NaN stays NaN, except in fatrelu, where it
 becomes 0 as in torch.
@@ -37,7 +38,7 @@ from hetero_ee_cpu_ops.simd.floats import (
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 F32 = np.float32(0)  # says what a load finds
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "fatrelu": 4, "softcap": 5}
 CHUNK = 8192  # outputs a thread claims at a time: about 2 us of work, many times a claim's cost
 SHARED_FROM = 4 * CHUNK  # fewer outputs are computed by the caller: waking the thread pool costs about 1 us
 # Coefficients of t^0, t^1, ... in ln(erfc(z) e^(z^2) / t), t = 1 / (1 + z / 2).
@@ -45,6 +46,7 @@ ERFC = (
     -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
     0.17087277,
 )  # fmt: skip
+TANH, NEAR = (1.0, -1 / 3, 2 / 15, -17 / 315), 0.2  # tanh(u) / u by powers of u^2, for |u| below
 
 
 def _silu(v: Lanes) -> Lanes:
@@ -67,10 +69,20 @@ def _gelu_tanh(v: Lanes) -> Lanes:
     return v / (u.exp() + 1.0)
 
 
+def _soft_cap(v: Lanes, c: Lanes) -> Lanes:
+    u = v / c
+    square, series = u * u, u.constant(TANH[-1])
+    for coefficient in TANH[-2::-1]:
+        series = series.times_plus(square, coefficient)
+    far = c - c * 2.0 / ((u * 2.0).exp() + 1.0)
+    return u.magnitude().where("<", NEAR, v * series, far)
+
+
 silu = operation(1, _silu, "silu", "v / (1 + e^-v).")
 gelu = operation(1, _gelu, "gelu", "v Phi(v).")
 gelu_tanh = operation(1, _gelu_tanh, "gelu_tanh", "The approximation of gelu by tanh.")
 relu = operation(1, lambda v: v.where("<", 0.0, 0.0, v), "relu", "max(v, 0).")
+soft_cap = operation(2, _soft_cap, "soft_cap", "c tanh(v / c).")
 fatrelu = operation(2, lambda v, limit: v.where(">=", limit, v, 0.0), "fatrelu", "v where v >= limit, else 0.")
 
 
@@ -84,6 +96,8 @@ def _applied(kind: int, v: Any, threshold: Any) -> Any:
         return gelu_tanh(v)
     if kind == 3:
         return relu(v)
+    if kind == 5:
+        return soft_cap(v, threshold)
     return fatrelu(v, threshold)
 
 

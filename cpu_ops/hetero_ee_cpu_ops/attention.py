@@ -1,6 +1,7 @@
 """Attention of m new rows of any sequences against the KV cache.
 
-out[r, h] = sum over p of softmax_p(q[r, h] k[p] / sqrt(d)) v[p],  p = max(0, position + 1 - window) .. position,
+out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
+score[p] = scale q[r, h] k[p], or of models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
 Online softmax (arXiv 1805.02867, 2205.14135) over blocks of 64 absolute positions, in order: a row's bits depend on its
@@ -55,8 +56,10 @@ ELEMENTS = {"fp32": np.float32(0), "fp16": np.uint16(0), "int8": np.int8(0)}  # 
 MAX_GROUP = 128  # query heads of one key head
 TILE_QUERIES = 4  # parts are whole tiles of the highest that most have, but for a sequence's last
 SHARED_FROM = 32_000  # positions x query features: 5 us of one thread where the cache is warm, 20 where it is not
-QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES = range(12)
-N_ARGUMENTS, ARGUMENT_BYTES = 12, 96
+QUERY, QUERY_STRIDE, TABLE, OUT, N_ROWS, N_KV_HEADS, GROUP, HEAD_DIM, LAYER, WINDOW, FACTOR, ITEM_QUERIES, CAP = range(
+    13
+)
+N_ARGUMENTS, ARGUMENT_BYTES = 13, 104
 
 
 @compiled
@@ -124,7 +127,8 @@ def _begin(arguments: int, frame: int, head: int, first: int, end: int, height: 
 def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: int, element: Any) -> None:
     """One key head and queries first..end-1 of one sequence, in tiles of len(rows) queries."""
     n_kv_heads, group, head_dim = word(arguments, N_KV_HEADS), word(arguments, GROUP), word(arguments, HEAD_DIM)
-    padded, factor, n_queries = -(-head_dim // 16) * 16, read_float(arguments + 8 * FACTOR), end - first
+    padded, n_queries = -(-head_dim // 16) * 16, end - first
+    factor, cap = read_float(arguments + 8 * FACTOR), read_float(arguments + 8 * CAP)
     frame = scratch(FRAME_BYTES)
     low, high = _begin(arguments, frame, head, first, end, len(rows))
     line_at = word(arguments, TABLE) + 8 * COLUMNS * (first // group)
@@ -143,7 +147,7 @@ def _attend(tile: Any, rows: Any, arguments: int, head: int, first: int, end: in
         v_scales = value_scales + 4 * (line + start) if value_scales else 0
         then = k + BLOCK * row_bytes if start + BLOCK < high else 0
         block_scores(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, k, v, element)
-        block_weights(frame, n_queries, padded, start, factor, k_scales, v_scales)
+        block_weights(frame, n_queries, padded, start, factor, cap, k_scales, v_scales)
         block_values(tile, rows, frame, n_queries, head_dim, padded, start, seen, until, v, then, element)
     for number in range(n_queries):
         query = first + number
@@ -185,12 +189,12 @@ def _chunk(kind: str) -> Chunk:
 @entry(
     types.int64(
         types.int64, array_out(types.int64, 1), array_in(types.float32, 2), array_in(types.int64, 2),
-        array_out(types.float32, 2), *[types.int64] * 6,
+        array_out(types.float32, 2), *[types.int64] * 6, types.float32, types.float32,
     )
 )  # fmt: skip
 def _enter(
     function: int, arguments: Any, queries: Any, table: Any, out: Any, first: int, layer: int, n_kv_heads: int,
-    head_dim: int, window: int, n_threads: int,
+    head_dim: int, window: int, n_threads: int, scale: float, cap: float,
 ) -> int:  # fmt: skip
     """-1 where a shape is wrong; 0 when done; else the number of chunks to share, their arguments written if given."""
     m, n_features = out.shape
@@ -223,7 +227,8 @@ def _enter(
     write_integer(head_dim, address + 8 * HEAD_DIM)
     write_integer(layer, address + 8 * LAYER)
     write_integer(window, address + 8 * WINDOW)
-    write_float(np.float32(1.0 / sqrt(head_dim)), address + 8 * FACTOR)
+    write_float(np.float32(scale), address + 8 * FACTOR)
+    write_float(np.float32(cap), address + 8 * CAP)
     write_integer(size, address + 8 * ITEM_QUERIES)
     if not alone:
         return n_parts * n_kv_heads
@@ -235,12 +240,23 @@ def _enter(
 class Attention:
     """One model's attention. kind: how the cache is stored, one of kv_table.DTYPES. Safe to share between threads.
 
+    scale: of scores, 1 / sqrt(head_dim) where None. cap: 0 for none.
+
     Raises ValueError for head counts that don't divide, more than 128 query heads a key head, heads of more than 1024,
     or an unknown kind.
     """
 
     def __init__(
-        self, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, kind: str, pool: ThreadPool | None = None
+        self,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        kind: str,
+        pool: ThreadPool | None = None,
+        *,
+        scale: float | None = None,
+        cap: float = 0.0,
     ) -> None:
         if min(n_layers, n_heads, n_kv_heads, head_dim) < 1 or n_heads % n_kv_heads or n_heads > MAX_GROUP * n_kv_heads:
             raise ValueError(f"{n_heads} query heads of {head_dim} don't share {n_kv_heads} key heads equally.")
@@ -249,6 +265,7 @@ class Attention:
         if kind not in DTYPES:
             raise ValueError(f"no cache is called {kind}; there are {', '.join(DTYPES)}.")
         self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim = n_layers, n_heads, n_kv_heads, head_dim
+        self._scale, self._cap = 1.0 / sqrt(head_dim) if scale is None else scale, cap
         self._pool, self._n_threads, self._chunk = pool, pool.n_threads if pool else 1, _chunk(kind)
 
     def attend(
@@ -263,7 +280,8 @@ class Attention:
             out = np.empty((queries.shape[0], self.n_heads * self.head_dim), np.float32)
         if not 0 <= layer < self.n_layers or (window is not None and window < 1):
             raise ValueError(f"layer {layer} of {self.n_layers}, window {window}.")
-        call = (queries, table, out, first, layer, self.n_kv_heads, self.head_dim, window or 0, self._n_threads)
+        shape = (first, layer, self.n_kv_heads, self.head_dim, window or 0)
+        call = (queries, table, out, *shape, self._n_threads, self._scale, self._cap)
         status = _enter(self._chunk.address, NO_ARGUMENTS, *call)
         if status < 0 or out.shape[1] != self.n_heads * self.head_dim:
             raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_ee_cpu_ops.activate import soft_cap
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.simd.bytes import prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
@@ -242,10 +243,28 @@ def _softmax(scores: int, first: int, end: int, factor: Any, key_scales: int, va
 
 
 @compiled
+def _cap(scores: int, first: int, end: int, factor: Any, cap: Any, key_scales: int) -> None:
+    """Scores of lanes first..end-1 of a block, with all their factors, within +-cap."""
+    for lane in range(first & ~15, end, 16):
+        low, high, at = max(first - lane, 0), min(end - lane, 16), scores + 4 * lane
+        score = multiply(load16(at, F32), spread(factor))
+        if key_scales:
+            score = multiply(score, load_lanes(key_scales + 4 * lane, low, high, F32))
+        store16(soft_cap(score, spread(cap)), at)
+
+
+@compiled
 def block_weights(
-    frame: int, n_queries: int, padded: int, start: int, factor: Any, key_scales: int, value_scales: int
+    frame: int, n_queries: int, padded: int, start: int, factor: Any, cap: Any, key_scales: int, value_scales: int
 ) -> None:
-    """Scores become weights, and the sums of earlier blocks are corrected. Scales: of position `start`, or 0."""
+    """Scores become weights, and the sums of earlier blocks are corrected. Scales: of position `start`, or 0. cap: 0
+    for none."""
+    if cap > 0:
+        for number in range(n_queries):
+            at = frame + RANGES + 16 * number
+            first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, BLOCK)
+            _cap(frame + SCORES + 4 * BLOCK * number, first, end, factor, cap, key_scales)
+        factor, key_scales = np.float32(1), 0
     for number in range(n_queries):
         at = frame + RANGES + 16 * number
         first, end = max(word(at, 0) - start, 0), min(word(at, 1) - start, BLOCK)

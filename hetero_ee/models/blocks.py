@@ -55,6 +55,7 @@ class Block:
     layer: int | None  # index of the decoder layer, None outside of them
     tensors: dict[str, TensorSpec]  # by the block's own short names; a tied head names the embedding's
     has_norm: bool = True  # without one, an attention or FFN takes its input as it is
+    has_post_norm: bool = False  # whether its output passes one
 
     @property
     def n_elements(self) -> int:
@@ -103,25 +104,32 @@ def _head_block(spec: ModelSpec) -> Block:
 
 def _attention_block(spec: ModelSpec, layer: int) -> Block:
     prefix = f"layers.{layer}.attention"
-    tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
+    tensors = dict(_norm(spec, "norm", f"{prefix}.norm")) if spec.pre_norm else {}
     qkv_size = spec.query_size + 2 * spec.kv_size
     tensors |= _linear(spec, f"{prefix}.qkv", qkv_size, spec.hidden_size, spec.qkv_bias)
     if spec.qk_norm:
-        for name in ("query_norm", "key_norm"):
-            tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (spec.head_dim,))
+        whole, one = (spec.query_size, spec.kv_size), (spec.head_dim, spec.head_dim)
+        for name, size in zip(("query_norm", "key_norm"), whole if spec.qk_norm_whole else one, strict=True):
+            tensors[name] = TensorSpec(f"{prefix}.{name}", TensorRole.VECTOR, (size,))
     tensors |= _linear(spec, f"{prefix}.output", spec.hidden_size, spec.query_size, spec.attention_output_bias)
-    return Block(prefix, BlockKind.ATTENTION, layer, tensors)
+    return _layer_block(spec, prefix, BlockKind.ATTENTION, layer, tensors)
 
 
 def _ffn_block(spec: ModelSpec, layer: int) -> Block:
     prefix = f"layers.{layer}.ffn"
-    tensors = dict(_norm(spec, "norm", f"{prefix}.norm"))
+    tensors = dict(_norm(spec, "norm", f"{prefix}.norm")) if spec.pre_norm else {}
     if spec.neuron_major:
-        return Block(prefix, BlockKind.FFN, layer, tensors | _neurons(spec, prefix))
+        return _layer_block(spec, prefix, BlockKind.FFN, layer, tensors | _neurons(spec, prefix))
     first, n_rows = ("gate_up", 2 * spec.ffn_size) if spec.gated else ("up", spec.ffn_size)
     tensors |= _linear(spec, f"{prefix}.{first}", n_rows, spec.hidden_size, spec.ffn_bias)
     tensors |= _linear(spec, f"{prefix}.down", spec.hidden_size, spec.ffn_size, spec.ffn_bias)
-    return Block(prefix, BlockKind.FFN, layer, tensors)
+    return _layer_block(spec, prefix, BlockKind.FFN, layer, tensors)
+
+
+def _layer_block(spec: ModelSpec, name: str, kind: BlockKind, layer: int, tensors: dict[str, TensorSpec]) -> Block:
+    if spec.post_norm:
+        tensors |= _norm(spec, "post_norm", f"{name}.post_norm")
+    return Block(name, kind, layer, tensors, spec.pre_norm, spec.post_norm)
 
 
 def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
@@ -148,5 +156,5 @@ def _linear(spec: ModelSpec, name: str, n_rows: int, n_columns: int, bias: bool)
 def _norm(spec: ModelSpec, short: str, name: str) -> Iterator[tuple[str, TensorSpec]]:
     if spec.norm_affine:
         yield short, TensorSpec(name, TensorRole.VECTOR, (spec.hidden_size,))
-        if spec.norm == "layer":
+        if spec.norm == "layer" and spec.norm_bias:
             yield f"{short}_bias", TensorSpec(f"{name}_bias", TensorRole.VECTOR, (spec.hidden_size,))

@@ -19,6 +19,14 @@ class Fields:
         """The same fields, of a class with these defaults; they come before those that a reader names."""
         return Fields(self._values, self._where, defaults)
 
+    def with_values(self, **values: Any) -> "Fields":
+        """The same fields with these in place of theirs; a None removes one."""
+        return Fields({**self._values, **values}, self._where, self._defaults)
+
+    def values(self, **defaults: Any) -> dict[str, Any]:
+        """All of the object, and of these what it lacks."""
+        return {**defaults, **self._values}
+
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value; a missing field and a null are both the default."""
         value = self._values.get(name)
@@ -42,6 +50,15 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
             raise self.fail(f"{name} is {shown(value)}, expected a number from 0 to {MAX_NUMBER:g}.")
         return float(value)
+
+    def optional_integer(self, name: str) -> int | None:
+        """None where the field is missing or null."""
+        return None if self.get(name) is None else self.integer(name)
+
+    def refuse_flag(self, name: str, what: str) -> None:
+        """Raises ModelError where the flag is set; `what` says what that would mean."""
+        if self.flag(name, False):
+            raise self.fail(f"{name} is true, and {what} is not supported.")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)

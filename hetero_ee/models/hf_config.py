@@ -11,6 +11,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.saved_format import SavedFormat, saved_format_from_hf
 from hetero_ee.models.spec import ModelSpec
 
+SUFFIX = "ForCausalLM"
 # Of config.json as this engine writes it for other formats: which of the layers' matrices are how.
 INT8_FIELD, ZEROS_FIELD = "hetero_ee_int8_matrices", "hetero_ee_zero_point_matrices"
 
@@ -31,7 +32,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         architecture = next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         name = architecture or model_type or "none named"
-        raise fields.fail(f"architecture {shown(name)} is not supported; supported are {', '.join(FAMILIES)}.")
+        raise fields.fail(f"architecture {shown(name)} is not supported; supported are {_supported()}.")
     spec = FAMILIES[architecture].read_spec(fields, architecture)
     in_8_bits, with_zeros = _names(fields, INT8_FIELD), _names(fields, ZEROS_FIELD)
     if saved:
@@ -45,6 +46,11 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
     return tuple(sorted(set(names)))
+
+
+def _supported() -> str:
+    names = sorted(name.removesuffix(SUFFIX) for name in FAMILIES if name.endswith(SUFFIX))
+    return f"{', '.join(names)} (each with {SUFFIX} behind it)"
 
 
 def _by_format(spec: ModelSpec, saved: SavedFormat) -> tuple[tuple[str, ...], tuple[str, ...]]:

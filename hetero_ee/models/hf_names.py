@@ -16,6 +16,8 @@ class Part:
 
     hf_name: str
     shape: tuple[int, ...]
+    added: float = 0.0  # what the checkpoint leaves out of each value
+    neighbours: tuple[int, int] | None = None  # rows of a head, the first of which turn in pairs of neighbours
 
 
 def checkpoint_parts(spec: ModelSpec) -> dict[str, list[Part]]:
@@ -33,7 +35,20 @@ def _parts(spec: ModelSpec, tensor: TensorSpec) -> list[Part]:
     sizes = (
         [spec.query_size, spec.kv_size, spec.kv_size] if is_qkv else [tensor.shape[0] // len(modules)] * len(modules)
     )
+    added = spec.norm_offset if tensor.name.endswith("norm") else 0.0
+    turns = is_qkv and spec.rope is not None and spec.rope.interleaved
+    neighbours = (spec.head_dim, spec.rope.n_features) if turns and spec.rope else None
     return [
-        Part(module.format(n=layer) + suffix, (rows, *tensor.shape[1:]))
-        for module, rows in zip(modules, sizes, strict=True)
+        Part(module.format(n=layer) + suffix, (rows, *tensor.shape[1:]), added, None if number == 2 else neighbours)
+        for number, (module, rows) in enumerate(zip(modules, sizes, strict=True))
     ]
+
+
+def engine_order(part: Part) -> list[int] | None:
+    """Which of a part's rows comes where in the engine: pairs that turn together are halves of a head there. None: as
+    they are."""
+    if part.neighbours is None:
+        return None
+    head, turned = part.neighbours
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head)]
+    return [first + row for first in range(0, part.shape[0], head) for row in order]

@@ -36,6 +36,7 @@ class RopeSpec:
     theta: float  # base of the geometric series
     n_features: int  # leading features of a head that turn (even)
     scaling: RopeScaling = RopeScaling()
+    interleaved: bool = False  # a checkpoint's pairs are neighbours; read, they are a half of n_features apart
 
     def inverse_frequencies(self, context_tokens: int = 0) -> list[float]:
         """Radians per position for each of the n_features / 2 pairs, in a context of so many tokens; 0: the original's.

@@ -8,7 +8,7 @@ from hetero_ee.models.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A pre-norm decoder-only transformer, family by family reduced to the same few switches."""
+    """A decoder-only transformer, family by family reduced to the same few switches."""
 
     architecture: str  # the Hugging Face class name, which names the family
     n_layers: int
@@ -22,6 +22,10 @@ class ModelSpec:
     norm: str  # "rms" or "layer"
     norm_eps: float
     norm_affine: bool = True
+    norm_bias: bool = True  # of a "layer" norm
+    norm_offset: float = 0.0  # what a checkpoint leaves out of norms' scales
+    pre_norm: bool = True  # of each attention's and FFN's input
+    post_norm: bool = False  # of their outputs, before the residual takes them up
     final_norm: bool = True
     activation: str  # "silu", "gelu", "gelu_tanh", "relu" or "fatrelu"
     activation_threshold: float  # below it, "fatrelu" is 0
@@ -30,7 +34,15 @@ class ModelSpec:
     attention_output_bias: bool
     ffn_bias: bool
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads together, in place of each one alone
+    attention_scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
+    attention_cap: float = 0.0  # scores stay below it, by tanh; 0 without
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attentions and FFNs add
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # as attention_cap
     rope: RopeSpec | None = None
+    layer_ropes: tuple[RopeSpec | None, ...] | None = None  # for each layer, where not all have `rope`
     learned_position_offset: int | None = None  # rows skipped in a table of learned positions; None without one
     sliding_windows: tuple[int | None, ...]  # for each layer the positions a token sees, itself included; None is all
     tied_head: bool
@@ -44,6 +56,15 @@ class ModelSpec:
     def in_plain_int4(self) -> Self:
         """The same model with all of its layers' matrices in 4 bits, without zero points."""
         return replace(self, int8_matrices=(), zero_point_matrices=())
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """Which turns the queries and keys of that layer."""
+        return self.rope if self.layer_ropes is None else self.layer_ropes[layer]
+
+    @property
+    def ropes(self) -> set[RopeSpec]:
+        """All that any layer has."""
+        return set(self.layer_ropes or (self.rope,)) - {None}  # type: ignore[return-value]
 
     @property
     def query_size(self) -> int:

@@ -68,6 +68,7 @@ def probed_model(spec: ModelSpec, shapes: Sequence[ProductShape], max_bytes: int
         n_layers=n_layers,
         vocab_size=vocab_size,
         sliding_windows=(None,) * n_layers,  # the planner counts what a window saves
+        layer_ropes=None,
         tied_head=True,
         learned_position_offset=None,
     )

@@ -188,7 +188,12 @@ def _shallow(spec: ModelSpec, n_layers: int) -> ModelSpec:
     """The model with so many layers and few tokens: without its products nothing else depends on them."""
     windows = (None,) * n_layers
     return replace(
-        spec, n_layers=n_layers, sliding_windows=windows, vocab_size=SMALL_VOCABULARY, learned_position_offset=None
+        spec,
+        n_layers=n_layers,
+        sliding_windows=windows,
+        layer_ropes=None,
+        vocab_size=SMALL_VOCABULARY,
+        learned_position_offset=None,
     )
 
 

@@ -178,8 +178,8 @@ class _WatchedExecutor(CpuExecutor):
         self._attending, self._multiplying, self._walking, self._placing, self._feeding, self._others = self._watches
         self._attention: Any = SimpleNamespace(attend=_watched(executor._attention.attend, self._attending))
         self._kv_write: Any = SimpleNamespace(write=_watched(executor._kv_write.write, self._others))
-        if executor._rope is not None:
-            self._rope: Any = SimpleNamespace(turn=_watched(executor._rope.turn, self._others))
+        ropes = executor._ropes.items()
+        self._ropes: Any = {spec: SimpleNamespace(turn=_watched(rope.turn, self._others)) for spec, rope in ropes}
         self._multiplied_by: list[tuple[Block, str]] = []
         self.forget()
 

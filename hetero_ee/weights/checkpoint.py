@@ -14,7 +14,7 @@ from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
-from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts
+from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
@@ -85,7 +85,8 @@ class Checkpoint:
             found = saved.blocks(in_8_bits=in_8_bits) if saved else None
             if found is None:
                 return None
-            blocks.append(found if order is None else found.rows(_in_each(order, part.shape[0])))
+            rows = engine_order(part) if order is None else _in_each(order, part.shape[0])
+            blocks.append(found if rows is None else found.rows(torch.as_tensor(rows)))
         make = int8_tiles if in_8_bits else int4_tiles
         return make(blocks, 0.0) or make(blocks, HALF_ROUNDING)
 
@@ -113,10 +114,13 @@ class Checkpoint:
 
     def _read(self, part: Part) -> Tensor:
         if part.hf_name in self._saved:
-            return self._saved[part.hf_name].dequantize()
-        tensor = self._raw(part.hf_name).float()
-        refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
-        return tensor
+            tensor = self._saved[part.hf_name].dequantize()
+        else:
+            tensor = self._raw(part.hf_name).float()
+            refuse_non_finite(tensor, part.hf_name, self._located[part.hf_name].file)
+        rows = engine_order(part)
+        tensor = tensor if rows is None else tensor[rows]
+        return tensor + part.added if part.added else tensor
 
     def _raw(self, name: str) -> Tensor:
         """The tensor as it lies in its file."""

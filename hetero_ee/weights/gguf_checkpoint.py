@@ -14,7 +14,7 @@ from hetero_ee.hub.gguf.header import GgufTensor
 from hetero_ee.hub.gguf.names import TURNED, gguf_name
 from hetero_ee.hub.gguf.parts import read_model_header
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
-from hetero_ee.models.hf_names import Part, checkpoint_parts
+from hetero_ee.models.hf_names import Part, checkpoint_parts, engine_order
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.checkpoint import Checkpoint, refuse, refuse_non_finite
@@ -102,7 +102,8 @@ class GgufCheckpoint:
         """
         module = part.hf_name.rpartition(".")[0]
         if self._header.metadata.get("general.architecture") != "llama" or not module.endswith(TURNED):
-            return None
+            order = engine_order(part)
+            return None if order is None else torch.tensor(order)
         head = self.spec.head_dim
         return torch.arange(part.shape[0]).view(-1, head // 2, 2).swapaxes(1, 2).flatten()
 

@@ -3,6 +3,7 @@
 silu(v) = v / (1 + e^-v)                                        relu(v) = max(v, 0)
 gelu(v) = v (1 + erf(v / sqrt 2)) / 2                           fatrelu(v) = v where v >= threshold, else 0
 gelu_tanh(v) = v / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)    (= v (1 + tanh u) / 2)
+softcap(v) = c tanh(v / c) = c - 2c / (1 + e^(2v / c)), c = threshold: of logits (arXiv 2408.00118); a series near 0
 NaN stays NaN, except in fatrelu, where it becomes 0 as in torch.
 
 Each output is computed from its own inputs alone. Layout: rows contiguous.
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from hetero_ee_kernels.checks import UNFUSED, check
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "softcap")
 BLOCK, N_WARPS = 512, 4  # 4 outputs a thread: one 16-byte load; 11008 outputs are 22 programs
 
 
@@ -30,6 +31,12 @@ def activated(v: tl.tensor, threshold: tl.tensor, KIND: tl.constexpr) -> Any:
         return v / (1.0 + tl.exp(-1.5957691216057308 * v * tl.fma(0.044715 * v, v, 1.0)))
     elif KIND == "relu":
         return tl.where(v < 0.0, 0.0, v)
+    elif KIND == "softcap":
+        u = v / threshold
+        square = u * u
+        series = tl.fma(tl.fma(tl.fma(square, -17 / 315, 2 / 15), square, -1 / 3), square, 1.0)
+        far = threshold - 2.0 * threshold / (1.0 + tl.exp(2.0 * u))
+        return tl.where(tl.abs(u) < 0.2, v * series, far)
     else:
         return tl.where(v >= threshold, v, 0.0)
 

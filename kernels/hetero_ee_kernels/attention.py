@@ -1,6 +1,7 @@
 """Attention of m new rows of any sequences against the pages.
 
-out[r, h] = sum over p of softmax_p(q[r, h] k[p] / sqrt(d)) v[p],  p = max(0, position + 1 - window) .. position,
+out[r, h] = sum over p of softmax_p(score[p]) v[p],  p = max(0, position + 1 - window) .. position,
+score[p] = scale q[r, h] k[p], or of models that cap it (arXiv 2408.00118) cap tanh(scale q[r, h] k[p] / cap),
 with k, v of the row's own sequence and of key head h // (n_heads / n_kv_heads); m rows, d = head_dim.
 
 A program takes 4 lines, a line being a row's query head: 4 heads of a key head, or where there are fewer, those of 2 or
@@ -30,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hetero_ee_kernels.activate import activated
 from hetero_ee_kernels.checks import UNFUSED, check
 from hetero_ee_kernels.pages import (
     FEW_ROWS,
@@ -78,6 +80,7 @@ def attention_kernel(
     out_ptr: tl.tensor,
     states_ptr: tl.tensor,
     factor: tl.tensor,
+    cap: tl.tensor,
     layer: tl.tensor,
     m: tl.tensor,
     N_LAYERS: tl.constexpr,
@@ -91,6 +94,7 @@ def attention_kernel(
     FEATURES: tl.constexpr,
     FIRST: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
     PAGES_A_SLOT: tl.constexpr,
     N_PARTS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -149,6 +153,8 @@ def attention_kernel(
                 score = tl.sum(dot_fours(query, key), 2)
                 if scales_ptr is not None:
                     score *= tl.load(scales_ptr + lines, mask=is_there, other=0.0)[None, :]
+                if IS_CAPPED:
+                    score = activated(score, cap, "softcap")
                 score = tl.where(seen, score, float("-inf"))
                 higher = tl.maximum(best, score)
                 base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -221,10 +227,13 @@ def attention(
     *,
     first: int = 0,
     workspace: Any = None,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> Any:
     """queries: fp32 (m, features), the heads from feature `first` on; slots, positions: int32 (m,); window: positions
     seen, the row's own included, None for all; out: fp32 or fp16 (m, n_heads x head_dim). Returns out.
 
+    scale: of scores, 1 / sqrt(head_dim) where None. cap: 0 for none.
     workspace: attention_workspace's for at least m rows, allocated where None; more than FEW_ROWS rows need none. Each
     row's own key and value must be written already. Raises ValueError for other shapes, dtypes or layouts.
     """
@@ -246,8 +255,9 @@ def attention(
 
     def attend(sums: Any, states: Any, n_parts: int) -> None:
         attention_kernel[(*grid, n_parts)](
-            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states, 1 / sqrt(head_dim), layer,
-            m, **sizes, **common, num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
+            queries, pages.codes, pages.scales, pages.table, slots, positions, sums, states,
+            1 / sqrt(head_dim) if scale is None else scale, cap, layer, m, **sizes, **common, IS_CAPPED=cap > 0,
+            num_warps=N_WARPS, num_stages=N_STAGES, **UNFUSED,
         )  # fmt: skip
 
     if m > FEW_ROWS:

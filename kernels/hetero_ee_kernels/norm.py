@@ -17,7 +17,6 @@ import triton.language as tl
 from hetero_ee_kernels.checks import UNFUSED, check
 
 MAX_FEATURES = 65536
-HEAD_WARPS = 1  # a head is 64 to 256 features
 
 
 @triton.jit
@@ -98,7 +97,8 @@ def rms_norm_heads(x: Any, scale: Any, eps: float, first: int, n_heads: int) -> 
         raise ValueError(f"{n_heads} heads of {n} from feature {first} are not in x {tuple(x.shape)}.")
     if x.shape[0] and n_heads:
         block = triton.next_power_of_2(n)
-        heads_kernel[(x.shape[0], n_heads)](x, scale, eps, x.shape[1], first, n, block, num_warps=HEAD_WARPS, **UNFUSED)
+        n_warps = _n_warps(2 * block)
+        heads_kernel[(x.shape[0], n_heads)](x, scale, eps, x.shape[1], first, n, block, num_warps=n_warps, **UNFUSED)
 
 
 def _launch(x: Any, scale: Any, bias: Any, eps: float, centered: bool, out: Any, delta: Any) -> Any:

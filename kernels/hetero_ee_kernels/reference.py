@@ -147,6 +147,8 @@ def _activated(x: Any, kind: str, threshold: float) -> Any:
             return F.gelu(x)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
+        case "softcap":
+            return threshold * torch.tanh(x / threshold)
     raise ValueError(f"no activation called {kind}.")
 
 
@@ -204,14 +206,18 @@ def attention(
     *,
     first: int = 0,
     workspace: Any = None,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> Any:
     """One row and its whole softmax at a time. workspace: what only the kernel needs."""
     n_kv_heads, head_dim = pages.n_kv_heads, pages.head_dim
+    scale = 1 / sqrt(head_dim) if scale is None else scale
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         low = 0 if window is None else max(0, position + 1 - window)
         keys, values = read(pages, slot, layer, low, position + 1)
         grouped = queries[row, first : first + out.shape[1]].reshape(n_kv_heads, -1, head_dim)
-        scores = torch.bmm(grouped, keys.transpose(1, 2)) / sqrt(head_dim)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
         out[row] = torch.bmm(torch.softmax(scores, -1), values).flatten()
     return out
 

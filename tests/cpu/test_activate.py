@@ -22,6 +22,8 @@ def exact(x, kind):
             return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
         if kind == "gelu_tanh":
             return x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if kind == "softcap":
+        return THRESHOLD * np.tanh(x / THRESHOLD)
     return np.where(x >= (THRESHOLD if kind == "fatrelu" else 0), x, 0)
 
 
@@ -45,7 +47,7 @@ def test_close_to_torch(kind):
     x = torch.linspace(-10, 10, 5_001)[None]
     expected = {
         "silu": F.silu(x), "relu": F.relu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh"),
-        "fatrelu": torch.where(x >= THRESHOLD, x, 0.0),
+        "fatrelu": torch.where(x >= THRESHOLD, x, 0.0), "softcap": THRESHOLD * torch.tanh(x / THRESHOLD),
     }[kind]  # fmt: skip
     found = activate(x.numpy(), kind, gated=False, threshold=THRESHOLD)
     assert np.abs(found - expected.numpy()).max() <= 2e-6
@@ -55,6 +57,9 @@ def test_close_to_torch(kind):
 def test_special_values(kind):
     x = np.array([[np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38, -3e38]], np.float32)
     y = activate(x, kind, gated=False, threshold=THRESHOLD)[0]
+    if kind == "softcap":
+        assert np.array_equal(y, [THRESHOLD, -THRESHOLD, np.nan, 0, 0, THRESHOLD, -THRESHOLD], equal_nan=True)
+        return
     assert y[0] == np.inf and y[5] == np.float32(3e38)
     assert y[3] == 0 and y[4] == 0 and (kind.startswith(("gelu", "silu")) or y[1] == 0) and y[6] == 0
     assert y[2] == 0 if kind == "fatrelu" else np.isnan(y[2])

@@ -50,6 +50,8 @@ class Case:
     texts: list[Any]  # of each sequence: keys and values fp32 (length, 2 x n_kv_heads x head_dim)
     rows: list[tuple[int, int]]  # sequence, position
     queries: Any
+    scale: float | None = None
+    cap: float = 0.0
 
     def caches(self, spare):
         made = []
@@ -70,7 +72,9 @@ class Case:
         places = [self.rows[row] for row in chosen]
         table = kv_table([caches[s] for s, _ in places], [p for _, p in places], self.shape, self.kind)
         n_heads = self.group * self.n_kv_heads
-        attention = Attention(N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, pool)
+        attention = Attention(
+            N_LAYERS, n_heads, self.n_kv_heads, self.head_dim, self.kind, pool, scale=self.scale, cap=self.cap
+        )
         out = Guarded((len(places), n_heads * self.head_dim), np.float32)
         queries = self.queries[list(chosen)]
         attention.attend(queries, table, LAYER, self.window if window == "own" else window, out.array, first=3)
@@ -91,6 +95,10 @@ class Case:
             if bug == "tail":
                 q = np.concatenate([q[..., :-1], 0 * q[..., -1:]], -1)
             scores = np.einsum("kgd,knd->kgn", q, k) / np.sqrt(self.head_dim - (bug == "factor"))
+            if self.scale is not None:
+                scores *= self.scale * np.sqrt(self.head_dim)
+            if self.cap and bug != "cap":
+                scores = self.cap * np.tanh(scores / self.cap)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             if bug == "block":
                 weights[..., 63:64] = 0
@@ -137,6 +145,19 @@ def test_bits_depend_on_the_row_alone():
             caches, other = case.caches(spare=0), case.caches(spare=1 + seed % 300)
             whole = case.attend(caches)
             assert_same_bits(case.attend(other), whole)
+            assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
+            for row in range(len(case.rows)):
+                assert_same_bits(case.attend(other, [row])[0], whole[row])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_scores_with_a_scale_and_a_cap(kind):
+    with teams() as all_teams:
+        for seed in range(40):
+            case = replace(random_case(2000 + seed, kind), scale=0.3, cap=[50.0, 2.0][seed % 2])
+            caches, other = case.caches(spare=0), case.caches(spare=1 + seed % 300)
+            whole = case.attend(caches)
+            assert np.abs(whole - case.reference(caches)).max() <= TOLERANCE * case.largest, seed
             assert_same_bits(case.attend(other, pool=all_teams[seed % 3]), whole)
             for row in range(len(case.rows)):
                 assert_same_bits(case.attend(other, [row])[0], whole[row])

@@ -259,7 +259,7 @@ def malformed_config(folder: Path) -> str:
 
 def unknown_architecture(folder: Path) -> str:
     edit_config(folder, architectures=["MambaForCausalLM"])
-    return "'MambaForCausalLM' is not supported; supported are LlamaForCausalLM"
+    return "'MambaForCausalLM' is not supported; supported are Ernie4_5"
 
 
 def a_tensor_too_few(folder: Path) -> str:

@@ -16,17 +16,17 @@ from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
 from hetero_ee.weights.quantizers import quantize
 from tests.e2e.test_families import PROMPT, greedy
-from tests.families import FAMILIES, random_model, save_checkpoint
+from tests.families import DISTINCT, random_model, save_checkpoint
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error of logits after 3 layers: 7 products of 3e-5 each, and their spread
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=DISTINCT)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, ModelWeights]:
     """A random model of each family in int4, matrices and vocabulary by every kind of tile alternately."""
     folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
     spec = read_spec(folder)
-    kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][sorted(FAMILIES).index(request.param) % 3]
+    kinds = [("codebook", "int8"), ("rtn", "int8"), ("codebook", "codebook")][DISTINCT.index(request.param) % 3]
     return spec, tiled(spec, Checkpoint(folder, spec), *kinds)
 
 

@@ -104,7 +104,7 @@ def test_a_journal_is_what_the_page_says(store: Path) -> None:
 def test_the_page_names_every_tensor() -> None:
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     spec = read_spec(config | {"intermediate_size": 16, "vocab_size": 9, "attention_bias": True, "mlp_bias": True})
-    spec = replace(spec, norm="layer", qk_norm=True, learned_position_offset=2)
+    spec = replace(spec, norm="layer", qk_norm=True, post_norm=True, learned_position_offset=2)
     models = [
         replace(spec, gated=gated, neuron_major=by_neuron) for gated in (False, True) for by_neuron in (False, True)
     ]

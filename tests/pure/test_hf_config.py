@@ -28,11 +28,21 @@ OPT: dict[str, Any] = {key: value for key, value in LLAMA.items() if key != "int
     "architectures": ["OPTForCausalLM"],
     "ffn_dim": 96,
 }
-PREFIXES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "OPT"]
+PREFIXES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "OPT", "Gemma", "Gemma2", "Gemma3", "Olmo2", "Olmo3"]
+PREFIXES += ["SmolLM3", "Granite", "Starcoder2", "StableLm", "Glm", "Glm4", "SeedOss", "Helium", "Ernie4_5", "Exaone4"]
+FITTING: dict[str, dict[str, int]] = {  # sizes that the other fields' defaults allow
+    "Helium": {"num_attention_heads": 20, "hidden_size": 2560},
+    "StableLm": {"hidden_size": 256},
+}
 
 
 def required(prefix: str) -> dict[str, Any]:
-    return (OPT if prefix == "OPT" else LLAMA) | {"architectures": [f"{prefix}ForCausalLM"]}
+    needed = (OPT if prefix == "OPT" else LLAMA) | {"architectures": [f"{prefix}ForCausalLM"]}
+    return needed | FITTING.get(prefix, {})
+
+
+def config_class(prefix: str) -> Any:
+    return getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
 
 
 def refusal(config: Any) -> str:
@@ -95,6 +105,9 @@ def test_the_spelling_of_transformers_4_gives_the_same_spec(name: str) -> None:
     config = config_of(name).to_dict()
     rope = dict(config.pop("rope_parameters", None) or {})
     expected = read_spec(config_of(name))
+    if near := rope.get("sliding_attention"):
+        rope = dict(rope["full_attention"])
+        config["rope_local_base_freq"] = near["rope_theta"]
     for field in ("rope_theta", "partial_rotary_factor"):
         if field in rope:
             config[field] = rope.pop(field)
@@ -108,7 +121,7 @@ def test_the_spelling_of_transformers_4_gives_the_same_spec(name: str) -> None:
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_missing_fields_mean_what_they_mean_to_transformers(prefix: str) -> None:
     needed = required(prefix)
-    theirs = getattr(transformers, f"{prefix}Config")(**needed)
+    theirs = config_class(prefix)(**needed)
     assert read_spec(needed) == read_spec(theirs)
     if prefix.startswith("Qwen"):
         windowed = needed | {"use_sliding_window": True}
@@ -136,7 +149,7 @@ def test_model_type_stands_in_for_missing_architectures() -> None:
         expected = read_spec(config)
         for architectures in ({}, {"architectures": None}, {"architectures": []}):
             named = {key: value for key, value in config.items() if key != "architectures"} | architectures
-            assert read_spec(named | {"model_type": prefix.lower()}) == expected
+            assert read_spec(named | {"model_type": config_class(prefix).model_type}) == expected
 
 
 def test_prosparse_is_llama_with_fatrelu() -> None:
@@ -178,7 +191,7 @@ def test_unknown_architectures_are_answered_with_the_list() -> None:
         message = refusal(LLAMA | change)
         assert "is not supported" in message
         for prefix in [*PREFIXES, "SparseLlama"]:
-            assert f"{prefix}ForCausalLM" in message
+            assert f" {prefix}," in message or f" {prefix} (" in message
     assert "MambaForCausalLM" in refusal(LLAMA | {"architectures": ["MambaForCausalLM"]})
 
 

@@ -1,6 +1,6 @@
 """What a family of models has to say of itself, and what its readers share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_ee.errors import shown
@@ -8,6 +8,7 @@ from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
 
 MAX_LAYERS = 1000
+FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -46,6 +47,21 @@ def even_head_dim(fields: Fields) -> int:
     if hidden_size % n_heads:
         raise fields.fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}.")
     return hidden_size // n_heads
+
+
+def read_layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
+    """For each layer FULL or SLIDING, as layer_types names it."""
+    kinds, n_layers = fields.get("layer_types", list(default)), layer_count(fields)
+    if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
+        raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise fields.fail(f"layer_types names {shown(kind)}, expected {FULL} or {SLIDING}.")
+    return tuple(kinds)
+
+
+def sliding_windows(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def activation(fields: Fields, field: str, default: str) -> tuple[str, float]:

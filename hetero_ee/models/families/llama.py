@@ -1,5 +1,7 @@
 """Llama (arXiv 2302.13971), which most other families change in a few places only."""
 
+from dataclasses import replace
+
 from hetero_ee.models.families.family import activation, even_head_dim, layer_count
 from hetero_ee.models.families.rope_fields import own_context, read_rope
 from hetero_ee.models.fields import Fields
@@ -18,8 +20,8 @@ TENSOR_NAMES = {
 }
 
 
-def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) -> ModelSpec:
-    """turns_part: see read_rope."""
+def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False, interleaved: bool = False) -> ModelSpec:
+    """turns_part: see read_rope; interleaved: see RopeSpec."""
     hidden_size, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = layer_count(fields)
     head_dim = even_head_dim(fields) if fields.get("head_dim") is None else fields.integer("head_dim")
@@ -31,6 +33,7 @@ def read_spec(fields: Fields, architecture: str, *, turns_part: bool = False) ->
     context_tokens = fields.integer("max_position_embeddings", 2048)
     activation_name, threshold = activation(fields, "hidden_act", "silu")
     rope = read_rope(fields, head_dim, context_tokens, turns_part=turns_part)
+    rope = replace(rope, interleaved=interleaved)
     attention_bias = fields.flag("attention_bias", False)
     return ModelSpec(
         architecture=architecture,

@@ -17,6 +17,5 @@ def read_spec(fields: Fields, architecture: str) -> ModelSpec:
         max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
     )
     spec = llama.read_spec(fields, architecture, turns_part=True)
-    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
-    windows = (window,) * spec.n_layers
+    windows = (fields.optional_integer("sliding_window"),) * spec.n_layers
     return replace(spec, qkv_bias=False, attention_output_bias=False, ffn_bias=False, sliding_windows=windows)

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from hetero_ee.errors import shown
 from hetero_ee.models.families import llama
-from hetero_ee.models.families.family import layer_count
+from hetero_ee.models.families.family import FULL, SLIDING, layer_count, read_layer_kinds, sliding_windows
 from hetero_ee.models.families.mistral import read_window
 from hetero_ee.models.fields import Fields
 from hetero_ee.models.spec import ModelSpec
@@ -33,13 +32,6 @@ def _sliding_windows(fields: Fields) -> tuple[int | None, ...]:
     if not fields.flag("use_sliding_window", False):
         return (None,) * n_layers
     window = read_window(fields)
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        first = fields.number("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(n_layers))
-    if not isinstance(kinds, list | tuple) or len(kinds) != n_layers:
-        raise fields.fail(f"layer_types is {shown(kinds)}, expected one entry for each of {n_layers} layers.")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise fields.fail(f"layer_types names {shown(kind)}, expected full_attention or sliding_attention.")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = fields.number("max_window_layers", 28)
+    default = [SLIDING if layer >= first else FULL for layer in range(n_layers)]
+    return sliding_windows(read_layer_kinds(fields, default), window)

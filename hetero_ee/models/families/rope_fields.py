@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from hetero_ee.errors import shown
+from hetero_ee.models.families.family import FULL, SLIDING
 from hetero_ee.models.fields import MAX_SIZE, Fields
 from hetero_ee.models.rope import RopeScaling, RopeSpec
 
@@ -56,6 +57,18 @@ def read_rope(fields: Fields, head_dim: int, context_tokens: int, *, turns_part:
     if kind == "default":
         return RopeSpec(theta, n_features)
     return RopeSpec(theta, n_features, _scaling(fields, parameters, kind, context_tokens, theta, n_features))
+
+
+def of_layer_kind(fields: Fields, kind: str, theta: float) -> Fields:
+    """The fields as layers of one kind have them, where kinds turn differently.
+
+    transformers 5 has rope_parameters for each kind. Before, rope_scaling was of FULL layers; theta: of this kind then.
+    """
+    parameters = fields.section("rope_parameters")
+    own = parameters.section(kind)
+    if parameters.get(FULL) is None and parameters.get(SLIDING) is None:
+        own = fields.section("rope_scaling") if kind == FULL else own
+    return fields.with_values(rope_parameters=own.values(rope_theta=theta), rope_scaling=None, rope_theta=theta)
 
 
 def _scaling(

@@ -89,8 +89,9 @@ def layers_room_terms(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -
     if spec.neuron_major:
         width = SPARSE_SECTIONS * spec.hidden_size + 2 * spec.ffn_size
         terms.append(MemoryTerm("gpu", "sparse sums", rounded(MAX_DECODE_TOKENS * width * FLOAT_BYTES)))
-    if spec.rope:
-        terms.append(MemoryTerm("gpu", "rotary angles", rounded(context_tokens * spec.head_dim * FLOAT_BYTES)))
+    if spec.ropes:
+        n_bytes = len(spec.ropes) * context_tokens * spec.head_dim * FLOAT_BYTES
+        terms.append(MemoryTerm("gpu", "rotary angles", rounded(n_bytes)))
     return terms
 
 

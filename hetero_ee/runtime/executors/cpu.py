@@ -68,9 +68,10 @@ class CpuExecutor(HostExecutor):
         shape, kind = (max(1, self.cache.n_layers), spec.n_kv_heads, spec.head_dim), self.cache.kind
         self._cache_shape = shape
         self._kv_write = KvWrite(*shape, kind)
-        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool)
-        rope, n_positions = spec.rope, self.cache.max_tokens
-        self._rope = Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude) if rope else None
+        scale, cap = spec.attention_scale, spec.attention_cap
+        self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool, scale=scale, cap=cap)
+        n_positions = self.cache.max_tokens
+        self._ropes = {rope: Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude) for rope in spec.ropes}
         self._sparse_ffn = SparseFfn(self._pool)
         self._linears, self._rows = self._taken(weights)
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
@@ -126,6 +127,7 @@ class CpuExecutor(HostExecutor):
                 delta = self._attended(block, self._normed(block, x, delta), turns, places)
             else:
                 delta = self._fed_forward(block, self._normed(block, x, delta), batch)
+            delta = self._scaled(block, delta)
         return torch.from_numpy(x if delta is None else x + delta)
 
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
@@ -157,14 +159,21 @@ class CpuExecutor(HostExecutor):
         return torch.from_numpy(self._normed(block, np.ascontiguousarray(hidden.numpy()), None))
 
     def lm_head(self, normed: Tensor) -> Tensor:
-        return torch.from_numpy(self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens"))
+        product = self._multiplied(np.ascontiguousarray(normed.numpy()), self.blocks[-1], "tokens")
+        return self.finished(torch.from_numpy(product))
+
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        array = logits.numpy()
+        activate(array, "softcap", array, gated=False, threshold=cap, pool=self._pool)
+        return logits
 
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """See HostExecutor.sliced_head. One pass over all rows' tokens; for many rows, the whole head costs less."""
         ids, where = np.unique(token_ids.numpy(), return_inverse=True)
         linear = self._linears[self.blocks[-1].tensors["tokens"].name]
         logits = self._matmul.sliced(np.ascontiguousarray(x.numpy()), linear.matrix, ids)
-        return torch.from_numpy(np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1))
+        chosen = np.take_along_axis(logits, where.reshape(token_ids.shape), axis=1)
+        return self.finished(torch.from_numpy(chosen))
 
     def _places(self, batch: Batch) -> Any:
         """Where each token's keys and values lie, for all layers."""
@@ -186,6 +195,8 @@ class CpuExecutor(HostExecutor):
         else:
             codebook = np.array(weight.codebook, np.int8)
             x = embed_int4(tiles, scales, 2.0**weight.exponent, codebook, weight.shape, ids)
+        if self.spec.embedding_scale != 1:
+            x *= np.float32(self.spec.embedding_scale)
         if "positions" in block.tensors:
             offset = self.spec.learned_position_offset or 0
             x += self._vectors[block.tensors["positions"].name][np.array(batch.positions) + offset]
@@ -206,13 +217,15 @@ class CpuExecutor(HostExecutor):
         """Norms and turns in place all heads of qkv, whose keys begin at first_key: 0 without queries; then keys and
         values go into the cache."""
         spec, n_heads = self.spec, first_key // self.spec.head_dim
+        assert block.layer is not None
         if spec.qk_norm:
+            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
             query_scale, key_scale = self._vector(block, "query_norm"), self._vector(block, "key_norm")
             if n_heads:
-                rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_heads)
-            rms_norm_heads(qkv, key_scale, spec.norm_eps, first_key, spec.n_kv_heads)
-        if self._rope:
-            self._rope.turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
+                rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_queries)
+            rms_norm_heads(qkv, key_scale, spec.norm_eps, first_key, n_keys)
+        if rope := spec.rope_of(block.layer):
+            self._ropes[rope].turn(qkv, turns, 0, n_heads + spec.n_kv_heads, spec.head_dim)
         self._kv_write.write(qkv, places, place, first_key, first_key + spec.kv_size)
 
     def _fed_forward(self, block: Block, normed: Any, batch: Batch) -> Any:
@@ -244,10 +257,21 @@ class CpuExecutor(HostExecutor):
             if delta is not None:
                 x += delta
             return x
-        scale, eps = self._vector(block, "norm"), self.spec.norm_eps
+        return self._norm(block, "norm", x, delta=delta)
+
+    def _scaled(self, block: Block, delta: Any) -> Any:
+        """The block's output as it is added to the hidden state: normed, where it has such a norm, and scaled."""
+        if block.has_post_norm:
+            delta = self._norm(block, "post_norm", delta, out=delta)
+        if self.spec.residual_scale != 1:
+            delta *= np.float32(self.spec.residual_scale)
+        return delta
+
+    def _norm(self, block: Block, short: str, x: Any, **more: Any) -> Any:
+        scale, eps = self._vector(block, short), self.spec.norm_eps
         if self.spec.norm == "layer":
-            return layer_norm(x, scale, self._vector(block, "norm_bias"), eps, delta=delta)
-        return rms_norm(x, scale, eps, delta=delta)
+            return layer_norm(x, scale, self._vector(block, f"{short}_bias"), eps, **more)
+        return rms_norm(x, scale, eps, **more)
 
     def _vector(self, block: Block, short: str) -> Any:
         tensor = block.tensors.get(short)

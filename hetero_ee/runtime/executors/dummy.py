@@ -58,6 +58,9 @@ class DummyExecutor(HostExecutor):
     def lm_head(self, normed: Tensor) -> Tensor:
         return torch.zeros(normed.shape[0], self.spec.vocab_size)
 
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        return logits
+
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         return torch.zeros(token_ids.shape)
 

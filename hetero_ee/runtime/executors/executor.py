@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from hetero_ee.config import Progress
@@ -249,13 +250,24 @@ class HostExecutor(Executor, BlockExecutor):
     def product(self, x: Tensor, weight: Weight) -> Tensor:
         """x W^T by a matrix that is not the model's; what was made of it is kept, by identity."""
 
+    @torch.inference_mode()
+    def finished(self, logits: Tensor) -> Tensor:
+        """Logits: what the head's product is made into, in place."""
+        if self.spec.logit_scale != 1:
+            logits.mul_(self.spec.logit_scale)
+        return self.capped(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
+
+    @abstractmethod
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        """cap tanh(logits / cap), in place or not."""
+
     @abstractmethod
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """The head's product for chosen tokens alone: (m, hidden), (m, k) -> (m, k)."""
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
         x = self._mapped(hidden, end)
-        return self.lm_head(x) if end.vocabulary is None else self.product(x, end.vocabulary.rows)
+        return self.lm_head(x) if end.vocabulary is None else self.finished(self.product(x, end.vocabulary.rows))
 
     def partial_logits(self, hidden: Tensor, token_ids: Tensor, end: DraftEnd) -> Tensor:
         return self.sliced_head(self._mapped(hidden, end), token_ids)

@@ -78,7 +78,7 @@ class GpuExecutor(BlockExecutor):
         place = {"learned": learned, "positions": positions, "offset": spec.learned_position_offset or 0}
         with entered(self._device):
             found: Tensor = self._operations.embed(ids, matrix, spec.hidden_size, **place)
-        return found
+        return found if spec.embedding_scale == 1 else found.mul_(spec.embedding_scale)
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
@@ -147,7 +147,15 @@ class GpuExecutor(BlockExecutor):
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self.linear(normed, self._model_blocks[-1].tensors["tokens"].name)
+        return self._finished(self.linear(normed, self._model_blocks[-1].tensors["tokens"].name))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """What the head's product is made into, in place."""
+        if self._spec.logit_scale != 1:
+            logits.mul_(self._spec.logit_scale)
+        if cap := self._spec.logit_cap:
+            self._operations.activate(logits, "softcap", logits, gated=False, threshold=cap)
+        return logits
 
     @property
     def neurons(self) -> NeuronCounts:
@@ -166,7 +174,14 @@ class GpuExecutor(BlockExecutor):
         if end not in self._ends:
             head = self._resident.linear(self._model_blocks[-1], "tokens") if end.vocabulary is None else None
             self._ends[end] = GpuDraftEnd(
-                end, self.final_norm, head, self._spec.hidden_size, self._operations, self._recorder, self._device
+                end,
+                self.final_norm,
+                head,
+                self._finished,
+                self._spec.hidden_size,
+                self._operations,
+                self._recorder,
+                self._device,
             )
         return self._ends[end]
 

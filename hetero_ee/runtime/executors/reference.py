@@ -38,6 +38,7 @@ class ReferenceExecutor(HostExecutor):
     def embed(self, batch: Batch) -> Tensor:
         block = self.blocks[0]
         hidden = self._ops.embed(self.weights.matrices[block.tensors["tokens"].name], batch.token_ids)
+        hidden = hidden * self.spec.embedding_scale
         positions = self._vector(block, "positions")
         if positions is None:
             return hidden
@@ -59,16 +60,21 @@ class ReferenceExecutor(HostExecutor):
     def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
         queries, layer = self._written(block, qkv, batch), block.layer
         assert layer is not None
-        attended = self._ops.attention(queries, self.cache, layer, batch, self.spec.sliding_windows[layer])
+        spec, window = self.spec, self.spec.sliding_windows[layer]
+        scores = spec.attention_scale, spec.attention_cap
+        attended = self._ops.attention(queries, self.cache, layer, batch, window, *scores)
         return attended.flatten(1)
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
-                hidden = hidden + self._attend(block, hidden, batch)
+                added = self._attend(block, hidden, batch)
             else:
-                hidden = hidden + self._feed_forward(block, hidden, batch)
+                added = self._feed_forward(block, hidden, batch)
+            if block.has_post_norm:
+                added = self._normed(block, added, "post_norm")
+            hidden = hidden + added * self.spec.residual_scale
         return hidden
 
     @torch.inference_mode()
@@ -88,11 +94,14 @@ class ReferenceExecutor(HostExecutor):
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
         block = self.blocks[-2]
-        return self._norm(block, hidden) if block.kind is BlockKind.FINAL_NORM else hidden
+        return self._normed(block, hidden, "norm") if block.kind is BlockKind.FINAL_NORM else hidden
 
     @torch.inference_mode()
     def lm_head(self, normed: Tensor) -> Tensor:
-        return self.linear(normed, self.blocks[-1].tensors["tokens"].name)
+        return self.finished(self.linear(normed, self.blocks[-1].tensors["tokens"].name))
+
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        return self._ops.activated(logits, "softcap", cap)
 
     @torch.inference_mode()
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
@@ -113,11 +122,14 @@ class ReferenceExecutor(HostExecutor):
             part.reshape(len(batch), -1, spec.head_dim)
             for part in torch.split(qkv, [spec.query_size, spec.kv_size, spec.kv_size], -1)
         )
+        if spec.qk_norm_whole:
+            queries, keys = queries.flatten(1), keys.flatten(1)
         if spec.qk_norm:
             queries = ops.norm(queries, "rms", self._vector(block, "query_norm"), None, spec.norm_eps)
             keys = ops.norm(keys, "rms", self._vector(block, "key_norm"), None, spec.norm_eps)
-        if spec.rope:
-            place = batch.turns, spec.rope, self.cache.max_tokens
+        queries, keys = (part.view(values.shape[0], -1, spec.head_dim) for part in (queries, keys))
+        if rope := spec.rope_of(layer):
+            place = batch.turns, rope, self.cache.max_tokens
             queries, keys = (ops.rope(part, *place) for part in (queries, keys))
         self.cache.write(layer, batch, keys, values)
         return queries
@@ -142,9 +154,10 @@ class ReferenceExecutor(HostExecutor):
         return summed if bias is None else summed + bias
 
     def _norm(self, block: Block, x: Tensor) -> Tensor:
-        if not block.has_norm:
-            return x
-        scale, bias = self._vector(block, "norm"), self._vector(block, "norm_bias")
+        return self._normed(block, x, "norm") if block.has_norm else x
+
+    def _normed(self, block: Block, x: Tensor, short: str) -> Tensor:
+        scale, bias = self._vector(block, short), self._vector(block, f"{short}_bias")
         return self._ops.norm(x, self.spec.norm, scale, bias, self.spec.norm_eps)
 
     def _vector(self, block: Block, short: str) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_ee.models.rope import RopeSpec
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels.pages import attention_workspace
@@ -40,9 +41,9 @@ class SegmentBuffers:
 class SegmentRoom:
     """For segments whose keys and values lie in this cache, or in one of the same context and heads.
 
-    n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: the rotary angles, None
-    for a model without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used, n_neurons:
-    see NeuronCounts; the former is counted on the device.
+    n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: tables of rotary
+    angles, None for layers without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used,
+    n_neurons: see NeuronCounts; the former is counted on the device.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
@@ -81,11 +82,11 @@ class SegmentRoom:
             self.turned_by = torch.tensor(turned_by, **pinned).to(self.device, non_blocking=True)
 
 
-def _turns(spec: ModelSpec, n_positions: int, device: Any) -> Any:
-    rope = spec.rope
-    if rope is None:
-        return None
-    return rope_table(rope.inverse_frequencies(n_positions), rope.scaling.magnitude, n_positions, device)
+def _turns(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:
+    return {None: None} | {
+        rope: rope_table(rope.inverse_frequencies(n_positions), rope.scaling.magnitude, n_positions, device)
+        for rope in spec.ropes
+    }
 
 
 def _buffers(spec: ModelSpec, device: Any, n_rows: int) -> SegmentBuffers:

@@ -19,7 +19,8 @@ from hetero_ee_kernels.tile_matrix import TileMatrix
 
 
 class GpuDraftEnd:
-    """final_norm: of states on the GPU, into new ones; head: the model's, None where the end has rows of its own.
+    """final_norm: of states on the GPU, into new ones; head: the model's, None where the end has rows of its own;
+    finished: makes logits of a head's product, in place.
 
     Matrices must be in tiles. recorder: None runs every launch by itself.
     """
@@ -29,12 +30,14 @@ class GpuDraftEnd:
         end: DraftEnd,
         final_norm: Callable[[Tensor], Tensor],
         head: GpuLinear | None,
+        finished: Callable[[Tensor], Tensor],
         hidden_size: int,
         operations: GpuOperations,
         recorder: Recorder | None,
         device: Any,
     ) -> None:
         self._ops, self._device = operations, device
+        self._finished = finished
         self._final_norm = None if end.is_normed else final_norm
         self._map: list[GpuLinear] = []
         if end.state_map is not None:
@@ -82,9 +85,8 @@ class GpuDraftEnd:
         with entered(self._device):
             x = self._mapped(hidden.to(self._device).contiguous())
             if isinstance(self._head.matrix, TileMatrix):
-                logits: Tensor = self._ops.sliced_head(x, self._head.matrix, ids)
-                return logits
-            return self._head.multiply(x, self._head.matrix).gather(1, ids)  # type: ignore[no-any-return]
+                return self._finished(self._ops.sliced_head(x, self._head.matrix, ids))
+            return self._finished(self._head.multiply(x, self._head.matrix)).gather(1, ids)
 
     def _compute(self, m: int) -> None:
         """Launches alone: they depend on m and nothing else."""
@@ -92,8 +94,7 @@ class GpuDraftEnd:
         self._ops.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self._head.multiply(self._mapped(x), self._head.matrix)
-        return logits
+        return self._finished(self._head.multiply(self._mapped(x), self._head.matrix))
 
     def _mapped(self, x: Tensor) -> Tensor:
         """What the head multiplies."""

@@ -161,6 +161,10 @@ class GpuSegment:
         for block in self._blocks:
             self._normed(block, b, delta)
             (self._attend if block.kind is BlockKind.ATTENTION else self._feed_forward)(block, b)
+            if block.has_post_norm:
+                self._norm(block, "post_norm", b.delta, b.delta)
+            if self.spec.residual_scale != 1:
+                b.delta.mul_(self.spec.residual_scale)
             delta = b.delta
         self._ops.add(b.x, b.delta)
 
@@ -173,8 +177,9 @@ class GpuSegment:
         """b.attended of b.qkv."""
         place = self._write_kv(block, b)
         assert block.layer is not None
-        window = self.spec.sliding_windows[block.layer]
-        self._ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace)
+        spec, window = self.spec, self.spec.sliding_windows[block.layer]
+        scores = {"scale": spec.attention_scale, "cap": spec.attention_cap}
+        self._ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace, **scores)
 
     def _write_kv(self, block: Block, b: SegmentBuffers) -> tuple[Any, Tensor, Tensor, int]:
         """Of b.qkv: queries are turned there, keys and values are in the cache then: its pages, slots, positions and
@@ -183,10 +188,11 @@ class GpuSegment:
         assert block.layer is not None
         place = (self.cache.pages, b.slots, b.positions, self.cache.index(block.layer))
         if spec.qk_norm:
+            n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
-            ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, spec.n_heads)
-            ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, spec.n_kv_heads)
-        angles = {"turns": self._room.turns, "turned_by": self._room.turned_by}
+            ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, n_queries)
+            ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, n_keys)
+        angles = {"turns": self._room.turns[spec.rope_of(block.layer)], "turned_by": self._room.turned_by}
         ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, **angles)
         return place
 
@@ -218,11 +224,14 @@ class GpuSegment:
                 self._ops.add(b.x, delta)
             b.normed.copy_(b.x)
             return
-        scale, eps = self._weights.vector(block, "norm"), self.spec.norm_eps
+        self._norm(block, "norm", b.x, b.normed, delta=delta)
+
+    def _norm(self, block: Block, short: str, x: Tensor, out: Tensor, **more: Any) -> None:
+        scale, eps = self._weights.vector(block, short), self.spec.norm_eps
         if self.spec.norm == "layer":
-            self._ops.layer_norm(b.x, scale, self._weights.vector(block, "norm_bias"), eps, b.normed, delta=delta)
+            self._ops.layer_norm(x, scale, self._weights.vector(block, f"{short}_bias"), eps, out, **more)
         else:
-            self._ops.rms_norm(b.x, scale, eps, b.normed, delta=delta)
+            self._ops.rms_norm(x, scale, eps, out, **more)
 
     def _multiply(self, x: Tensor, block: Block, short: str, out: Tensor) -> None:
         linear = self._weights.linear(block, short)

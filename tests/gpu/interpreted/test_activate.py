@@ -25,6 +25,7 @@ def expected(x: Any, kind: str, gated: bool, bug: str = "") -> torch.Tensor:
         "gelu": lambda v: v * torch.special.ndtr(v),
         "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
         "relu": lambda v: v.clamp(min=0),
+        "softcap": lambda v: limit * torch.tanh(v / limit),
         "fatrelu": lambda v: torch.where(v > limit if bug == "threshold" else v >= limit, v, 0.0),
     }
     return formulas[kind](gate) * up

@@ -38,6 +38,8 @@ class Case:
     texts: list[Any]  # of each sequence: keys and values fp32 (length, 2 x n_kv_heads x head_dim)
     rows: list[tuple[int, int]]  # sequence, position
     queries: Any
+    scale: float | None = None
+    cap: float = 0.0
 
     @property
     def width(self) -> int:
@@ -65,7 +67,7 @@ class Case:
         slots, positions = (int32(*[self.rows[row][part] for row in chosen]) for part in (0, 1))
         out = Guarded((len(chosen), self.group * self.width), dtype)
         queries = self.queries[chosen].contiguous()
-        options = {"first": FIRST, "workspace": workspace}
+        options = {"first": FIRST, "workspace": workspace, "scale": self.scale, "cap": self.cap}
         assert attention(queries, pages, slots, positions, LAYER, self.window, out.tensor, **options) is out.tensor
         return out.check()
 
@@ -82,6 +84,10 @@ class Case:
             if bug == "groups":
                 query = query.reshape(self.group, self.n_kv_heads, self.head_dim).transpose(0, 1)
             scores = query @ keys.transpose(1, 2) / (self.head_dim - (bug == "factor")) ** 0.5
+            if self.scale is not None:
+                scores = scores * self.scale * self.head_dim**0.5
+            if self.cap:
+                scores = self.cap * torch.tanh(scores / self.cap)
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
             if bug == "last of a page":
                 weights[..., PAGE_TOKENS - 1] = 0
@@ -129,6 +135,20 @@ def test_accurate_for_every_shape(heads: tuple[int, int, int], window: int | Non
     mixed = case(1, kind, heads, window, [70, 1, 33], MIXED)
     pages = mixed.pages()
     assert mixed.fits(mixed.attend(pages), pages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_with_a_scale_and_a_cap(kind: str) -> None:
+    mixed = replace(case(3, kind, (2, 3, 20), 7, [70, 1, 33], MIXED), scale=0.3, cap=2.0)
+    pages = mixed.pages()
+    found = mixed.attend(pages)
+    assert mixed.fits(found, pages)
+    slots, positions = (int32(*[row[part] for row in MIXED]) for part in (0, 1))
+    plain = torch.empty_like(found)
+    reference.attention(
+        mixed.queries, pages, slots, positions, LAYER, 7, plain, first=FIRST, scale=mixed.scale, cap=mixed.cap
+    )
+    assert mixed.fits(plain, pages)
 
 
 @pytest.mark.parametrize("kind", KINDS)

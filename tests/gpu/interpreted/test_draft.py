@@ -190,7 +190,9 @@ def end_on(operations: Any, end: DraftEnd, head: Any, recorder: Any = None) -> G
         return found
 
     linear = gpu_linear("head", head, None, operations, torch.device(DEVICE))
-    return GpuDraftEnd(end, normed, linear, head.n_columns, operations, recorder, torch.device(DEVICE))
+    return GpuDraftEnd(
+        end, normed, linear, lambda logits: logits, head.n_columns, operations, recorder, torch.device(DEVICE)
+    )
 
 
 def test_an_end_by_these_kernels_is_that_of_plain_torch() -> None:

@@ -31,6 +31,7 @@ from tests.kv_contents import read_back
 
 INT8_ACTIVATIONS = 2e-3  # normalised squared error, as for the CPU's kernels
 FAMILIES = {"llama-tied": "codebook", "qwen2-window": "rtn", "qwen3": "codebook", "opt": "int8", "phi3-partial": "rtn"}
+FAMILIES |= {"gemma2": "codebook", "olmo2": "rtn", "smollm3-window": "codebook"}
 PROMPT = [1, 17, 130, 3, 99, 42, 42, 7, 12, 77, 101, 5, 64]
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
 MAX_TOKENS = 160
