@@ -109,8 +109,8 @@ class Engine:
             huggingface_hub); or None for the demo model.
         revision: an id's branch, tag or commit. offline: only what is in that cache already.
         quantizer: "codebook", "search", "rtn" or "nf4" (int4; converted once, then kept in the cache folder), or "none"
-            (fp32, straight from the checkpoint). None keeps the 4 bits of a checkpoint that bitsandbytes saved and is
-            "codebook" for others. A store is opened as it is.
+            (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ, GGUF, ...)
+            where tiles can hold them, and is "codebook" for others. A store is opened as it is.
         sparsity: "exact" skips FFN neurons that are 0 (ReLU), a number that share of them, those that matter least,
             "auto" what was calibrated, "dense" none; weights are then laid out neuron by neuron. None: FFNs are dense.
         context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs

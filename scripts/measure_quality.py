@@ -1,15 +1,18 @@
 """What int4 costs in quality: each quantizer against fp32 on a text; beside it int8 activations, and keys and values of
 less than 32 bits. Prints tables, or with --json one document.
 
-    python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--json]
+    python scripts/measure_quality.py --text stories.txt [--model FOLDER] [--tokens 50000] [--also FILE ...] [--json]
 
 Mean KL divergence of the next-token distributions (fp32 to quantized, nats), share of positions with the same likeliest
-token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context.
+token, ratio of perplexities, bits per byte. Windows of at most --window tokens, each from an empty context. --also: the
+same model in other formats, GGUF files or folders, each as it is and as it is kept here, beside the quantizers with
+embedding and head in int8, in place of the other tables.
 """
 
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from hetero_ee.config import cache_folder, demo_model_folder
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.hub.gguf.folder import gguf_folder
 from hetero_ee.planning.parts import KV_BYTES
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import Executor
@@ -28,10 +32,13 @@ from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.checkpoint import Checkpoint, weight_files
+from hetero_ee.weights.gguf_checkpoint import open_checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, expanded, is_quantized, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.quantizers import INT4_QUANTIZERS, quantize
+from hetero_ee.weights.store.conversion import convert
+from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import Weight
 
 COMPARED = ("mean_kl_nats", "same_top1", "perplexity_ratio")
@@ -65,13 +72,15 @@ def main() -> None:
     checkpoint = Checkpoint(arguments.model, spec)
     exact = ReferenceExecutor(spec, load_dense(checkpoint), arguments.window, BatchedTorchOps())
     truth = [log_probabilities(exact, window) for window in windows]
-    rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in CANDIDATES]
-    beside_weights = activations_and_cache(checkpoint, arguments.window, windows)
+    candidates = [each for each in CANDIDATES if each.vocabulary == "int8"] if arguments.also else CANDIDATES
+    rows = [measure(checkpoint, quantization, truth, windows, n_text_bytes) for quantization in candidates]
+    rows += [row for path in arguments.also for row in measure_import(path, truth, windows, n_text_bytes)]
+    beside = {} if arguments.also else activations_and_cache(checkpoint, arguments.window, windows)
     if not arguments.json:
-        print_tables(rows, beside_weights, n_tokens)
+        print_tables(rows, beside, n_tokens)
     else:
         document = {"schema": 2, "n_tokens": n_tokens, "rows": [asdict(row) for row in rows]}
-        print(json.dumps(document | {"beside_weights": beside_weights}))
+        print(json.dumps(document | {"beside_weights": beside}))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=demo_model_folder())
     parser.add_argument("--tokens", type=int, default=50_000, help="tokens of the text to measure on")
     parser.add_argument("--window", type=int, default=256, help="tokens of a window")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="the same model in other formats")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -109,6 +119,20 @@ def measure(
         bits_per_weight=weights.n_bytes * 8 / weights.n_weights,
         **compare(executor, truth, windows, n_text_bytes),
     )
+
+
+def measure_import(path: Path, truth: list[Tensor], windows: list[list[int]], n_text_bytes: int) -> Iterator[Quality]:
+    """Of a checkpoint or GGUF file of the model: the weights that it has, and what a store keeps of them."""
+    folder = gguf_folder(path) if path.is_file() else path
+    spec, n_bytes = read_spec(folder), sum(file.stat().st_size for file in weight_files(folder))
+    dense = load_dense(open_checkpoint(folder, spec))
+    with tempfile.TemporaryDirectory() as temporary:
+        store = convert(folder, spec, Path(temporary) / "store", Quantization.of_model(folder, None))
+        kept = open_store(store, spec)
+        for what, weights, size in (("in the file", dense, n_bytes), ("as kept here", expanded(kept), kept.n_bytes)):
+            executor = ReferenceExecutor(spec, weights, max(map(len, windows)), BatchedTorchOps())
+            metrics = compare(executor, truth, windows, n_text_bytes)
+            yield Quality(path.stem, what, size, size * 8 / dense.n_weights, **metrics)
 
 
 def activations_and_cache(checkpoint: Checkpoint, window: int, windows: list[list[int]]) -> dict[str, dict[str, float]]:
@@ -179,7 +203,8 @@ def print_tables(rows: list[Quality], beside_weights: dict[str, dict[str, float]
             f"| {row.matrices} | {row.vocabulary} | {row.n_bytes / 1e6:.2f} | {row.bits_per_weight:.2f} "
             f"| {row.mean_kl_nats:.5f} | {row.same_top1:.4f} | {row.perplexity_ratio:.4f} |"
         )
-    print("\n| beside the weights | mean KL (nats) | same top-1 | perplexity ratio |\n|---|---|---|---|")
+    if beside_weights:
+        print("\n| beside the weights | mean KL (nats) | same top-1 | perplexity ratio |\n|---|---|---|---|")
     for name, metrics in beside_weights.items():
         kl, same, ratio = (metrics[of] for of in COMPARED)
         print(f"| {name} | {kl:.1e} | {same:.4f} | {ratio:.6f} |")

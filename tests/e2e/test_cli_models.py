@@ -104,7 +104,7 @@ def test_models_lists_stores(cli: Cli, model_folder: Path, store: Path, cache: P
     listed = cli("models")
     head, *rows = listed.out.splitlines()
     assert listed.code == 0 and head.split() == [
-        *("name", "state", "made", "from", "quantizer", "bits", "calibration", "size", "last", "used")
+        *("name", "state", "made", "from", "quantizer", "bits", "exact", "calibration", "size", "last", "used")
     ]
     day = time.strftime("%Y-%m-%d")
     assert [re.split(r"  +", row) for row in rows] == [
@@ -134,7 +134,7 @@ def test_models_lists_as_json(cli: Cli, store: Path) -> None:
     assert 4.5 < row["bits"] < 9  # padding included
     told = {key: value for key, value in row.items() if key not in ("last_used_s", "n_bytes", "bits")}
     architecture = {"model": "tiny", "architecture": "LlamaForCausalLM", "quantizer": "rtn", "has_calibration": False}
-    architecture["source_format"] = "safetensors"
+    architecture |= {"source_format": "safetensors", "exact_share": None}
     assert told == {"name": store.name, "path": str(store), "state": "whole", **architecture}
     assert cli("models", "list", "--json") == listed
     assert cli("models", "--json", "list").code == 2

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
@@ -24,6 +25,7 @@ from hetero_ee.weights.store.manifest import read_manifest
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import TileWeight
 from tests.bitsandbytes_files import FILE, edit
+from tests.command_line import Cli
 from tests.families import edit_config, random_model, save_checkpoint
 from tests.packed_files import Packing, gptq, pack_checkpoint
 
@@ -174,6 +176,14 @@ def test_plans_know_the_bytes_from_the_configuration(tmp_path: Path, name: str) 
     assert planned == model_parts(stored, "fp16")
 
 
+def test_plans_are_of_what_a_quantizer_would_make(cli: Cli, tmp_path: Path) -> None:
+    written(tmp_path, ALL["fp8-blocks"][0])
+    asked = ("plan", tmp_path, "--hardware", "rtx-4060-laptop-8gb", "--json")
+    kept, made = (json.loads(cli(*asked, *more).out) for more in ((), ("--quantizer", "codebook")))
+    assert kept["shapes_sha256"] == shapes_sha256(read_spec(tmp_path)) != made["shapes_sha256"]
+    assert made["shapes_sha256"] == shapes_sha256(read_spec(tmp_path).in_plain_int4)
+
+
 def test_parts_in_floats_are_quantized_with_the_rest_of_their_matrix(tmp_path: Path) -> None:
     written(tmp_path, ALL["gptq"][0], kept=("k_proj", "o_proj"))
     stored = converted(tmp_path)
@@ -282,4 +292,5 @@ def test_stores_say_where_they_come_from_and_what_was_exact(tmp_path: Path) -> N
         convert(folder, spec, tmp_path / "stores" / name, Quantization.of_model(folder, None))
     fp8, kept = stored_models(tmp_path)
     assert (kept.source_format, kept.quantizer, fp8.quantizer) == ("GPTQ int4, groups of 32", "gptq", "fp8")
-    assert fp8.source_format == "FP8 e4m3, blocks of 128 x 128"
+    assert (fp8.source_format, fp8.exact_share) == ("FP8 e4m3, blocks of 128 x 128", 0)
+    assert kept.exact_share is not None and 0.5 < kept.exact_share < 1  # all but embedding and head

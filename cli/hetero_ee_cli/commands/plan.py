@@ -119,10 +119,13 @@ def _planned(subject: _Subject, engine: EngineOptions, limits: "Limits", progres
         from hetero_ee.planning.planner import plan as make_plan
         from hetero_ee.planning.statistics import Statistics, published_depths, published_statistics
         from hetero_ee.planning.what_if import Request
+        from hetero_ee.weights.store.reader import is_store
         from hetero_ee_cli.commands.profile import profile_for
         from hetero_ee_profiles.host.process import usable_threads
 
     spec, _, folder = engine.model_spec(subject.model, subject.random_weights, progress, configuration_only=True)
+    if subject.quantizer is not None and folder is not None and not is_store(folder):
+        spec = spec.in_plain_int4  # whatever codes the model's files have
     threads = (limits.threads,) if limits.threads else ()
     if subject.hardware:
         profile = hardware_from(subject.hardware)

@@ -62,6 +62,12 @@ def imported_types(source: Mapping[str, Any]) -> list[ImportedType]:
         return []
 
 
+def exact_share(rows: list[ImportedType]) -> float | None:
+    """Of all weights those that were taken exactly; None where there are none."""
+    n_weights = sum(row.n_weights for row in rows)
+    return sum(row.n_weights for row in rows if row.is_exact) / n_weights if n_weights else None
+
+
 def _errors(weight: TileWeight, values: Tensor) -> tuple[float, float]:
     n_rows, error, squares = max(1, CHUNK_WEIGHTS // values.shape[1]), 0.0, 0.0
     for first in range(0, len(values), n_rows):

@@ -23,6 +23,7 @@ from hetero_ee.weights.quantizers import INT4_QUANTIZERS
 from hetero_ee.weights.store.calibration_files import has_calibration, is_calibrations, remove_calibration
 from hetero_ee.weights.store.conversion import STORES_FOLDER, WAITING, cached_store, convert
 from hetero_ee.weights.store.filesystem import FileSystem, allocated_bytes, store_errors, store_lock
+from hetero_ee.weights.store.import_report import exact_share, imported_types
 from hetero_ee.weights.store.manifest import (
     VERSIONS,
     WEIGHTS_FILE,
@@ -61,7 +62,8 @@ class StoredModel:
     model: str | None
     architecture: str | None
     quantizer: str | None
-    source_format: str | None  # of the checkpoint: "safetensors" or "GGUF"
+    source_format: str | None  # of the checkpoint: "safetensors", "GGUF", "GPTQ int4, groups of 128"
+    exact_share: float | None  # of the matrices' weights those that are the checkpoint's to the bit; None for floats
     bits: float | None  # of a weight of the matrices, scales included
     n_bytes: int
     last_used_s: float  # since 1970, right to about a day
@@ -250,7 +252,8 @@ def _described(path: Path) -> StoredModel:
     quantizer = manifest.quantizer if manifest else None
     source_format = str(source.get("format", "safetensors")) if manifest else None
     bits = matrix_bits(manifest) if manifest else None
-    described = state, model, architecture, quantizer, source_format, bits, n_bytes, last_used_s
+    exact = exact_share(imported_types(source))
+    described = state, model, architecture, quantizer, source_format, exact, bits, n_bytes, last_used_s
     return StoredModel(path.name, path, *described, has_calibration(path))
 
 
