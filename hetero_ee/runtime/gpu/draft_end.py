@@ -67,7 +67,7 @@ class GpuDraftEnd:
                 m = some.stop - first
                 self._x[:m].copy_(hidden[some])
                 self._words(m).copy_(words[some], non_blocking=True)
-                self._replays.run(m, self._compute)
+                self._replays.run((m,), lambda runs: self._compute(runs[-1]))
                 found[some] = self._out[:m]
         return found
 
