@@ -14,6 +14,7 @@ MODES = ("full", "exact", *EARLY_EXIT_MODES)
 EXIT_KV = ("lazy", "propagate", "copy", "holes")  # where keys and values of layers that a token did not pass come from
 RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
+MAX_TREE_TOKENS = 32
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 
 
