@@ -23,6 +23,7 @@ from hetero_ee.decoding.steps import AlternatingSteps, SharedPasses, Steps
 from hetero_ee.decoding.texts import Continuation, Ending, Prompts
 from hetero_ee.decoding.turns import CLOSED, NEVER, Turns
 from hetero_ee.errors import HeteroError, ModelError, UsageError, shown
+from hetero_ee.hub.draft_head import resolve_draft_head
 from hetero_ee.opening import OpenModel, check_options, open_model, read_model, running_threads
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import Plan
@@ -128,7 +129,8 @@ class Engine:
             "lazy" (None), "propagate", "copy" or "holes". What is None of all others, the planner chooses. limits: all
             of them in one object.
         plan: where every part goes, a Plan or its JSON file, in place of one made now.
-        draft_head: folder of an EAGLE-1 head for this model; None takes the model folder's own.
+        draft_head: a draft head for this model, EAGLE-1 to EAGLE-3.1: a folder, or a Hugging Face id (org/name). One
+            whose acceptance nobody measured is checked when it is first opened. None takes the model folder's own.
         emulate: runs the plan on the given profile's machine, emulated here: the same tokens, and times as there.
         traces: keeps in `spans` what a plan runs where and when.
         progress: called with (stage, done, in all) during a download, in bytes, a conversion, a measurement, the
@@ -143,6 +145,7 @@ class Engine:
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
         pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
+        draft_head = resolve_draft_head(draft_head, offline=offline, progress=tell)
         request = PlacementRequest.asked(
             plan, limits, pins, profile, draft_head, emulates=emulate, traces=traces, context_tokens=context_tokens
         )

@@ -25,6 +25,7 @@ from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.early_exit import EarlyExits
 from hetero_ee.speculation.exits.calibration import Calibration
 from hetero_ee.speculation.exits_opening import open_exits
+from hetero_ee.speculation.head_check import OPENING, HeadChecks
 from hetero_ee.speculation.opening import DraftKnowledge, OpenDrafting, open_drafting
 from hetero_ee.text.tokenizer import Tokenizer
 from hetero_ee.weights.gguf_checkpoint import open_checkpoint
@@ -161,11 +162,21 @@ def _placed(files: ModelFiles, request: PlacementRequest, threads: int, progress
     knowledge = DraftKnowledge.found(calibration, request.draft_head, files.folder, spec, warn)
     if request.mode == CERTIFIED and calibration is not None and files.calibrations is not None:
         knowledge = replace(knowledge, certificate=files.calibrations.certificate(calibration))
-    statistics = knowledge.statistics(spec, profile, threads, request.risk)
-    placement = request.placement(profile, files.weights.quantizer, statistics)
-    opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
-    opened = replace(opened, placement=placement)
+    checks = HeadChecks(cache_folder(), spec, files.weights.quantizer, warn)
+    knowledge = checks.known(knowledge)
+
+    def by_knowledge(knowledge: DraftKnowledge) -> Opened:
+        statistics = knowledge.statistics(spec, profile, threads, request.risk)
+        placement = request.placement(profile, files.weights.quantizer, statistics)
+        opened = open_placed(spec, files.weights, placement, threads, time.perf_counter, warn, progress=progress)
+        return replace(opened, placement=placement)
+
+    opened = by_knowledge(knowledge)
     try:
+        if checks.is_missing(knowledge, request.mode):
+            knowledge = checks.checked(knowledge, opened.executor, files.tokenizer.encode(OPENING))
+            opened.executor.close()
+            opened = by_knowledge(knowledge)
         drafting = open_drafting(knowledge, opened, profile, warn)
         exits = open_exits(knowledge, opened, warn)
     except BaseException:

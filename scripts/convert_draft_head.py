@@ -1,4 +1,4 @@
-"""Write an EAGLE-1 draft head that was published as a pickle as safetensors, which the engine reads.
+"""Write an EAGLE draft head that was published as a pickle as safetensors, which the engine reads.
 
     python scripts/convert_draft_head.py --head DIR --model DIR --output DIR
 
@@ -55,7 +55,7 @@ def convert(head: Path, model: Path, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Convert a pickled EAGLE-1 draft head to safetensors.")
+    parser = argparse.ArgumentParser(description="Convert a pickled EAGLE draft head to safetensors.")
     parser.add_argument("--head", type=Path, required=True, help=f"folder with {CONFIG_FILE} and {PICKLE}")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model that the head is for")
     parser.add_argument("--output", type=Path, required=True, help="folder for the result")

@@ -13,9 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
+from hetero_ee.speculation.sources.self_check import accepted
 from hetero_ee.speculation.sources.source import Choose
 
 
@@ -48,27 +47,14 @@ def acceptance(
     """Metrics of one way to sample."""
     beginnings = [teacher.encoded(text, size.prompt_tokens) for text in texts[: size.prompts]]
     right, tried = torch.zeros(size.draft_length), torch.zeros(size.draft_length)
-    n_accepted = n_chains = 0
     drafting_s = 0.0
     for number, tokens in enumerate(teacher.continued(beginnings, size.new_tokens, [params])):
-        trace = teacher.trace(tokens)
-        states = trace.states, *trace.captured
-        choose = _choice(teacher.executor, params, number, tokens)
-        for position in range(len(beginnings[number]), len(tokens)):
-            first = 0 if position == len(beginnings[number]) else position - 1
-            source.observe(number, first, tokens[first:position], *(each[first:position] for each in states))
-            started = time.perf_counter()
-            with closing(source.drafts(number, tokens[: position + 1], choose)) as drafting:
-                drafts = [draft.token_id for draft in islice(drafting, size.draft_length)]
-            drafting_s += time.perf_counter() - started
-            true = tokens[position + 1 : position + 1 + len(drafts)]
-            n_right = next(
-                (i for i, pair in enumerate(zip(drafts, true, strict=False)) if pair[0] != pair[1]), len(true)
-            )
-            right[:n_right] += 1
-            tried[: min(n_right + 1, len(true))] += 1
-            n_accepted, n_chains = n_accepted + n_right, n_chains + 1
-        source.close(number)
+        trace, choose = teacher.trace(tokens), _choice(teacher.executor, params, number, tokens)
+        states, started = [trace.states, *trace.captured], time.perf_counter()
+        found = accepted(source, choose, tokens, states, len(beginnings[number]), size.draft_length, number)
+        drafting_s += time.perf_counter() - started
+        right, tried = right + found[0], tried + found[1]
+    n_chains, n_accepted = int(tried[0]), int(right.sum())
     return {
         "chains": n_chains,
         "acceptance_by_position": [round(share, 4) for share in (right / tried).tolist()],

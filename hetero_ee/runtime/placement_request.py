@@ -200,13 +200,16 @@ def _folder(draft_head: str | Path | None) -> Path | None:
     if draft_head is None:
         return None
     if not isinstance(draft_head, str | Path) or not str(draft_head):
-        raise UsageError(f"draft_head is {shown(draft_head)}; expected the folder of a draft head.")
+        raise UsageError(f"draft_head is {shown(draft_head)}; expected the folder of a draft head, or an id.")
     try:
         is_folder = Path(draft_head).is_dir()
     except (OSError, ValueError):  # a name no file can have
         is_folder = False
     if not is_folder:
-        raise UsageError(f"draft_head {shown(str(draft_head))} is no folder; name the folder of a draft head.")
+        raise UsageError(
+            f"draft_head {shown(str(draft_head))} is no folder; name the folder of a draft head, or an id on the Hub "
+            "such as org/name."
+        )
     return Path(draft_head)
 
 

@@ -23,6 +23,7 @@ from hetero_ee.speculation.policies.policy import ExitPolicy
 from hetero_ee.speculation.policies.q_exit import QExitPolicy
 from hetero_ee.speculation.policies.skipdecode import SkipDecodePolicy
 from hetero_ee.speculation.policies.specee import SpecEE
+from hetero_ee.speculation.sources.draft_head_file import draft_head_facts
 from hetero_ee.speculation.sources.draft_head_opening import open_draft_head
 from hetero_ee.weights.model_weights import UNQUANTIZED
 
@@ -69,6 +70,11 @@ def open_exits(knowledge: DraftKnowledge, opened: Opened, warn: Callable[[str], 
     assert plan.exit_kv is not None, "a plan of such a mode says what becomes of skipped layers"
     candidates = None
     if plan.mode == "specee" and knowledge.draft_head is not None:
+        if draft_head_facts(knowledge.draft_head, opened.executor.spec).eagle3 is not None:
+            raise UsageError(
+                "mode specee takes candidates from a head of EAGLE-1: one of EAGLE-3 sees layers that a token which "
+                "exits has not passed; drop the head, or choose mode exact."
+            )
         head = open_draft_head(knowledge.draft_head, opened.executor, opened.running, warn)
         candidates = DraftCandidates(head, warn)
     compiled = opened.executor.weights.quantizer != UNQUANTIZED

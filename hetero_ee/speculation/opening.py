@@ -1,7 +1,7 @@
 """What a model's drafts can be made from, told to the planner; and the drafting of a plan, ready to run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class DraftKnowledge:
     draft_head: Path | None = None
     is_asked: bool = False  # the head was named by the caller, so that one which can't be read is an error
     certificate: Certificate | None = None  # of the calibration, where mode certified was asked for
+    acceptance: tuple[float, ...] = ()  # of the head's drafts by position, where its config.json has none
 
     @classmethod
     def found(
@@ -78,6 +79,8 @@ class DraftKnowledge:
         if self.certificate is not None:
             depths += self.certificate.depth_statistics(risk or RISK)
         facts = None if self.draft_head is None else draft_head_facts(self.draft_head, spec)
+        if facts is not None and not facts.acceptance:
+            facts = replace(facts, acceptance=self.acceptance)
         if profile is None or self.draft_head is None or facts is None or not facts.acceptance:
             return Statistics(exits, depths=depths)
         costs = HeadCosts(facts, spec, profile, threads)

@@ -11,6 +11,7 @@ import torch
 
 from hetero_ee.speculation.sources.draft_head_file import read_draft_head
 from tests.draft_heads import CONFIG, MODEL, head_tensors, head_weights, part_of
+from tests.eagle3_heads import DIALECTS, draft_ids, eagle3_config, eagle3_tensors
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_draft_head.py"
 
@@ -39,6 +40,19 @@ def test_the_result_is_the_head(published: Path) -> None:
         assert found is not None and true is not None and torch.equal(found, true)
     again = converted(published)
     assert again.returncode == 1 and "is there already" in again.stderr
+
+
+def test_a_head_of_eagle_3(published: Path) -> None:
+    dialect = DIALECTS["SafeAILab"]
+    tensors = {name.replace("layers.0.", dialect.layer): values for name, values in eagle3_tensors(dialect).items()}
+    torch.save(tensors, published / "pytorch_model.bin")
+    (published / "config.json").write_text(json.dumps(eagle3_config(dialect)))
+    assert converted(published).returncode == 0
+    head = read_draft_head(published.parent / "out", MODEL)
+    assert (
+        head.draft_token_ids is not None
+        and head.draft_token_ids.tolist() == draft_ids(len(head.draft_token_ids)).tolist()
+    )
 
 
 class Bomb:

@@ -107,13 +107,15 @@ def bench(
     runs = _Runs(_thread_counts(threads, opening["threads"]), modes, _tests(*lengths), repetitions)
     runs.check_context(engine.ctx_size)
     with ending_at_once():
+        from hetero_ee.hub.draft_head import resolve_draft_head
         from hetero_ee_cli.commands.profile import profile_for
     with stage_progress() as progress, ExitStack() as kept:
         spec, name, folder = engine.model_spec(model, random_weights, progress)
         profile = profile_for(spec, folder, progress, quick=quick, refresh=refresh, threads=runs.threads)
+        head = resolve_draft_head(placed.options.draft_head, offline=opening["offline"], progress=progress)
         if rates is not None:
-            head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, placed)
-            placed = replace(placed, options=replace(placed.options, draft_head=head))
+            head = _synthetic_head(Path(kept.enter_context(TemporaryDirectory())), spec, rates, folder, head)
+        placed = replace(placed, options=replace(placed.options, draft_head=None if head is None else str(head)))
         weights = opening["quantizer"], engine.sparsity
         subject = _Subject(spec, name, folder, *weights, engine.ctx_size, profile, placed, progress, rates)
         print_rows(_measured(subject, runs), style)
@@ -230,7 +232,8 @@ def _running(subject: _Subject, mode: str, threads: int, max_tokens: int) -> Ite
     context_tokens = subject.context_tokens or max_tokens
     limits = replace(placed.limits, mode=mode, threads=threads, context_tokens=context_tokens)
     if subject.folder is None:
-        knowledge = DraftKnowledge(draft_head=placed.options.draft_head)
+        head = placed.options.draft_head
+        knowledge = DraftKnowledge(draft_head=None if head is None else Path(head))
         statistics = knowledge.statistics(spec, subject.profile, threads)
         placement = Placement(subject.profile, limits, given, statistics, traces=traces)
         opened = open_placed(
@@ -317,13 +320,13 @@ def _row(running: _Running, subject: _Subject, test: Test, repetitions: int) -> 
 
 
 def _synthetic_head(
-    made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, placed: Placed
+    made: Path, spec: "ModelSpec", rates: "DraftRates", model_folder: Path | None, head: str | Path | None
 ) -> Path:
     """The folder `made`, with the model's draft head in it, or one of random weights. Raises ModelError."""
     from hetero_ee.speculation.opening import DRAFT_HEAD_FOLDER
     from hetero_ee.speculation.sources.synthetic import write_synthetic_head
 
-    own = placed.options.draft_head
+    own = None if head is None else Path(head)
     if own is None and model_folder is not None and (model_folder / DRAFT_HEAD_FOLDER).is_dir():
         own = model_folder / DRAFT_HEAD_FOLDER
     write_synthetic_head(made, spec, rates, own)

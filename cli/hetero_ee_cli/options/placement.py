@@ -34,7 +34,10 @@ class PlacementOptions:
         Path | None, typer.Option("--plan", help="Run this plan, as printed by plan --json, instead of making one.")
     ] = None
     draft_head: Annotated[
-        Path | None, typer.Option(help="Folder of an EAGLE-1 draft head. [default: the model's own, if it has one]")
+        str | None,
+        typer.Option(
+            help="An EAGLE draft head, 1 to 3.1: its folder, or a Hugging Face id. [default: the model's own, if any]"
+        ),
     ] = None
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace of what ran where and when, for chrome://tracing or Perfetto.")
@@ -50,8 +53,8 @@ class PlacementOptions:
         if self.plan_file is not None and given:
             raise UsageError(f"a plan already decides what {given[0]} would; drop {given[0]} or --plan.")
         requested = limits.limits(engine)
-        if self.draft_head is not None and not (self.draft_head / "config.json").is_file():
-            raise UsageError(f"--draft-head {self.draft_head} has no config.json; name the folder of a draft head.")
+        if self.draft_head is not None:
+            _check_head(self.draft_head)
         if self.trace is not None and (self.trace.is_dir() or not self.trace.absolute().parent.is_dir()):
             raise UsageError(f"--trace {self.trace} is a folder, or its folder does not exist; name another file.")
         with ending_at_once():
@@ -87,6 +90,14 @@ class Placed:
     def traces(self) -> bool:
         """Whether to record what runs where and when."""
         return self.options.stats or self.options.trace is not None
+
+
+def _check_head(head: str) -> None:
+    """Raises UsageError for what is neither the folder of a head nor an id."""
+    from hetero_ee.hub.draft_head import is_head_id
+
+    if not is_head_id(head) and not (Path(head) / "config.json").is_file():
+        raise UsageError(f"--draft-head {head} has no config.json; name the folder of a draft head, or an id.")
 
 
 def open_engine(options: dict[str, Any], placed: Placed, progress: Progress) -> "Engine":

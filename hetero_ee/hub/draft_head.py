@@ -1,0 +1,78 @@
+"""From what the user calls a draft head to its folder: a folder, or a Hugging Face id, downloaded at first use."""
+
+import time
+from pathlib import Path
+
+from hetero_ee.config import Progress
+from hetero_ee.errors import CheckpointError, ModelError
+from hetero_ee.hub.download import Download, cached_file, retried
+from hetero_ee.hub.errors import hub_error
+from hetero_ee.hub.model_files import CONFIG_FILE, SINGLE_FILE
+from hetero_ee.hub.model_id import ModelId
+from hetero_ee.hub.repository import Repository
+from hetero_ee.hub.resolve import silenced
+
+PICKLES = (".bin", ".pt", ".pth")
+
+
+def resolve_draft_head(
+    head: str | Path | None, *, offline: bool = False, progress: Progress | None = None
+) -> str | Path | None:
+    """What can only be an id, org/name, becomes the folder where its config.json and model.safetensors lie in the cache
+    of huggingface_hub, downloaded where they are not there yet; what is there is not asked for again. All else is a
+    path, and stays as it is.
+
+    Raises UsageError, ModelError or CheckpointError.
+    """
+    if not is_head_id(head):
+        return head
+    assert isinstance(head, str)
+    model_id = ModelId(head)
+    cached = [cached_file(head, name, model_id.revision) for name in (CONFIG_FILE, SINGLE_FILE)]
+    if cached[0] is not None and cached[1] is not None:
+        return cached[0].parent
+    with silenced():
+        from huggingface_hub import is_offline_mode
+
+        if offline or is_offline_mode():
+            raise ModelError(f"the draft head {head} is not in the cache, and this is offline; run it once online.")
+        try:
+            repository = retried(lambda: Repository.of(model_id), time.sleep)
+            _check(repository)
+            download = Download(repository, progress)
+            files = [repository.files[name] for name in (CONFIG_FILE, SINGLE_FILE)]
+            download.announce(files)
+            found = [download.fetch_one(file) for file in files]
+            download.tell_unchecked()
+            download.name_revision(model_id.revision)
+        except Exception as error:
+            raise hub_error(error, model_id) from error
+    return found[0].parent
+
+
+def is_head_id(head: object) -> bool:
+    """Whether this names a head on the Hub: two names with a slash between, and no folder that is there."""
+    if not isinstance(head, str) or head.count("/") != 1 or head.startswith((".", "/", "~")) or head.endswith("/"):
+        return False
+    try:
+        return not Path(head).exists()
+    except (OSError, ValueError):  # a name no file can have
+        return False
+
+
+def _check(repository: Repository) -> None:
+    """Raises ModelError, CheckpointError where it holds no head that can be read."""
+    names = repository.files.keys()
+    if CONFIG_FILE not in names:
+        raise ModelError(f"{repository.model} holds no {CONFIG_FILE}, and is no draft head.")
+    if SINGLE_FILE not in names:
+        pickled = sorted(name for name in names if name.endswith(PICKLES))
+        raise CheckpointError(
+            f"{repository.model} holds no {SINGLE_FILE}"
+            + (
+                f", but {pickled[0]}, a pickle, which can run code when opened and is never read; download the folder "
+                "and make a safetensors file of it with scripts/convert_draft_head.py."
+                if pickled
+                else ", a draft head's weights."
+            )
+        )

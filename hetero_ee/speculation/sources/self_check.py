@@ -1,0 +1,168 @@
+"""Whether a draft head fits its model, measured on a text that the model writes: how often its drafts are right, and
+whether it sees the layers that it was trained on.
+
+Publishers count captured layers in two ways, and a head that sees the wrong ones drafts as well as one that knows
+nothing: the first drafts are also tried with the states of one layer earlier and one later. Source: derived.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.devices.cpu import host_machine
+from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftVocabulary
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.speculation.sources.draft_head import DraftHeadSource
+from hetero_ee.speculation.sources.draft_head_layer import EMBEDDING, HEAD_ROWS, DraftHead, DraftHeadLayer
+from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary, head_on_cpu, head_weights
+from hetero_ee.speculation.sources.eagle3 import LAYER_IDS
+from hetero_ee.speculation.sources.source import Choose
+from hetero_ee.weights.model_weights import UNQUANTIZED
+
+N_WRITTEN, N_DRAFTS = 64, 4  # tokens that the model writes; drafts after each
+OFFSETS = (-1, 0, 1)
+CLEARLY = 2.0  # standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCheck:
+    """acceptance: by position, drafts right where all before them are. first_drafts: the share of right ones, by how
+    many layers later than its config.json says the head sees states; 0 alone for EAGLE-1."""
+
+    n_tokens: int
+    acceptance: tuple[float, ...]
+    first_drafts: Mapping[int, float]
+
+    @property
+    def better_offset(self) -> int:
+        """The offset with which clearly more first drafts are right, 0 where that is none."""
+        here = self.first_drafts[0]
+        best = max(self.first_drafts, key=self.first_drafts.__getitem__)
+        there = self.first_drafts[best]
+        error = math.sqrt((here * (1 - here) + there * (1 - there)) / self.n_tokens)
+        return best if there - here > CLEARLY * error else 0
+
+    def warning(self, name: str, captured: Sequence[int]) -> str | None:
+        """What to say of a head that sees the wrong layers; None where it does not."""
+        offset = self.better_offset
+        if not offset:
+            return None
+        here, there = self.first_drafts[0], self.first_drafts[offset]
+        return (
+            f"{name} sees states before layers {list(captured)}, where {here:.0%} of its first drafts are right, and "
+            f"one layer {'later' if offset > 0 else 'earlier'} {there:.0%} would be; change {LAYER_IDS} in its "
+            "config.json."
+        )
+
+
+def check_head(head: DraftHead, executor: Executor, prompt: Sequence[int], n_tokens: int = N_WRITTEN) -> HeadCheck:
+    """The model writes n_tokens after the prompt, greedily, and reads them once more; the head drafts on the CPU. What
+    the executor captures is as before."""
+    captures = executor.capturing
+    try:
+        tokens = written(executor, prompt, n_tokens)
+        by_offset = {0: head} if head.eagle3 is None else _shifted(head, executor.spec.n_layers)
+        layers = sorted({layer for each in by_offset.values() if each.eagle3 for layer in each.eagle3.captured})
+        executor.capture(layers)
+        normed, *states = _states(executor, tokens)
+    finally:
+        executor.capture(captures)
+    found: dict[int, tuple[Tensor, int]] = {}
+    for offset, each in by_offset.items():
+        seen = [] if each.eagle3 is None else [states[layers.index(layer)] for layer in each.eagle3.captured]
+        source, n_drafts = _on_cpu(each, executor, len(tokens)), N_DRAFTS if offset == 0 else 1
+        right, tried = accepted(source, greedy_choice(executor), tokens, [normed, *seen], len(prompt), n_drafts)
+        found[offset] = right / tried.clamp(min=1), int(tried[0])
+    shares = {offset: float(share[0]) for offset, (share, _) in found.items()}
+    return HeadCheck(found[0][1], tuple(found[0][0].tolist()), shares)
+
+
+def accepted(
+    source: DraftHeadSource,
+    choose: Choose,
+    tokens: Sequence[int],
+    states: Sequence[Tensor],
+    n_prompt: int,
+    n_drafts: int,
+    sequence: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Drafts after every token of a text from its prompt's end on, against the text: by position how many were right,
+    and how many were tried since all before them were. states: see DraftSource.observe, of all tokens."""
+    right, tried = torch.zeros(n_drafts), torch.zeros(n_drafts)
+    for position in range(n_prompt, len(tokens) - 1):
+        first = 0 if position == n_prompt else position - 1
+        source.observe(sequence, first, tokens[first:position], *(each[first:position] for each in states))
+        with closing(source.drafts(sequence, tokens[: position + 1], choose)) as drafting:
+            drafts = [draft.token_id for draft in islice(drafting, n_drafts)]
+        true = tokens[position + 1 : position + 1 + len(drafts)]
+        pairs = enumerate(zip(drafts, true, strict=False))
+        n_right = next((index for index, pair in pairs if pair[0] != pair[1]), len(true))
+        right[:n_right] += 1
+        tried[: min(n_right + 1, len(true))] += 1
+    source.close(sequence)
+    return right, tried
+
+
+def written(executor: Executor, prompt: Sequence[int], n_tokens: int) -> list[int]:
+    """The prompt and what the model writes after it, greedily."""
+    tokens, sequence = list(prompt), executor.cache.open_new()
+    try:
+        logits = executor.prompt([Batch.of_sequence(sequence, 0, tokens, is_prompt=True)])
+        for _ in range(n_tokens):
+            tokens.append(int(logits.argmax()))
+            logits = executor.logits(Batch.of_sequence(sequence, len(tokens) - 1, tokens[-1:]), [0])[0]
+    finally:
+        executor.cache.close(sequence)
+    return tokens
+
+
+def greedy_choice(executor: Executor) -> Choose:
+    """The likeliest token of a head's."""
+
+    def choose(state: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
+        place = int(executor.draft_logits(state, end)[0].argmax())
+        return Drafted(place if end.vocabulary is None else int(end.vocabulary.token_ids[place]), 1.0)
+
+    return choose
+
+
+def _states(executor: Executor, tokens: Sequence[int]) -> list[Tensor]:
+    """Of all tokens the final normed states and those captured, on the CPU."""
+    sequence, size, parts = executor.cache.open_new(), executor.prompt_chunk_tokens, []
+    try:
+        for first in range(0, len(tokens), size):
+            hidden = executor.hidden(Batch.of_sequence(sequence, first, list(tokens[first : first + size])))
+            captured = executor.captured
+            parts.append([executor.on_cpu(each).clone() for each in (executor.final_norm(hidden), *captured)])
+    finally:
+        executor.cache.close(sequence)
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
+def _shifted(head: DraftHead, n_layers: int) -> dict[int, DraftHead]:
+    """By offset, of those that the model has layers for."""
+    assert head.eagle3 is not None, "the captured layers of EAGLE-3 can be shifted"
+    found = {}
+    for offset in OFFSETS:
+        captured = tuple(layer + offset for layer in head.eagle3.captured)
+        if captured[0] >= 0 and captured[-1] < n_layers:
+            found[offset] = replace(head, eagle3=replace(head.eagle3, captured=captured))
+    return found
+
+
+def _on_cpu(head: DraftHead, executor: Executor, n_tokens: int) -> DraftHeadSource:
+    weights = head_weights(head, compiled=executor.weights.quantizer != UNQUANTIZED)
+    rows = weights.matrices.pop(HEAD_ROWS, None)
+    vocabulary: DraftVocabulary | None = None
+    if head.draft_token_ids is not None:
+        vocabulary = draft_vocabulary(executor, head.draft_token_ids, rows)
+    on_cpu = head_on_cpu(head.spec, weights, n_tokens, executor.pool)
+    embedding = weights.matrices.get(EMBEDDING)
+    layer = DraftHeadLayer(on_cpu, head.spec, embedding, host_machine(), on_gpu=False, eagle3=head.eagle3)
+    return DraftHeadSource(lambda: layer, executor, vocabulary)
