@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from hetero_ee.decoding.constrained.constraint import Constraint
 
-MAX_KEPT = 64  # compiled grammars
+MAX_KEPT = 16  # compiled grammars
+MAX_LEXER_STATES = 50_000  # of one, at 1 or 2 kB; llguidance's own limit is 250,000
 MISSING = 'this needs the package llguidance; install it with pip install "hetero-ee[server]".'
 # As Python's json.dumps writes it, on one line: models have read most of that, and where there is no choice of blanks
 # most of what is between values is forced. A schema's own "x-guidance" comes first.
@@ -51,21 +52,25 @@ class Grammars:
     def _compiled(self, params: SamplingParams) -> "LLMatcher":
         key = params.json_schema, params.grammar
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._matcher(params)
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+            found = self._kept.get(key)
+        if found is None:
+            found = self._matcher(params)  # nobody waits for it whose own is compiled
+        with self._lock:
+            self._kept[key] = found
             self._kept.move_to_end(key)
-            return self._kept[key]
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
 
     def _matcher(self, params: SamplingParams) -> "LLMatcher":
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         name = "grammar" if params.json_schema is None else "json_schema"
         try:
-            matcher = LLMatcher(self._tokenizer, _grammar_text(params), log_level=0)
+            limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+            matcher = LLMatcher(self._tokenizer, _grammar_text(params), log_level=0, limits=limits)
         except ValueError as error:
             raise UsageError(f"{name} can't be read: {_first_line(str(error))}.") from error
         if matcher.is_error():
