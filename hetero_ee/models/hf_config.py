@@ -32,7 +32,12 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         architecture = next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         name = architecture or model_type or "none named"
+        if fields.get("text_config") is not None:
+            able = ", ".join(name for name, family in FAMILIES.items() if family.text_type)
+            raise fields.fail(f"architecture {shown(name)} reads more than text and is not supported, as {able} are.")
         raise fields.fail(f"architecture {shown(name)} is not supported; supported are {_supported()}.")
+    if text_type := FAMILIES[architecture].text_type:
+        fields = _text_fields(fields, architecture, text_type)
     spec = FAMILIES[architecture].read_spec(fields, architecture)
     in_8_bits, with_zeros = _names(fields, INT8_FIELD), _names(fields, ZEROS_FIELD)
     if saved:
@@ -46,6 +51,19 @@ def _names(fields: Fields, field: str) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise fields.fail(f"{field} is {shown(names)}, expected a list of names.")
     return tuple(sorted(set(names)))
+
+
+def _text_fields(fields: Fields, architecture: str, text_type: str) -> Fields:
+    """Of a model that reads more than text those of its text part; older files of some have no part for it."""
+    if fields.get("text_config") is None:
+        return fields
+    text = fields.section("text_config")
+    if (found := text.text("model_type", text_type)) != text_type:
+        raise fields.fail(
+            f"{architecture} with a text part of {shown(found)} is not supported, with {text_type} it is."
+        )
+    is_tied = text.get("tie_word_embeddings", fields.get("tie_word_embeddings"))
+    return text.with_values(tie_word_embeddings=is_tied)
 
 
 def _supported() -> str:

@@ -9,6 +9,24 @@ from hetero_ee.models.spec import ModelSpec
 # Buffers that old checkpoints carry and the model never needed: computed from the configuration instead.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
+# Of models that read more than text: where the text part's tensors begin, of older and newer files, and the others'.
+_TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+
+
+def text_part_name(name: str) -> str | None:
+    """What a tensor of a model that reads more than text is called in its text part; None where it is of another."""
+    if name.removeprefix("model.").startswith(_OTHER_PARTS):
+        return None
+    for prefix, plain in _TEXT_PARTS.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

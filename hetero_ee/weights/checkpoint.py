@@ -14,7 +14,7 @@ from hetero_ee.hub.model_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks
 from hetero_ee.models.families import FAMILIES
-from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order
+from hetero_ee.models.hf_names import IGNORED_SUFFIXES, Part, checkpoint_parts, engine_order, text_part_name
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.blocks import HALF_ROUNDING, Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.formats.opening import IGNORED_SUFFIXES as OF_ACTIVATIONS
@@ -154,6 +154,9 @@ class Checkpoint:
                         f"and {_printable(file.name)}; remove one."
                     )
                 located[name] = _Located(file, name, stored)
+        if self._family.text_type:
+            named = ((text_part_name(name), found) for name, found in located.items())
+            located = {name: found for name, found in named if name is not None}
         prefix, head_name = self._family.decoder_prefix, self._family.head_name
         if any(name.startswith(prefix) for name in located):
             return located

@@ -44,5 +44,10 @@ FAMILIES = {
     "HeliumForCausalLM": Family("helium", helium.read_spec, llama.TENSOR_NAMES),
     "Ernie4_5ForCausalLM": Family("ernie4_5", ernie.read_spec, llama.TENSOR_NAMES),
     "Exaone4ForCausalLM": Family("exaone4", exaone.read_spec, olmo.TENSOR_NAMES),
+    "Gemma3ForConditionalGeneration": Family("gemma3", gemma.read_spec_3, gemma.TENSOR_NAMES_3, "gemma3_text"),
+    "Mistral3ForConditionalGeneration": Family("mistral3", mistral.read_spec, llama.TENSOR_NAMES, "mistral"),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl", qwen.read_spec_2_5_vl, llama.TENSOR_NAMES, "qwen2_5_vl_text"
+    ),
     "OPTForCausalLM": Family("opt", opt.read_spec, opt.TENSOR_NAMES),
 }

@@ -28,6 +28,7 @@ class Family:
     read_spec: Callable[[Fields, str], ModelSpec]  # of config.json and the architecture's name
     # Our name of a tensor (`{n}` for the layer, no ".weight" or ".bias") -> the modules whose rows are stacked in it.
     tensor_names: Mapping[str, tuple[str, ...]]
+    text_type: str = ""  # model_type of text_config, of a model that reads more than text; its text part alone is read
     decoder_prefix: str = "model."  # of all tensors but the head's; checkpoints of the bare decoder leave it out
 
     @property

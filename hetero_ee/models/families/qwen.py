@@ -20,6 +20,16 @@ def read_spec_2(fields: Fields, architecture: str) -> ModelSpec:
     return replace(spec, qkv_bias=True, attention_output_bias=False, ffn_bias=False)
 
 
+def read_spec_2_5_vl(fields: Fields, architecture: str) -> ModelSpec:
+    """The text part of Qwen2.5-VL (arXiv 2502.13923): a text's three positions are one, so that it turns as others."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.section(name)
+        if rope.get("mrope_section") is not None:
+            kinds = {key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}
+            fields = fields.with_values(**{name: rope.values() | kinds | {"mrope_section": None}})
+    return read_spec_2(fields, architecture)
+
+
 def read_spec_3(fields: Fields, architecture: str) -> ModelSpec:
     fields = fields.with_defaults(head_dim=128, num_key_value_heads=32, max_position_embeddings=32768)
     spec = llama.read_spec(fields, architecture)

@@ -171,6 +171,7 @@ def check_head_shape(spec: ModelSpec, model: ModelSpec, folder: Path) -> None:
     if spec.n_layers != 1:
         raise ModelError(f"{folder}: num_hidden_layers is {spec.n_layers}, a draft head has 1.")
     plain = spec.norm == "rms" and spec.norm_affine and spec.gated and spec.rope is not None
+    plain = plain and spec.pre_norm and not spec.post_norm and spec.layer_ropes is None
     if not plain or spec.qk_norm or spec.ffn_bias or spec.attention_output_bias:
         raise ModelError(f"{folder}: {spec.architecture} with these settings is no layer that a draft head can have.")
 

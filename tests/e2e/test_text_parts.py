@@ -1,0 +1,75 @@
+"""Models that read more than text: their text part is read, from files of either layout, or refused in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hetero_ee.errors import ModelError
+from hetero_ee.hub.config_file import read_spec
+from tests.e2e.test_families import PROMPT, TOLERANCE, executor_of, greedy, reference_greedy
+from tests.families import FAMILIES, edit_config
+
+N_TOKENS = 16
+
+
+def random_pair(name: str, folder: Path) -> Any:
+    """A random model that reads images too, saved."""
+    import transformers
+
+    torch.manual_seed(0)
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gemma3":
+        text = FAMILIES["gemma3"][1] | {
+            "final_logit_softcapping": None
+        }  # as published; transformers leaves it out here
+        vision |= {"image_size": 8, "patch_size": 4, "model_type": "siglip_vision_model"}
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=130
+        )
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+        text = FAMILIES["qwen2"][1] | {"tie_word_embeddings": False, "rope_parameters": rope}
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    config.architectures = [type(model).__name__]
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl"])
+def test_the_text_part_is_read_from_files_of_either_layout(name: str, tmp_path: Path) -> None:
+    model = random_pair(name, tmp_path)
+    expected_tokens, expected = reference_greedy(model, PROMPT, N_TOKENS)
+    for layout in ("language_model.model.", "model.language_model."):
+        file = tmp_path / "model.safetensors"
+        plain = {
+            key.replace("model.language_model.", "").replace("language_model.model.", ""): value
+            for key, value in load_file(file).items()
+            if "language_model" in key and "lm_head" not in key
+        }
+        others = {
+            key: value for key, value in load_file(file).items() if "language_model" not in key or "lm_head" in key
+        }
+        save_file(others | {layout + key: value for key, value in plain.items()}, file)
+        tokens, steps = greedy(executor_of(tmp_path), [PROMPT], N_TOKENS)
+        assert tokens[0] == expected_tokens
+        assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_others_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    random_pair("gemma3", tmp_path)
+    edit_config(tmp_path, architectures=["LlavaForConditionalGeneration"])
+    with pytest.raises(ModelError, match="'LlavaForConditionalGeneration' reads more than text and is not supported"):
+        read_spec(tmp_path)
+    edit_config(tmp_path, architectures=["Mistral3ForConditionalGeneration"])
+    with pytest.raises(ModelError, match="text part of 'gemma3_text' is not supported, with mistral it is"):
+        read_spec(tmp_path)
