@@ -128,7 +128,7 @@ class DeviceTimes:
         int4 with zero points takes as long as int4 for each of its bytes.
         """
         if layout == ZEROS:
-            return self.matmul_s("int4", n_rows, n_columns, m, share) * ZEROS_BYTES
+            return self.matmul_s("int4", n_rows, n_columns, m, share * ZEROS_BYTES)
         size = n_rows * n_columns
         rows = [row for row in self.matmuls if row.layout == layout]
         if not rows:

@@ -19,6 +19,7 @@ from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.profiling.preset import product_shapes
 from hetero_ee.runtime.batch import Batch
+from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.dummy import dummy_weights
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.text.tokenizer import Tokenizer
@@ -165,6 +166,18 @@ def test_codes_with_minimums_are_kept(tmp_path: Path, kind: str) -> None:
     model.model.embed_tokens.weight.data = weights.matrices["embedding.tokens"].dequantize()  # 8 bits, of other types
     model.lm_head.weight.data = weights.matrices["head.tokens"].dequantize()
     assert (logits(spec, weights) - expected_logits(model)).abs().max() < 1e-3 * expected_logits(model).abs().max()
+
+
+def test_cpu_kernels_multiply_what_is_left_of_codes(tmp_path: Path) -> None:
+    """Near the reference on the same weights, and with the same bits for each token alone and all together."""
+    write_gguf(random_model("llama", num_hidden_layers=1, **WIDE), tmp_path / "m.gguf", lambda _: "Q4_K")
+    spec, weights = opened(tmp_path / "m.gguf", tmp_path)
+    expected, executor = logits(spec, weights), CpuExecutor(spec, weights, 160, 1)
+    alone, together = executor.cache.open_new(), executor.cache.open_new()
+    parts = [executor.logits(Batch.of_sequence(alone, place, [token]), [0]) for place, token in enumerate(IDS)]
+    found = executor.logits(Batch.of_sequence(together, 0, IDS), range(len(IDS)))
+    assert torch.equal(torch.cat(parts), found)
+    assert (found - expected).square().sum() < 1e-3 * expected.square().sum()
 
 
 def test_mixed_matrices_take_8_bits_whole(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
 from hetero_ee.models.hf_config import ZEROS_FIELD, spec_from_hf
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import Product, model_parts
+from hetero_ee.runtime.gpu.weights import gpu_linear
 from hetero_ee.weights.blocks import Blocks, int4_tiles, int8_tiles
 from hetero_ee.weights.model_weights import ModelWeights, as_stored
 from hetero_ee.weights.random_weights import random_weights
@@ -22,6 +25,7 @@ from hetero_ee.weights.store.verification import verify
 from hetero_ee.weights.store.writer import StoreWriter
 from hetero_ee.weights.tiles import ZEROS, tile_grid
 from hetero_ee.weights.weight import LINEAR_CODEBOOK, TileWeight
+from hetero_ee_profiles.reference import DATA_SHEETS, derived_profile
 from tests.families import config_of
 
 QKV = "layers.0.attention.qkv"
@@ -150,6 +154,24 @@ def test_a_plan_counts_5_bits_a_weight(model: tuple[Path, ModelSpec, ModelWeight
     n_tiles = weights.matrices[QKV].n_bytes // 320
     assert with_zeros - plain == 32 * n_tiles
     assert Product(ZEROS, 4096, 4096).n_bytes == 4096 * 4096 * 5 // 8
+
+
+def test_a_gpu_multiplies_them_by_what_takes_any_tiles(model: tuple[Path, ModelSpec, ModelWeights]) -> None:
+    """Not by bitsandbytes, which may be what multiplies 4 bits."""
+    operations: Any = SimpleNamespace(
+        matmul_int4="int4", prepare_int4=lambda *_: "for int4", matmul_int8="any", prepare_int8=lambda *_: "for any"
+    )
+    matrices = model[2].matrices
+    for name, expected in ((QKV, "any"), ("layers.1.attention.qkv", "int4"), ("embedding.tokens", "any")):
+        found = gpu_linear(name, matrices[name], None, operations, None)
+        assert (found.multiply, found.matrix) == (expected, f"for {expected}")
+
+
+def test_a_profile_times_them_by_their_bytes() -> None:
+    """What a call takes is no matter of size."""
+    times = derived_profile(DATA_SHEETS[0], "2026-11-24").cpu[0]
+    call_s, plain_s = times.call.value, times.matmul_s("int4", 4096, 4096, 3)
+    assert times.matmul_s(ZEROS, 4096, 4096, 3) == pytest.approx(call_s + (plain_s - call_s) * 5.0 / 4.5)
 
 
 def test_a_configuration_names_the_matrices_with_zero_points() -> None:

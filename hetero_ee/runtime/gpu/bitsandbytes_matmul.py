@@ -34,7 +34,7 @@ def bitsandbytes_matrix(weight: TileWeight, device: Any) -> BitsandbytesMatrix:
     """The weight in bitsandbytes' layout on a device. Raises UsageError where its tiles are not plain int4."""
     if weight.layout != "int4":
         raise UsageError(
-            f"bitsandbytes multiplies 4-bit weights without zero points only, not {weight.layout}; "
+            f"bitsandbytes multiplies 4-bit weights only, and without zero points, not {weight.layout}; "
             "use the triton or torch matmul."
         )
     codes = layout.unpack_int4(weight.tiles)[: weight.n_rows]
