@@ -6,14 +6,17 @@ import pytest
 
 from hetero_ee.errors import ModelError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.blocks import all_tensors, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
-from tests.families import config_of
+from tests.emulation import planned
+from tests.families import FAMILIES, config_of
 
 
 def named(architecture: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": [f"{architecture}ForCausalLM"]} | fields
 
 
+NEWER = ["Gemma2", "Gemma3", "Olmo3", "SmolLM3", "Granite", "Starcoder2", "StableLm", "Glm4", "Exaone4"]
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -104,3 +107,12 @@ def test_what_is_impossible_or_unknown_is_refused_by_name(config: dict[str, Any]
 def test_layers_of_one_model_turn_differently() -> None:
     spec: ModelSpec = read_spec(config_of("smollm3"))
     assert spec.rope_of(0) == spec.rope and spec.rope_of(1) is None and spec.ropes == {spec.rope}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name][0] in NEWER])
+def test_a_plan_takes_config_json_alone(name: str) -> None:
+    spec = read_spec(config_of(name))
+    plan = planned(spec, context_tokens=64)
+    assert len(plan.parts) == 2 * spec.n_layers + 2  # embedding, and head with the norm before it
+    norms = [tensor for tensor in all_tensors(decoder_blocks(spec)) if tensor.name.endswith("post_norm")]
+    assert len(norms) == 2 * spec.n_layers * spec.post_norm
