@@ -40,7 +40,7 @@ DIALECTS = {
             "eagle_config": {LAYER_IDS: [0, 1], "use_aux_hidden_state": True},
         },
         captured=(1, 2),
-        more=("t2d", "embed_tokens.weight"),
+        more=("t2d", "embed_tokens.weight", "fc.bias"),
     ),
     "AngelSlim": Dialect(
         {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": None},
@@ -120,7 +120,11 @@ def eagle3_tensors(dialect: Dialect, seed: int = 0, model: ModelSpec = MODEL) ->
         tensors["input_norm.weight"] = scale(n_seen * HIDDEN)
     if dialect.flags.get("fc_norm"):
         tensors |= {f"fc_norm.{number}.weight": scale() for number in range(n_seen)}
-    others = {"t2d": torch.zeros(vocab, dtype=torch.bool), "embed_tokens.weight": random(vocab, HIDDEN)}
+    others = {
+        "fc.bias": random(HIDDEN),
+        "t2d": torch.zeros(vocab, dtype=torch.bool),
+        "embed_tokens.weight": random(vocab, HIDDEN),
+    }
     return tensors | {name: others[name] for name in dialect.more}
 
 

@@ -1,6 +1,7 @@
 """EAGLE-3 heads of every dialect: what they compute against the formulas written once more, and what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, HeteroError, ModelError
 from hetero_ee.speculation.sources.draft_head import DraftHeadSource
-from hetero_ee.speculation.sources.draft_head_file import draft_head_facts, read_draft_head
+from hetero_ee.speculation.sources.draft_head_costs import HeadCosts
+from hetero_ee.speculation.sources.draft_head_file import DraftHeadFacts, draft_head_facts, read_draft_head
 from hetero_ee.speculation.sources.draft_head_layer import HEAD_ROWS
 from hetero_ee.speculation.sources.draft_head_opening import draft_vocabulary
-from hetero_ee.speculation.sources.eagle3 import LAYER_IDS, default_layers
+from hetero_ee.speculation.sources.eagle3 import LAYER_IDS, Eagle3, default_layers
+from hetero_ee_profiles.reference import reference_profile
 from tests.draft_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL, VOCAB, BareTarget, draft_head_layer
 from tests.draft_sources import taken_ids
 from tests.eagle3_heads import DIALECTS, Dialect, draft_ids, eagle3_tensors, save_eagle3
+from tests.emulation import LAPTOP
 
 N_TOKENS, N_DRAFTS, EPS = 9, 4, 1e-5
 
@@ -75,7 +79,11 @@ def expected_drafts(dialect: Dialect, target: BareTarget, newest: int) -> list[i
     seen = torch.cat(captured, -1)
     if flags.get("norm_before_fc"):
         seen = normed(seen, tensors["input_norm.weight"])
-    state, following, found = F.linear(seen, tensors["fc.weight"]), [*tokens[1:], newest], list[int]()
+    state, following, found = (
+        F.linear(seen, tensors["fc.weight"], tensors.get("fc.bias")),
+        [*tokens[1:], newest],
+        list[int](),
+    )
     table = tensors.get("embed_tokens.weight", target.embedding)
     rows = tensors.get("lm_head.weight", target.head)
     ids = draft_ids(dialect.n_draft_tokens) if "d2t" in tensors else torch.arange(VOCAB)
@@ -196,3 +204,28 @@ def test_states_that_were_not_captured(tmp_path: Path) -> None:
     tokens, final, captured = text_of(dialect)
     with pytest.raises(ValueError, match="1 states were captured for a head that sees 3"):
         source.observe(0, 0, tokens, final, captured[0])
+
+
+def test_the_planner_charges_fc_and_what_crosses() -> None:
+    """Of a model of 32 layers with the first 20 on the GPU: of the states before layers 2, 16 and 29 the last is far
+    from a head on the GPU, the others from one on the CPU; both ways they cross together."""
+    model = replace(MODEL, n_layers=32, sliding_windows=(None,) * 32)
+    spec, profile = replace(MODEL, n_layers=1, sliding_windows=(None,)), reference_profile(LAPTOP)
+    facts = DraftHeadFacts(spec, VOCAB, False, (0.8,), Eagle3(default_layers(32)))
+    costs = HeadCosts(facts, model, profile, 1)
+    split = ["cpu", *["gpu"] * 40, *["cpu"] * 24, "gpu"]
+    rates, link = costs.rates("a head"), profile.link
+    assert rates.by_gpu is not None and link is not None
+    for m in (1, 4):
+        for on_gpu, drafts, n_far in ((True, rates.by_gpu, 1), (False, rates, 2)):
+            near = ["gpu" if on_gpu else "cpu"] * len(split)
+            fc_s = drafts.after_verification_s(near, m)
+            more_bytes = (n_far * m - 1) * 4 * HIDDEN
+            crossing_s = link.transfer.value + more_bytes / link.to_cpu_bytes_per_s.value
+            assert fc_s > 0
+            assert drafts.after_verification_s(split, m) == pytest.approx(fc_s + crossing_s), (m, on_gpu)
+    eagle1 = HeadCosts(replace(facts, eagle3=None), model, profile, 1)
+    assert eagle1.rates("a head").after_verification_s(split, 4) == 0.0
+    for on_gpu in (True, False):  # fc and qkv are wider, beside which EAGLE-1 has nothing
+        assert costs.memory_bytes(512, on_gpu=on_gpu) > eagle1.memory_bytes(512, on_gpu=on_gpu)
+    assert costs.reading_s(64, 64, on_gpu=False) > eagle1.reading_s(64, 64, on_gpu=False)

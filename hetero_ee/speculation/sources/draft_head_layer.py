@@ -56,7 +56,7 @@ def fc_block(spec: ModelSpec, eagle3: Eagle3 | None = None) -> Block:
     n_columns = 2 * size
     if eagle3 is not None:
         n_columns = len(eagle3.captured) * size
-        vectors = {**dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM), size), **_fc_norms(eagle3, size)}
+        vectors |= dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, HEAD_NORM), size) | _fc_norms(eagle3, size)
     tensors = {name: TensorSpec(name, TensorRole.VECTOR, (n,)) for name, n in vectors.items()}
     tensors[FC] = TensorSpec(FC, TensorRole.MATRIX, (size, n_columns))
     return Block(FC, BlockKind.FFN, None, tensors, has_norm=False)
