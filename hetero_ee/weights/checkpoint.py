@@ -228,7 +228,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has its weights as a pickle ({_printable(pickles[0])}), which can run code when opened "
             "and is never read; convert it to safetensors (transformers: model.save_pretrained) or get such a copy."
         )
-    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there.")
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    advice = f"; rename {_printable(others[0])} to {SINGLE_FILE} if it is the whole model" if len(others) == 1 else ""
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there{advice}.")
 
 
 def _in_each(order: Tensor, n_rows: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import shapes_sha256
@@ -143,7 +144,7 @@ def test_what_they_can_not_hold_is_rounded_little(tmp_path: Path, name: str) -> 
     assert not all(row.is_exact for row in report(tmp_path) if row.types != "F32")
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-reordered", "fp8-blocks", "mxfp4"])
+@pytest.mark.parametrize("name", ["awq", "gptq-reordered", "fp8-blocks"])
 def test_the_kernels_compute_the_same(tmp_path: Path, name: str) -> None:
     written(tmp_path, ALL[name][0])
     stored = converted(tmp_path)
@@ -156,11 +157,12 @@ def test_the_kernels_compute_the_same(tmp_path: Path, name: str) -> None:
     assert relative_error(found, expected) < 1e-3
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "opt", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "opt", "qwen3", "gemma2", "glm4", "starcoder2"])
 @pytest.mark.parametrize("name", ["gptq-reordered", "awq"])
 def test_families(tmp_path: Path, family: str, name: str) -> None:
     """Stacked and unstacked matrices, biases beside reordered neurons, FFNs without a gate."""
-    sizes = {"opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "qwen3": {"head_dim": 32}}.get(family, {})
+    sizes = {"opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "qwen3": {"head_dim": 32}}
+    sizes = sizes.get(family, {"head_dim": 16} if family in ("gemma2", "glm4") else {})
     model, _ = written(tmp_path, ALL[name][0], family, sizes=sizes)
     checkpoint = opened(tmp_path)
     dense, stored = load_dense(checkpoint), converted(tmp_path)
@@ -234,6 +236,13 @@ def test_old_gptq_has_its_configuration_in_a_file_beside(tmp_path: Path) -> None
     down = opened(tmp_path).tensor("layers.0.ffn.down")
     assert torch.equal(down, values["model.layers.0.mlp.down_proj.weight"])
     assert layouts(converted(tmp_path)) == {"int4"}
+
+
+def test_old_gptq_with_a_file_of_another_name_is_told_which_one_to_take(tmp_path: Path) -> None:
+    written(tmp_path, ALL["gptq"][0])
+    (tmp_path / FILE).rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    with pytest.raises(CheckpointError, match=f"rename gptq_model-4bit-32g.safetensors to {FILE} if"):
+        opened(tmp_path)
 
 
 def test_static_groups_lie_in_order(tmp_path: Path) -> None:

@@ -149,7 +149,12 @@ TENSORS: list[tuple[str, str, Change, str]] = [
     ("pack", "codes turned", replaced(".weight_packed", turned), "expected I32 and [64, 12]"),
     ("gptq", "zero points that are others", with_value(".qzeros", 0x77777776, 0, 0), "has zero point 7, and config"),
     ("asym", "a zero point that overflowed", with_value(".qzeros", -1, 0, 0), "has zero point 16, which overflowed"),
-    ("gptq", "groups of another order", with_value(".g_idx", 2, 0), "config.json says nothing (desc_act)"),
+    (
+        "gptq",
+        "groups of another order",
+        with_value(".g_idx", 2, 0),
+        "another order than config.json says (desc_act, static_groups)",
+    ),
     ("gptq", "a group too many", with_value(".g_idx", 3, 7), "has group 3 at [7], expected 0 to 2"),
     ("reordered", "a group too many", with_value(".g_idx", 3, 7), "has group 3 at [7], expected 0 to 2"),
     ("reordered", "a group below", with_value(".g_idx", -1, 95), "has group -1 at [95], expected 0 to 2"),

@@ -84,7 +84,7 @@ class GptqMatrix:
         groups = checked_groups(self.tensors, name, self.n_groups)
         if not self.saved.reordered and not torch.equal(groups, expected):
             raise self.tensors.failure(
-                name, "has groups in another order, of which config.json says nothing (desc_act)"
+                name, "has groups in another order than config.json says (desc_act, static_groups)"
             )
         return groups
 
