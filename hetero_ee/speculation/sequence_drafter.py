@@ -171,7 +171,10 @@ def _legal(step: DraftStep, drafts: Generator[Draft]) -> Generator[Draft]:
     with closing(drafts):
         for draft in drafts:
             allowed = step.text.allowed_after(history)
-            if allowed is not None and 0 <= draft.token_id < len(allowed) and not allowed[draft.token_id]:
+            is_token = allowed is not None and 0 <= draft.token_id < len(allowed)
+            if allowed is not None and is_token and not allowed[draft.token_id]:
                 return
             history.append(draft.token_id)
             yield draft
+            if not is_token or step.text.ends_with(draft.token_id) or step.text.is_complete_after(history):
+                return

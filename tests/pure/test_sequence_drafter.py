@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Generator, Sequence
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_ee.decoding.sampling import SamplingParams
@@ -160,3 +162,43 @@ def test_where_nothing_repeats_it_is_computed_as_without_them() -> None:
     assert found[COMPUTED] == pytest.approx(without[COMPUTED], rel=0.1)
     assert found[COMPUTED][1] > 5 * found.get(NgramSource.name, (0, 0))[1]
     assert found["passes"][0] <= without["passes"][0] + 2
+
+
+class Counting:
+    """A grammar of the numbers from here on, up to the last: one alone may follow each, but for where there are two."""
+
+    def __init__(self, numbers: Sequence[Sequence[int]]) -> None:
+        self._numbers = numbers
+
+    def allowed(self, generated: Sequence[int]) -> Any:
+        assert all(each in self._numbers[n] for n, each in enumerate(generated)), "only what may follow is asked about"
+        mask = np.zeros(VOCABULARY, np.bool_)
+        mask[list(self._numbers[len(generated)])] = True
+        return mask
+
+    def forced(self, generated: Sequence[int]) -> list[int]:
+        return [each[0] for each in takewhile(lambda each: len(each) == 1, self._numbers[len(generated) :])]
+
+    def is_complete(self, generated: Sequence[int]) -> bool:
+        return len(generated) == len(self._numbers)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "expected"),
+    [
+        ([5, 6], [3, 4, 5, 8, 7]),  # the source begins again after what is forced, and says nothing that may follow
+        ([1, 2], [3, 4]),  # no draft is one that may not follow
+        ([5, VOCABULARY], [3, 4, 5, 8, 7]),  # nor one that the model does not have
+    ],
+)
+def test_forced_drafts_come_between_and_no_other_is_illegal(drafts: list[int], expected: list[int]) -> None:
+    grammar: Any = Counting([[3], [4], [5, 6], [8], [7]])
+    text = Text.of_prompt(0, TEXT, SamplingParams(20), Ending(frozenset(), 200, None, lambda _: grammar), numbers, 0)
+    step = DraftStep(text, 8, [WaitingToken(TEXT[-1], 0, len(TEXT) - 1)])
+    step.add_forced()
+    model: Any = ScriptedModel(cycle, cycle)
+    source = Said(FREE, dict.fromkeys(drafts, SURE))
+    SequenceDrafter(model, [source], FixedThreshold(0.0), DraftSampler(), lambda _: None).draft([step])
+    assert [token.token_id for token in step.tokens[1:]] == expected
+    assert not step.has_room or expected == [3, 4]  # nothing follows the grammar's end
+    assert set(step.origins) == ({"grammar"} if expected == [3, 4] else {"grammar", source.name})

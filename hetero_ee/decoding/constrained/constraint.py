@@ -17,7 +17,7 @@ MAX_MASKS = 32  # kept of the latest places: more than a draft-verify step has
 
 
 class Constraint:
-    """One text's; for one thread. All but close to free: some 10 microseconds a token (2-core Zen 5, 2026-11-24).
+    """One text's; for one thread. Some 20 to 120 microseconds a token (demo model, a busy 2-core Zen 4, 2026-11-24).
 
     matcher: at its beginning, nobody else's. n_tokens: the model's vocabulary. banned: tokens that may not end it.
     """
