@@ -114,9 +114,10 @@ MESSAGES: dict[str, Schema] = {
     "top_k": WHOLE | {"minimum": 0},
     "stop_sequences": TEXTS,
 }
+COUNTED = ("messages", "system")  # of these, what a prompt's length depends on
 RESPONSE: dict[str, Schema] = CHOICE | {
     "model": TEXT,
-    "input": {"type": "string", "minLength": 1},  # or items
+    "input": TEXT,  # or items
     "instructions": TEXT,
     "max_output_tokens": WHOLE | {"minimum": 1},
     "stream": FLAG,
@@ -127,6 +128,7 @@ RESPONSE: dict[str, Schema] = CHOICE | {
 }
 TOKENIZE: dict[str, Schema] = {"content": TEXT, "prompt": TEXT, "add_special": FLAG, "add_special_tokens": FLAG}
 ERRORS = ("400", "401", "403", "404", "405", "408", "413", "415", "503", "504")
+EVENT: Schema = {"type": "object", "properties": {"data": TEXT, "event": TEXT}}  # of a stream
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
@@ -189,7 +191,7 @@ def _posts() -> dict[str, Any]:
         "/v1/messages": ("A reply", _asked(MESSAGES, anthropic.REFUSED, "messages", "max_tokens"), message),
         "/v1/messages/count_tokens": (
             "A prompt's length",
-            _asked(MESSAGES, anthropic.REFUSED, "messages"),
+            _asked({name: MESSAGES[name] for name in COUNTED}, anthropic.REFUSED, "messages"),
             _object({"input_tokens": WHOLE}, "input_tokens"),
         ),
         "/tokenize": ("Text as tokens", _asked(TOKENIZE, {}), ids),
@@ -200,7 +202,7 @@ def _posts() -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": asked}}}
         operation = _operation(summary, answer) | {"requestBody": body}
         if "stream" in asked["properties"]:
-            operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": TEXT}
+            operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": EVENT}
         paths[path] = {"post": operation}
     return paths
 

@@ -52,8 +52,8 @@ class Heard:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--requests", type=int, default=3, help="of each client")
-    parser.add_argument("--tokens", type=int, default=64, help="of each text")
+    parser.add_argument("--requests", type=int, default=2, help="of each client")
+    parser.add_argument("--tokens", type=int, default=32, help="of each text")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parallel", type=int, default=16, help="texts at a time")
     parser.add_argument("--rival", choices=("llama-cpp",))

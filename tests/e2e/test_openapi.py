@@ -36,9 +36,7 @@ def test_the_document_has_every_path_and_every_field(server: RunningServer) -> N
     assert len(read) > 10 and read <= named and set(sampling_fields.REFUSED) <= named
 
 
-@pytest.mark.parametrize(
-    "n_examples", [pytest.param(6, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("n_examples", [pytest.param(6, id="few"), pytest.param(50, id="many", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_no_request_fails_or_hangs(server: RunningServer, path: str, method: str, n_examples: int) -> None:
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
