@@ -178,6 +178,15 @@ def test_each_token_has_its_candidates(server: RunningServer, page: Browser) -> 
     assert page.run("document.querySelector('.token.chosen').dataset.token") == str(spans[0])
 
 
+def test_tokens_find_their_place_behind_thoughts_and_marks(page: Browser) -> None:
+    texts = ["<think>", "Hm", " so", "</think>", "\n\n", "So", " it", " is."]
+    found = page.run(
+        f"import('/page/tokens.js').then(({{ align }}) => {{ const tokens = {texts}.map((text) => ({{ text }}));"
+        "align(tokens, 'Hm so', 'So it is.'); return tokens.map((each) => [each.start, each.end]); })"
+    )
+    assert found == [[0, 0]] * 5 + [[0, 2], [2, 5], [5, 9]]
+
+
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits_its_window_and_everything_has_a_name(page: Browser, width: int) -> None:
     page.look(width, 740, is_dark=width == 360)

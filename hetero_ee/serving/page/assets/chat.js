@@ -1,7 +1,7 @@
 // The messages of a talk, in this page alone: sent, shown while they come, stopped, asked for again.
 import { reply } from "/page/api.js";
 import { copied, render } from "/page/render.js";
-import { addTokens, leafOf } from "/page/tokens.js";
+import { addTokens, align, leafOf } from "/page/tokens.js";
 
 export class Chat {
   // asked: makes a request's fields of its messages. changed: told when a reply begins, comes, ends and is changed.
@@ -35,7 +35,7 @@ export class Chat {
 
   async answer() {
     const { messages } = this;
-    const said = this.add({ role: "assistant", text: "", tokens: [] });
+    const said = this.add({ role: "assistant", thought: "", text: "", tokens: [] });
     const stop = (this.running = new AbortController());
     this.changed("begun", said);
     try {
@@ -44,7 +44,7 @@ export class Chat {
       if (!stop.signal.aborted) this.failed(error);
     }
     this.running = null;
-    if (messages === this.messages && !said.text) this.messages.pop().shown.remove(); // nothing was said
+    if (messages === this.messages && !said.text && !said.thought) this.messages.pop().shown.remove(); // nothing was said
     this.draw(said);
     this.changed("ended", said);
   }
@@ -55,7 +55,8 @@ export class Chat {
     for await (const found of reply(body, key, signal)) {
       const choice = found.choices[0];
       if (choice) {
-        addTokens(said.tokens, choice, said.text.length);
+        addTokens(said.tokens, choice);
+        said.thought += choice.delta.reasoning_content ?? "";
         said.text += choice.delta.content ?? "";
         this.draw(said);
       }
@@ -78,7 +79,12 @@ export class Chat {
   }
 
   withTools(shown, message) {
-    const [text, copy] = ["div", "button"].map((each) => this.page.createElement(each));
+    const make = (name) => this.page.createElement(name);
+    const [thoughts, summary, thought, text, copy] = ["details", "summary", "p", "div", "button"].map(make);
+    summary.textContent = "Thoughts";
+    thought.className = "thought";
+    thoughts.hidden = true;
+    thoughts.append(summary, thought);
     text.className = "text";
     text.tabIndex = 0; // arrows go from token to token
     copy.type = "button";
@@ -86,7 +92,7 @@ export class Chat {
     copy.textContent = "Copy";
     copy.setAttribute("aria-label", "Copy the reply");
     copy.addEventListener("click", () => copied(this.page, message.text, text, copy));
-    shown.append(text, copy);
+    shown.append(thoughts, text, copy);
   }
 
   draw(message) {
@@ -95,7 +101,10 @@ export class Chat {
     requestAnimationFrame(() => {
       message.isDue = false;
       const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 80;
-      const text = message.shown.querySelector(".text");
+      const [text, thought] = [".text", ".thought"].map((each) => message.shown.querySelector(each));
+      thought.textContent = message.thought;
+      thought.parentElement.hidden = message.thought === "";
+      align(message.tokens, message.thought, message.text);
       text.replaceChildren(render(this.page, message.text, leafOf(this.page, message.tokens)));
       if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
       this.changed("drawn", message);

@@ -10,14 +10,25 @@ export const ORIGINS = {
 // Of an origin that this page does not know by name.
 export const originOf = (name) => ORIGINS[name] ?? { word: name, mark: "other" };
 
-// Adds what an event's choice says to the tokens of a text that is so long so far.
-export function addTokens(tokens, choice, length) {
+// Adds what an event's choice says to the tokens of a reply.
+export function addTokens(tokens, choice) {
   const likely = choice.logprobs?.content ?? [];
   (choice.token_origins ?? []).forEach((each, n) => {
     const { logprob = null, top_logprobs: top = [], token: name = each.text } = likely[n] ?? {};
-    tokens.push({ ...each, name, logprob, top, start: length, end: length + each.text.length });
-    length += each.text.length;
+    tokens.push({ ...each, name, logprob, top, start: 0, end: 0 });
   });
+}
+
+// Finds each token's place in the text behind the thoughts. What the server keeps back, as marks around thoughts and
+// spaces beside them, has none.
+export function align(tokens, thought, text) {
+  const whole = thought + text;
+  let at = 0;
+  for (const token of tokens) {
+    const found = [token.text, token.text.trimStart(), token.text.trimEnd()].find((each) => whole.startsWith(each, at)) ?? "";
+    [token.start, token.end] = [at, at + found.length].map((each) => Math.max(0, each - thought.length));
+    at += found.length;
+  }
 }
 
 // What makes of a run of text a span for each of its tokens.
