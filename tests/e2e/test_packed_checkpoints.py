@@ -16,6 +16,7 @@ from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
+from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
@@ -145,7 +146,8 @@ def test_what_they_can_not_hold_is_rounded_little(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-reordered", "fp8-blocks"])
-def test_the_kernels_compute_the_same(tmp_path: Path, name: str) -> None:
+def test_the_kernels_compute_the_same(kernels: Path, tmp_path: Path, name: str) -> None:
+    use_kernel_cache(kernels.parent)
     written(tmp_path, ALL[name][0])
     stored = converted(tmp_path)
     spec = as_stored(read_spec(tmp_path), stored)
