@@ -103,9 +103,12 @@ def add_quads(
             x = split4(tl.load(codes_at + 2 * i))
         b = (x[i % 2 * 2], x[i % 2 * 2 + 1])
         c = mma((low[0], low[1], high[0], high[1]), b, ISA)
-        # Between the products: before or after both, some width has too few registers on some class of cards.
-        zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
+        # For prompts between the products, else after them: the other way round, sm_75 or sm_80 has too few registers.
+        if words_at.shape[0] > 1:
+            zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
         d = mma((low[2], low[3], high[2], high[3]), b, ISA)
+        if words_at.shape[0] == 1:
+            zeros, even_sum, odd_sum = zero_points(scales_at + SCALES * i + 16, mask, b, KIND, MASKED, ISA)
         even = added(even, numbers_of((c[0], c[2], d[0], d[2]), zeros, even_sum, KIND), scales, even_scales[i])
         if not IS_ONE:
             odd = added(odd, numbers_of((c[1], c[3], d[1], d[3]), zeros, odd_sum, KIND), scales, odd_scales[i])
