@@ -99,7 +99,11 @@ def test_boards_find_their_names_and_the_counts_are_right(server: RunningServer)
     assert sum(by_place) == timings.get("draft_n_accepted", 0)
     assert added("tokens_predicted_seconds_total") == pytest.approx(timings["predicted_ms"] / 1000)
     assert added("prompt_seconds_total") == pytest.approx(timings["prompt_ms"] / 1000)
-    assert added("iteration_tokens_total_count") == added("n_decode_total") >= 40
+    n_steps = added("n_decode_total")
+    assert added("iteration_tokens_total_count") == n_steps
+    assert (
+        0 < n_steps < 40 if server.engine.drafting is not None else n_steps >= 40
+    )  # a step brings accepted drafts too
     assert added("num_preemptions_total") == added("request_failure_total") == 0
     assert after["n_tokens_max"] == n_prompt + 40 and after["n_busy_slots_per_decode"] == 1
     held = after["kv_cache_usage_perc"] * server.engine.context_tokens
