@@ -19,7 +19,7 @@ SETS: dict[str, Callable[[Any], Any]] = {
     "one": lambda active: active * (np.arange(active.shape[1]) == active.shape[1] // 2),
     "all": lambda active: active,
     "alternating": lambda active: active * (np.arange(active.shape[1]) % 2),
-    "even blocks": lambda active: active * (np.arange(active.shape[1]) // 64 % 2 == 0),
+    "even blocks": lambda active: active * (np.arange(active.shape[1]) // 128 % 2 == 0),
     "another for each token": lambda active: active * ((np.arange(active.size).reshape(active.shape) % 7) == 0),
 }
 
@@ -84,27 +84,24 @@ def quantized(x: Any, n_groups: int) -> tuple[Any, Any]:
 
 def products(x: Any, up: Rows) -> Any:
     """u of every neuron, without the exponent, fp32 (N,)."""
-    n, n_units = len(up.codes), up.codes.shape[1] // 64
-    codes, scales = quantized(x, 2 * n_units)
-    sums = (up.entries().reshape(n, n_units, 16, 4) * codes.reshape(n_units, 16, 4)).sum(-1).astype(F32)
-    factors = np.repeat(up.scales.astype(F32) * scales, 8, 1).reshape(n, n_units, 16)
-    lanes = np.zeros((n, 16), F32)
-    for unit in range(n_units):
-        lanes = fused(sums[:, unit], factors[:, unit], lanes)
-    for width in (8, 4, 2, 1):
-        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
-    return lanes[:, 0]
+    n, n_groups = len(up.codes), up.codes.shape[1] // 32
+    codes, scales = quantized(x, n_groups)
+    sums = (up.entries().reshape(n, n_groups, 32) * codes).sum(-1).astype(F32)
+    factors, total = up.scales.astype(F32) * scales, np.zeros(n, F32)
+    for group in range(n_groups):
+        total = fused(sums[:, group], factors[:, group], total)
+    return total
 
 
 @np.errstate(all="ignore")
 def section_sums(h: Any, down: Rows) -> list[Any]:
     """Of one token's h (N,), every section's sum, fp32 (Kp,)."""
     n, width = down.codes.shape
-    n_blocks = -(-n // 64)
+    n_blocks = -(-n // 128)
     per_section = -(-n_blocks // 32)
     entries, sums = down.entries(), []
     for block in range(n_blocks):
-        rows = slice(64 * block, 64 * block + 64)
+        rows = slice(128 * block, 128 * block + 128)
         values = (h[rows, None] * down.scales[rows].astype(F32)).astype(F32)
         values[h[rows] == 0] = 0
         largest = np.abs(values).max(0)

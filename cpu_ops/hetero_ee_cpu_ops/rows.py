@@ -8,8 +8,9 @@ value = 2^exponent * scale * codebook[code].
 from typing import Any
 
 import numpy as np
+from numba.core.registry import cpu_target
 
-from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT
+from hetero_ee_cpu_ops.tile_group import NARROW_LIMIT, moved_up
 
 UNIT_COLUMNS, UNIT_BYTES = 64, 32
 
@@ -40,7 +41,7 @@ class RowMatrix:
         self.factor = np.float32(2.0**exponent)
         self.n_bytes = codes.nbytes + scales.nbytes
         entries = np.tile(np.array(codebook, np.int8), 4).view(np.uint8)
-        self._table = np.concatenate([entries + np.uint8(NARROW_LIMIT), entries])
+        self._table = np.concatenate([entries + np.uint8(moved_up(cpu_target.target_context)), entries])
         self._kept = (codes, scales)
         # What the kernels read: addresses of codes, scales, the end of the scales, the table; the factor's bits.
         self.words = (

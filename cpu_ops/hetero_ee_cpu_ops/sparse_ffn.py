@@ -5,9 +5,8 @@ skipped. A neuron's rows are read where any of the m tokens has it active; the o
 token, whatever m, the other tokens, the threads and the other neurons are:
 
 1. x to int8 in groups g of 32 (quantize.py): codes q, scales a.
-2. 16 lanes; of unit i (64 columns) lane l takes columns 64i + 4l .. 64i + 4l + 3, of group g = 2i + l // 8:
-   total[l] = fma(sum of entry q, scale_up[n, g] a[g], total[l]), i = 0, 1, ..., from 0; their sum: l with l + 8, then
-   l + 4, l + 2, l + 1. h = active (total 2^u). Without an up matrix h = active; 0 where active is 0.
+2. total = fma(sum of entry q over group g, scale_up[n, g] a[g], total), g = 0, 1, ..., from 0: as a tile matmul has it
+   (matmul.py). h = active (total 2^u). Without an up matrix h = active; 0 where active is 0.
 3. Neurons in blocks of 64. c[n, g] = h[n] scale_down[n, g]; M[g] = the largest |c| of the block, NaN before all;
    q[n, g] = rint(c (127 / M)); y[k] = fma(sum over the block of entry[n, k] q[n, g], M / 127, y[k]), blocks ascending.
    Where M < 1e-30 both quotients are 0. The integer sum is exact, so what is left out changes nothing.
@@ -22,56 +21,62 @@ Source: derived; skipping after the gate as in PowerInfer (arXiv 2312.12456) and
 from typing import Any
 
 import numpy as np
+from numba.core.registry import cpu_target
 
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.quantize import GROUP, quantize_group
-from hetero_ee_cpu_ops.row_unit import move_up
-from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
-from hetero_ee_cpu_ops.simd.bytes import word
-from hetero_ee_cpu_ops.simd.floats import (
-    add,
-    load16,
-    multiply,
-    read_float,
-    scratch,
-    spread,
-    store16,
-    store_lanes,
+from hetero_ee_cpu_ops.quantize import (
+    BYTES_A_GROUP,
+    CODE_SCALES,
+    CODES,
+    GROUP,
+    INPUT,
+    OFFSETS_8,
+    OFFSETS_32,
+    OFFSETS_128,
+    quantize_row_block,
 )
+from hetero_ee_cpu_ops.quantize import N_COLUMNS as N_INPUTS
+from hetero_ee_cpu_ops.row_sums import add_sums, in_order
+from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
+from hetero_ee_cpu_ops.simd.bytes import word, zeros
+from hetero_ee_cpu_ops.simd.floats import add, multiply, read_float, spread, store16, store_lanes
 from hetero_ee_cpu_ops.sparse_section import (
     ACTIVE,
     BLOCK,
     BLOCKS_A_SECTION,
-    CODES_STRIDE,
     DOWN,
     F32,
-    FACTOR_BYTES,
     FIRST_SECTION,
     FIRST_TOKEN,
-    INPUT,
-    INPUT_CODES,
-    INPUT_SCALES,
+    FOUR,
+    INPUT_OFFSETS,
+    LISTS,
     N_ARGUMENTS,
     N_COLUMNS,
     N_NEURONS,
     N_SECTIONS,
     N_TOKENS,
     N_UNITS,
+    OFFSET_BYTES,
     OUTPUT,
     PASS_TOKENS,
     RESULT_FACTOR,
-    SCALES_STRIDE,
-    SECTION,
+    SECTIONS,
+    SECTIONS_A_CHUNK,
     SUMS,
     SUMS_STRIDE,
+    UNIT_SUMS,
     UP,
     USED,
+    list_bytes,
 )
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
+from hetero_ee_cpu_ops.tile_group import adds_in_16_bits
 
 MAX_SECTIONS = 32
-FOLD_COLUMNS = 512  # a chunk of the last sum
+CHUNKS_A_THREAD = 4  # of sections, at least: the first rows of each are waited for
+FOLD_UNITS = 8  # a chunk of the last sum
 MIN_SHARED_BYTES = 2**18  # rows times tokens, 7 us of one thread; below, handing over costs more than it saves
 
 
@@ -82,36 +87,31 @@ def n_blocks_a_section(n_neurons: int) -> int:
 
 
 def _quantize(arguments: int, index: int) -> None:
-    """Token FIRST_TOKEN + index: int8 codes and scales; the offsets that other products want are dropped."""
-    dropped, n_groups = scratch(32), 2 * word(arguments, N_UNITS)
-    x = word(arguments, INPUT) + (word(arguments, FIRST_TOKEN) + index) * n_groups * GROUP * 4
-    codes = word(arguments, INPUT_CODES) + index * word(arguments, CODES_STRIDE)
-    scales = word(arguments, INPUT_SCALES) + index * word(arguments, SCALES_STRIDE)
-    for group in range(n_groups):
-        at = codes + group * GROUP
-        quantize_group(x + group * GROUP * 4, at, scales + 4 * group, dropped, dropped + 4, dropped + 8)
-        if group & 1:
-            move_up(at - GROUP)
+    quantize_row_block(arguments, index, word(arguments, N_TOKENS), 2 * word(arguments, N_UNITS))
 
 
 def _fold(arguments: int, index: int) -> None:
-    """FOLD_COLUMNS columns of one token: the sections' sums from the last to the first."""
+    """FOLD_UNITS units of one token: the sections' sums from the last to the first."""
     n_columns, n_tokens, stride = word(arguments, N_COLUMNS), word(arguments, N_TOKENS), word(arguments, SUMS_STRIDE)
-    n_slices = (n_columns + FOLD_COLUMNS - 1) // FOLD_COLUMNS
-    token, begin = index // n_slices, index % n_slices * FOLD_COLUMNS
+    n_units = word(arguments, N_UNITS)
+    n_slices = (n_units + FOLD_UNITS - 1) // FOLD_UNITS
+    token, begin = index // n_slices, index % n_slices * FOLD_UNITS
     sums, used = word(arguments, SUMS) + token * stride, word(arguments, USED)
     out = word(arguments, OUTPUT) + 4 * (word(arguments, FIRST_TOKEN) + token) * n_columns
     factor = spread(read_float(arguments + 8 * RESULT_FACTOR))
-    for column in range(begin, min(begin + FOLD_COLUMNS, n_columns), 16):
-        total = spread(F32)
+    for unit in range(begin, min(begin + FOLD_UNITS, n_units)):
+        totals = zeros(FOUR)
         for section in range(word(arguments, N_SECTIONS) - 1, -1, -1):
             if word(used, section):
-                total = add(total, load16(sums + section * n_tokens * stride + 4 * column, F32))
-        total = multiply(total, factor)
-        if column + 16 <= n_columns:
-            store16(total, out + 4 * column)
-        else:
-            store_lanes(total, out + 4 * column, n_columns - column, F32)
+                totals = add_sums(totals, sums + section * n_tokens * stride + UNIT_SUMS * unit)
+        column = UNIT_COLUMNS * unit
+        for total in in_order(totals):
+            n_left = n_columns - column
+            if n_left >= 16:
+                store16(multiply(total, factor), out + 4 * column)
+            elif n_left > 0:
+                store_lanes(multiply(total, factor), out + 4 * column, n_left, F32)
+            column += 16
 
 
 QUANTIZE, FOLD = Chunk(_quantize), Chunk(_fold)
@@ -121,22 +121,27 @@ QUANTIZE, FOLD = Chunk(_quantize), Chunk(_fold)
 def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: Any, functions: Any, shared: int) -> None:
     """Pass after pass; `arguments` comes with the matrices' part filled."""
     n_units, n_sections, address = arguments[N_UNITS], arguments[N_SECTIONS], arguments.ctypes.data
-    arguments[INPUT], arguments[ACTIVE], arguments[OUTPUT] = x.ctypes.data, active.ctypes.data, out.ctypes.data
-    codes_stride = UNIT_COLUMNS * n_units + 64
-    scales_stride = 8 * n_units + FACTOR_BYTES
-    arguments[CODES_STRIDE], arguments[SCALES_STRIDE] = codes_stride, scales_stride
-    arguments[SUMS_STRIDE] = 4 * UNIT_COLUMNS * n_units + 64
-    arguments[INPUT_CODES], arguments[INPUT_SCALES] = codes.ctypes.data, codes.ctypes.data + PASS_TOKENS * codes_stride
+    arguments[ACTIVE], arguments[OUTPUT] = active.ctypes.data, out.ctypes.data
+    arguments[N_INPUTS] = UNIT_COLUMNS * n_units
+    arguments[SUMS_STRIDE] = UNIT_SUMS * n_units + 64
+    most = 2 * n_units * min(PASS_TOKENS, out.shape[0])  # groups of a pass
+    arguments[CODES] = codes.ctypes.data
+    arguments[CODE_SCALES] = arguments[CODES] + GROUP * most
+    arguments[OFFSETS_8] = arguments[CODE_SCALES] + 4 * most
+    arguments[OFFSETS_128] = arguments[OFFSETS_8] + 4 * most
+    arguments[OFFSETS_32] = arguments[OFFSETS_128] + 4 * most
+    arguments[INPUT_OFFSETS] = arguments[OFFSETS_32 if arguments[OFFSET_BYTES] == 8 else OFFSETS_128]
     arguments[USED], arguments[SUMS] = sums.ctypes.data, sums.ctypes.data + 8 * MAX_SECTIONS
-    n_slices = (arguments[N_COLUMNS] + FOLD_COLUMNS - 1) // FOLD_COLUMNS
+    n_slices = (n_units + FOLD_UNITS - 1) // FOLD_UNITS
     for first in range(0, out.shape[0], PASS_TOKENS):
         n_tokens = min(PASS_TOKENS, out.shape[0] - first)
+        arguments[INPUT] = x.ctypes.data + 4 * first * arguments[N_INPUTS]
         arguments[FIRST_TOKEN], arguments[N_TOKENS] = first, n_tokens
         is_small = arguments[N_NEURONS] * UNIT_BYTES * n_units * n_tokens < MIN_SHARED_BYTES
         team = 0 if is_small else shared
         if arguments[UP] != 0:
-            lead(team, functions[0], address, n_tokens)
-        lead(team, functions[1], address, n_sections)
+            lead(0, functions[0], address, 1)
+        lead(team, functions[1], address, (n_sections + arguments[SECTIONS_A_CHUNK] - 1) // arguments[SECTIONS_A_CHUNK])
         lead(team, functions[2], address, n_tokens * n_slices)
 
 
@@ -174,9 +179,12 @@ class SparseFfn:
         arguments[[BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS]] = size, section, n_sections
         arguments[RESULT_FACTOR] = int(np.float32(factor).view(np.int32))
         x = active if up is None else _whole_units(x, down.n_units)
-        tokens = min(m, PASS_TOKENS)
-        codes = np.empty(PASS_TOKENS * ((UNIT_COLUMNS + 8) * down.n_units + 64 + FACTOR_BYTES), np.uint8)
-        sums = np.empty(8 * MAX_SECTIONS + n_sections * tokens * (256 * down.n_units + 64), np.uint8)
+        arguments[SECTIONS_A_CHUNK] = a_chunk = max(1, n_sections // (CHUNKS_A_THREAD * self._pool.n_threads))
+        tokens, n_listed = min(m, PASS_TOKENS), -(-n_sections // a_chunk) * a_chunk * size * BLOCK
+        codes = np.empty(2 * down.n_units * tokens * BYTES_A_GROUP + list_bytes(n_listed, tokens), np.uint8)
+        arguments[OFFSET_BYTES] = 8 if adds_in_16_bits(cpu_target.target_context) else 4
+        arguments[LISTS] = codes.ctypes.data + 2 * down.n_units * tokens * BYTES_A_GROUP
+        sums = np.empty(8 * MAX_SECTIONS + n_sections * tokens * (UNIT_SUMS * down.n_units + 64), np.uint8)
         out = np.empty((m, down.n_columns), np.float32)
         functions = self._functions or self.compile()
         shared = self._pool.enter()
@@ -188,7 +196,7 @@ class SparseFfn:
 
     def compile(self) -> tuple[int, int, int]:
         """Addresses of the chunk functions."""
-        self._functions = QUANTIZE.address, SECTION.address, FOLD.address
+        self._functions = QUANTIZE.address, SECTIONS.address, FOLD.address
         return self._functions
 
 

@@ -1,7 +1,8 @@
-"""One section of the sparse FFN (sparse_ffn.py), as one thread computes it.
+"""A few sections of the sparse FFN (sparse_ffn.py), as one thread computes them.
 
-Of each block the dot products with up, then the sums over down, strips of 128 columns for all
-its rows, so that sums stay in registers. While one is computed, the rows of the next are asked for.
+First their active neurons are listed. Then 16 of them at a time meet up, whatever their blocks. Then block after block is
+added up, strips of 8 units of its rows, so that a strip's sums stay in the first level of cache. Meanwhile the rows that
+come next, of up and then of down, are asked for.
 """
 
 from typing import Any
@@ -10,28 +11,24 @@ import numpy as np
 
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.row_unit import (
-    MOST_UNITS,
-    QUAD_BYTES,
+from hetero_ee_cpu_ops.quantize import CODE_SCALES, GROUP
+from hetero_ee_cpu_ops.quantize import CODES as INPUT_CODES
+from hetero_ee_cpu_ops.row_sums import (
     add_quad,
-    add_unit,
-    add_unpacked_quad,
     finish_sums,
-    larger,
-    start_sums,
+    holds_many,
+    largest_of_quad,
     step_size,
     steps_a_unit,
     store_offsets,
-    unpack_quad,
     weigh_quad,
-    widest_strip,
 )
+from hetero_ee_cpu_ops.row_unit import add_unit, gate_rows, unpack_scales
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
-from hetero_ee_cpu_ops.simd.bytes import prefetch, prefetch_far, word, zeros
+from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, prefetch_far, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     load16,
     load_lanes,
-    multiply,
     read_float,
     scratch,
     spread,
@@ -39,61 +36,98 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_float,
     write_integer,
 )
-from hetero_ee_cpu_ops.simd.tuples import load_tile, store_sums
 
-BLOCK = 64  # neurons whose weights share their steps
+BLOCK = 128  # neurons whose weights share their steps
+TILE = 16  # neurons that meet up together
 PASS_TOKENS = 8  # their rows are read once; more pass after pass
 STRIP_GROUPS = 16  # a register of scales
 STRIP_UNITS = STRIP_GROUPS // 2
-AHEAD_BYTES = 64  # of a row of down, asked for into the first level
-FOUR = (0,) * 4
+AHEAD, PIECE = 64, 256  # rows that are asked for before they are needed; bytes that are asked for at once
+ONE, TWO, FOUR, EIGHT, SIXTEEN = (0,), (0,) * 2, (0,) * 4, (0,) * 8, (0,) * 16
 F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
 # Offsets in a chunk's frame, in bytes.
-PRODUCTS = 64 * 4  # bytes of one token's h in a block
 FACTOR_BYTES = 4 * STRIP_GROUPS
-QUADS = BLOCK // 4
-WEIGHT_BYTES = QUADS * FACTOR_BYTES  # of a token in 16 groups
-NOW, NEXT, LINES = 0, 8 * BLOCK, 16 * BLOCK  # this block's and the next one's neurons, this one's rows of down
-AHEAD = 8 * BLOCK  # after the latter, rows that the next block begins with, in the same order
-CURSOR = 32 * BLOCK  # which of them is asked for, its next strip; strips with each unit
-RESULT = CURSOR + 32
-HIDDEN = RESULT + 32
-FACTORS = HIDDEN + PASS_TOKENS * PRODUCTS
-DOTS = FACTORS + PASS_TOKENS * FACTOR_BYTES
-WEIGHTS = DOTS + 64
-OFFSETS = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
-UNPACKED = OFFSETS + PASS_TOKENS * FACTOR_BYTES
-VALUES = UNPACKED + QUADS * QUAD_BYTES * MOST_UNITS
-FRAME_BYTES = VALUES + BLOCK * FACTOR_BYTES
-# Indices in the argument array: RowMatrix.words of up and of down, then what belongs to both and to the call.
+WEIGHT_BYTES = BLOCK // 4 * FACTOR_BYTES  # of a token in 16 groups
+UNIT_SUMS = 4 * UNIT_COLUMNS
+CURSOR, ASKED, LIMIT = 0, 16, 24  # what to ask for next and where its row ends; rows asked for, and to ask for by now
+ROWS, N_ROWS, RESULT = 32, 40, 48  # the section's list, its length, its sums
+LINES = 64  # addresses of rows' codes
+SCALE_LINES = LINES + 8 * BLOCK  # of 16 rows' scales
+SCALES = SCALE_LINES + 8 * TILE  # as fp32: 16 groups of a block's rows, or of 16 rows
+HIDDEN = SCALES + BLOCK * FACTOR_BYTES
+FACTORS = HIDDEN + PASS_TOKENS * 4 * BLOCK
+OFFSETS = FACTORS + PASS_TOKENS * FACTOR_BYTES
+WEIGHTS = OFFSETS + PASS_TOKENS * FACTOR_BYTES
+FRAME_BYTES = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
+# Indices in the argument array: RowMatrix.words of up and of down, quantize.py's from 12 on, and others.
 UP, DOWN = 0, 5
-CODES, SCALES, SCALES_END, TABLE, FACTOR = range(5)
-N_NEURONS, N_UNITS, N_COLUMNS, BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS = range(10, 16)
-INPUT, ACTIVE, OUTPUT, FIRST_TOKEN, N_TOKENS, INPUT_CODES, INPUT_SCALES, SUMS, USED = range(16, 25)
-CODES_STRIDE, SCALES_STRIDE, SUMS_STRIDE, RESULT_FACTOR = range(25, 29)
-N_ARGUMENTS = 29
+CODES, SCALE_BITS, SCALES_END, TABLE, FACTOR = range(5)
+N_NEURONS, N_UNITS, N_COLUMNS, BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS = 10, 11, *range(19, 23)
+ACTIVE, OUTPUT, FIRST_TOKEN, N_TOKENS, SUMS, USED, LISTS = range(23, 30)
+INPUT_OFFSETS, OFFSET_BYTES, SUMS_STRIDE, RESULT_FACTOR, SECTIONS_A_CHUNK = range(30, 35)
+N_ARGUMENTS = 35
 
 
 @compiled(nogil=True)
-def _next_block(arguments: int, block: int, end: int, rows: int) -> Any:
-    """Lists the active neurons of the first block of block .. end - 1 that has any, as int64 at `rows`, which is filled
-    up to 64 with the last; returns how many they are, 0 for none, and the block after."""
-    n_neurons, n_tokens = word(arguments, N_NEURONS), word(arguments, N_TOKENS)
+def list_bytes(n_neurons: int, n_tokens: int) -> int:
+    """Of a list of that many neurons, whole tiles of them: numbers as int64, then each token's h as fp32."""
+    return (8 + 4 * n_tokens) * n_neurons
+
+
+@compiled(nogil=True)
+def _active(address: int, count: int) -> Any:
+    """16 activations, zeros from the count on, which are not read."""
+    return load16(address, F32) if count >= 16 else load_lanes(address, 0, count, F32)
+
+
+@compiled(nogil=True)
+def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: int) -> int:
+    """Lists the neurons of first .. end - 1 that any token has active, and every token's activations of them; both are
+    filled up to whole tiles, with the last one and zeros. Returns how many they are."""
+    n_neurons, n_tokens, count = word(arguments, N_NEURONS), word(arguments, N_TOKENS), 0
     active = word(arguments, ACTIVE) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
-    count = 0
-    while block < end and count == 0:
-        for neuron in range(block * BLOCK, min((block + 1) * BLOCK, n_neurons)):
-            is_active = False
-            for token in range(n_tokens):
-                is_active |= read_float(active + 4 * (token * n_neurons + neuron)) != F32
+    for start in range(first, end, 16):
+        bits = 0
+        for token in range(n_tokens):
+            bits |= nonzero_lanes(_active(active + 4 * (token * n_neurons + start), end - start))
+        while bits:
+            neuron = start + lowest_bit(bits)
+            bits &= bits - 1
             write_integer(neuron, rows + 8 * count)
-            count += is_active
-        block += 1
-    if count:
-        last = word(rows, count - 1)
-        for at in range(count, BLOCK):
-            write_integer(last, rows + 8 * at)
-    return count, block
+            for token in range(n_tokens):
+                write_float(read_float(active + 4 * (token * n_neurons + neuron)), hidden + stride * token + 4 * count)
+            count += 1
+    for at in range(count, (count + TILE - 1) & -TILE):
+        write_integer(word(rows, count - 1), rows + 8 * at)
+        for token in range(n_tokens):
+            write_float(F32, hidden + stride * token + 4 * at)
+    return count
+
+
+@compiled(nogil=True)
+def _ask(arguments: int, frame: int, n_pieces: int) -> None:
+    """Asks for pieces of the rows that come next, of up and then of down, row after row: as memory has them, its
+    prefetcher helps."""
+    at, end = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
+    n_units, n_listed = word(arguments, N_UNITS), word(frame + N_ROWS, 0)
+    for _ in range(n_pieces):
+        if at >= end:
+            row = word(frame + ASKED, 0)
+            if row >= word(frame + LIMIT, 0):
+                break
+            is_up = row < n_listed and word(arguments, UP + CODES) != 0
+            matrix = arguments + 8 * (UP if is_up else DOWN)
+            neuron = word(word(frame + ROWS, 0), row if row < n_listed else row - n_listed)
+            for line in range(0, 4 * n_units, 64):
+                prefetch_far(word(matrix, SCALE_BITS) + neuron * 4 * n_units + line)
+            at = word(matrix, CODES) + neuron * UNIT_BYTES * n_units
+            end = at + UNIT_BYTES * n_units
+            write_integer(row + 1, frame + ASKED)
+        for line in range(0, PIECE, 64):
+            prefetch_far(at + line)
+        at += PIECE
+    write_integer(at, frame + CURSOR)
+    write_integer(end, frame + CURSOR + 8)
 
 
 @compiled(nogil=True)
@@ -105,94 +139,130 @@ def _scales(address: int, end: int) -> Any:
 
 
 @compiled(nogil=True)
-def _products(tokens: Any, arguments: int, frame: int, count: int, first: int) -> None:
-    """h of the listed neurons for len(tokens) tokens from `first` on."""
-    n_units, n_neurons = word(arguments, N_UNITS), word(arguments, N_NEURONS)
-    stride, scales_stride = word(arguments, CODES_STRIDE), word(arguments, SCALES_STRIDE)
-    table, factor = word(arguments, UP + TABLE), read_float(arguments + 8 * (UP + FACTOR))
-    active = word(arguments, ACTIVE) + 4 * n_neurons * (word(arguments, FIRST_TOKEN) + first)
-    for at in range(count):
-        neuron = word(frame + NOW, at)
-        codes = word(arguments, UP + CODES) + neuron * UNIT_BYTES * n_units
-        scales = word(arguments, UP + SCALES) + neuron * 4 * n_units
-        soon = word(frame + NOW, min(at + 2, BLOCK - 1))
-        scales_soon = word(arguments, UP + SCALES) + soon * 4 * n_units
-        soon = word(arguments, UP + CODES) + soon * UNIT_BYTES * n_units
-        down = word(arguments, DOWN + CODES) + neuron * UNIT_BYTES * n_units
-        down_scales = word(arguments, DOWN + SCALES) + neuron * 4 * n_units
-        x = word(arguments, INPUT_CODES) + stride * first
-        x_scales = word(arguments, INPUT_SCALES) + scales_stride * first
-        totals = zeros(tokens)
-        for start in range(0, n_units, STRIP_UNITS):
-            if first == 0:
-                prefetch_far(down_scales + 4 * start)
-                prefetch(scales_soon + 4 * start)
-                for line in range(4):
-                    prefetch_far(down + UNIT_BYTES * start + 64 * line)
-                    prefetch(soon + UNIT_BYTES * start + 64 * line)
-            weights = _scales(scales + 4 * start, word(arguments, UP + SCALES_END))
-            for token in range(len(tokens)):
-                inputs = load16(x_scales + token * scales_stride + 8 * start, F32)
-                store16(multiply(weights, inputs), frame + FACTORS + FACTOR_BYTES * token)
-            if n_units - start >= STRIP_UNITS:
-                for unit in range(STRIP_UNITS):
-                    here, factors = x + UNIT_COLUMNS * unit, frame + FACTORS + 8 * unit
-                    totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
-            else:
-                for unit in range(n_units - start):
-                    here, factors = x + UNIT_COLUMNS * unit, frame + FACTORS + 8 * unit
-                    totals = add_unit(totals, codes + UNIT_BYTES * unit, table, here, stride, factors)
-            codes += STRIP_UNITS * UNIT_BYTES
-            x += STRIP_UNITS * UNIT_COLUMNS
-        store_sums(totals, tokens, frame + DOTS, 4)
-        for token in range(len(tokens)):
-            gate = read_float(active + 4 * (token * n_neurons + neuron))
-            dot = read_float(frame + DOTS + 4 * token) * factor
-            h = gate * dot if gate != F32 else F32
-            write_float(h, frame + HIDDEN + PRODUCTS * (first + token) + 4 * at)
+def _products(tokens: Any, arguments: int, frame: int, first: int, at: int, hidden: int, stride: int) -> None:
+    """h of the 16 neurons at LINES, the list's `at` and on, for len(tokens) tokens from `first` on."""
+    n_units, r, table = word(arguments, N_UNITS), word(arguments, N_TOKENS), word(arguments, UP + TABLE)
+    offset_bytes = word(arguments, OFFSET_BYTES)
+    x, scale = word(arguments, INPUT_CODES) + GROUP * first, word(arguments, CODE_SCALES) + 4 * first
+    offset = word(arguments, INPUT_OFFSETS) + offset_bytes * first
+    totals = zeros(tokens)
+    for start in range(0, n_units, STRIP_UNITS):
+        n = min(STRIP_UNITS, n_units - start)
+        unpack_scales(frame + SCALE_LINES, 4 * start, n, frame + SCALES)
+        for unit in range(n):
+            if unit & 1 == 0:
+                _ask(arguments, frame, 6)  # four would be as many as are read
+            here, scales = UNIT_BYTES * (start + unit), frame + SCALES + 2 * 64 * unit
+            totals = add_unit(totals, frame + LINES, here, table, scales, x, scale, offset, r)
+            x += 2 * GROUP * r
+            scale += 8 * r
+            offset += 2 * offset_bytes * r
+    gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first + 4 * at, stride)
 
 
 @compiled(nogil=True)
-def _hidden(arguments: int, frame: int, count: int) -> None:
-    """h of the listed neurons for every token."""
-    n_tokens, n_neurons = word(arguments, N_TOKENS), word(arguments, N_NEURONS)
-    if word(arguments, UP + CODES) == 0:
-        active = word(arguments, ACTIVE) + 4 * n_neurons * word(arguments, FIRST_TOKEN)
-        for token in range(n_tokens):
-            for at in range(count):
-                h = read_float(active + 4 * (token * n_neurons + word(frame + NOW, at)))
-                write_float(h, frame + HIDDEN + PRODUCTS * token + 4 * at)
-        return
-    token = 0
-    while n_tokens - token >= 4:
-        _products((0, 0, 0, 0), arguments, frame, count, token)
-        token += 4
-    if n_tokens - token >= 2:
-        _products((0, 0), arguments, frame, count, token)
-        token += 2
-    if n_tokens - token >= 1:
-        _products((0,), arguments, frame, count, token)
+def _meet_up(arguments: int, frame: int, rows: int, count: int, hidden: int, stride: int) -> None:
+    """Makes h of the listed neurons' activations."""
+    n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
+    codes, scales = word(arguments, UP + CODES), word(arguments, UP + SCALE_BITS)
+    write_integer(min(count, TILE), frame + LIMIT)
+    _ask(arguments, frame, TILE * ((n_units * UNIT_BYTES + PIECE - 1) // PIECE))
+    for at in range(0, count, TILE):
+        for row in range(TILE):
+            neuron = word(rows, at + row)
+            write_integer(codes + neuron * UNIT_BYTES * n_units, frame + LINES + 8 * row)
+            write_integer(scales + neuron * 4 * n_units, frame + SCALE_LINES + 8 * row)
+        write_integer(min(at + TILE + AHEAD, 2 * count), frame + LIMIT)
+        token = 0
+        if n_tokens >= 8:
+            _products(EIGHT, arguments, frame, 0, at, hidden, stride)
+            token = 8
+        if n_tokens - token >= 4:
+            _products(FOUR, arguments, frame, token, at, hidden, stride)
+            token += 4
+        if n_tokens - token >= 2:
+            _products(TWO, arguments, frame, token, at, hidden, stride)
+            token += 2
+        if n_tokens - token >= 1:
+            _products((0,), arguments, frame, token, at, hidden, stride)
 
 
 @compiled(nogil=True)
-def _weigh(arguments: int, frame: int, count: int, token: int, start: int) -> None:
-    """One token's weights of the listed rows in the 16 groups from unit `start` on."""
-    row_bytes, end = 4 * word(arguments, N_UNITS), word(arguments, DOWN + SCALES_END)
-    scales, hidden = word(arguments, DOWN + SCALES) + 4 * start, frame + HIDDEN + PRODUCTS * token
-    largest, n_rows = spread(F32), (count + 3) & -4
-    for at in range(n_rows):
-        row = _scales(scales + word(frame + NOW, at) * row_bytes, end)
-        row = multiply(row, spread(read_float(hidden + 4 * at)))
-        store16(row, frame + VALUES + FACTOR_BYTES * at)
-        largest = larger(largest, row)
-    steps, total = steps_a_unit(largest), spread(F32)
+def _weigh(frame: int, n_rows: int, token: int) -> None:
+    """One token's weights of a block's rows in the 16 groups whose scales are at SCALES."""
+    scales, hidden = frame + SCALES, frame + HIDDEN + 4 * BLOCK * token
+    largest, total = spread(F32), spread(F32)
+    for row in range(0, n_rows, 4):
+        largest = largest_of_quad(largest, scales + FACTOR_BYTES * row, hidden + 4 * row)
+    steps = steps_a_unit(largest)
     store16(step_size(largest), frame + FACTORS + FACTOR_BYTES * token)
     weights = frame + WEIGHTS + WEIGHT_BYTES * token
-    for at in range(0, n_rows, 4):
-        values = load_tile(FOUR, FOUR, frame + VALUES + FACTOR_BYTES * at, FACTOR_BYTES)
-        total = weigh_quad(values, steps, total, weights)
+    for row in range(0, n_rows, 4):
+        total = weigh_quad(total, steps, scales + FACTOR_BYTES * row, hidden + 4 * row, weights)
         weights += FACTOR_BYTES
     store_offsets(total, frame + OFFSETS + FACTOR_BYTES * token)
+
+
+@compiled(nogil=True)
+def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, unit: int, token: int) -> None:
+    """Adds the block's rows to the sums of len(tokens) tokens from `token` on, len(cells) vectors of them from `unit`."""
+    at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
+    weights, lines, sums = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at, frame + LINES, zeros(cells)
+    for first in range(0, n_rows, 32):
+        n_quads = (min(32, n_rows - first) + 3) // 4
+        _ask(arguments, frame, n_quads)
+        for _ in range(n_quads):
+            sums = add_quad(sums, tokens, lines, here, table, weights, WEIGHT_BYTES)
+            weights += FACTOR_BYTES
+            lines += 32
+    groups, stride = frame + FACTOR_BYTES * token + 8 * at, word(arguments, SUMS_STRIDE)
+    out = word(frame + RESULT, 0) + stride * token + UNIT_SUMS * unit
+    finish_sums(sums, tokens, groups + OFFSETS, groups + FACTORS, out, stride)
+
+
+@compiled(nogil=True)
+def _strip(arguments: int, frame: int, n_rows: int, start: int) -> None:
+    """Adds the block's rows to every token's sums of the units from `start` on."""
+    n_tokens, end, token = word(arguments, N_TOKENS), min(start + STRIP_UNITS, word(arguments, N_UNITS)), 0
+    while holds_many() and n_tokens - token >= 2:
+        several = n_tokens - token >= 4
+        for unit in range(start, end):
+            if several:
+                _units(SIXTEEN, FOUR, arguments, frame, n_rows, unit, token)
+            else:
+                _units(EIGHT, TWO, arguments, frame, n_rows, unit, token)
+        token += 4 if several else 2
+    for each in range(token, n_tokens):
+        unit = start
+        while holds_many() and end - unit >= 2:
+            _units(EIGHT, ONE, arguments, frame, n_rows, unit, each)
+            unit += 2
+        while unit < end:
+            _units(FOUR, ONE, arguments, frame, n_rows, unit, each)
+            unit += 1
+
+
+@compiled(nogil=True)
+def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stride: int) -> None:
+    """Adds the share of `count` listed neurons of a block, from the list's `first` on, to the section's sums."""
+    rows, n_units, n_tokens = word(frame + ROWS, 0) + 8 * first, word(arguments, N_UNITS), word(arguments, N_TOKENS)
+    n_rows = (count + 3) & -4
+    for at in range(n_rows):
+        neuron = word(rows, min(at, count - 1))
+        write_integer(word(arguments, DOWN + CODES) + neuron * UNIT_BYTES * n_units, frame + LINES + 8 * at)
+        for token in range(n_tokens):
+            h = read_float(hidden + stride * token + 4 * (first + at)) if at < count else F32
+            write_float(h, frame + HIDDEN + 4 * (BLOCK * token + at))
+    n_met, n_listed = word(frame + N_ROWS, 0) if word(arguments, UP + CODES) else 0, word(frame + N_ROWS, 0)
+    write_integer(n_met + min(first + count + AHEAD, n_listed), frame + LIMIT)
+    scales, end = word(arguments, DOWN + SCALE_BITS), word(arguments, DOWN + SCALES_END)
+    for start in range(0, n_units, STRIP_UNITS):
+        for at in range(n_rows):
+            address = scales + 4 * (word(rows, min(at, count - 1)) * n_units + start)
+            store16(_scales(address, end), frame + SCALES + FACTOR_BYTES * at)
+        for token in range(n_tokens):
+            _weigh(frame, n_rows, token)
+        _strip(arguments, frame, n_rows, start)
 
 
 @compiled(nogil=True)
@@ -201,124 +271,37 @@ def _clear(address: int, n_bytes: int) -> None:
         store16(spread(F32), address + at)
 
 
-@compiled(nogil=True)
-def _ask(frame: int, n_strips: int, n_units: int) -> None:
-    """Asks for so much of the next block's rows, row after row: as memory has them, its prefetcher helps."""
-    row, strip = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
-    for _ in range(n_units * word(frame + CURSOR, 2)):
-        at = word(frame + LINES + AHEAD, min(row, BLOCK - 1)) + UNIT_BYTES * STRIP_UNITS * strip
-        for line in range(0, UNIT_BYTES * STRIP_UNITS, 64):
-            prefetch_far(at + line)
-        strip += 1
-        is_next = strip == n_strips
-        row, strip = row + is_next, 0 if is_next else strip
-    write_integer(row, frame + CURSOR)
-    write_integer(strip, frame + CURSOR + 8)
-
-
-@compiled(nogil=True)
-def _units_of_one(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
-    """Adds the listed rows' columns in len(cells) / 4 units from `unit` on to the sums of the only token."""
-    at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
-    weights, lines = frame + WEIGHTS + 8 * at, frame + LINES
-    sums = start_sums(cells, frame + OFFSETS + 8 * at)
-    for _ in range((count + 3) // 4):
-        for row in range(4):
-            prefetch(word(lines, row) + here + AHEAD_BYTES)
-        sums = add_quad(sums, lines, here, table, weights)
-        weights += FACTOR_BYTES
-        lines += 32
-    finish_sums(sums, frame + FACTORS + 8 * at, word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit)
-
-
-@compiled(nogil=True)
-def _units_of_many(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
-    """The same of every token; entries are unpacked once for all."""
-    at, here, n_quads = unit % STRIP_UNITS, UNIT_BYTES * unit, (count + 3) // 4
-    unpacked_bytes = QUAD_BYTES * (len(cells) // 4)
-    for quad in range(n_quads):
-        lines, unpacked = frame + LINES + 32 * quad, frame + UNPACKED + unpacked_bytes * quad
-        unpack_quad(cells, lines, here, word(arguments, DOWN + TABLE), unpacked)
-    out = word(frame + RESULT, 0) + 4 * UNIT_COLUMNS * unit
-    for token in range(word(arguments, N_TOKENS)):
-        weights = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at
-        sums = start_sums(cells, frame + OFFSETS + FACTOR_BYTES * token + 8 * at)
-        for quad in range(n_quads):
-            sums = add_unpacked_quad(sums, frame + UNPACKED + unpacked_bytes * quad, weights)
-            weights += FACTOR_BYTES
-        finish_sums(sums, frame + FACTORS + FACTOR_BYTES * token + 8 * at, out)
-        out += word(arguments, SUMS_STRIDE)
-
-
-@compiled(nogil=True)
-def _units(cells: Any, arguments: int, frame: int, count: int, unit: int) -> None:
-    _ask(frame, (word(arguments, N_UNITS) + STRIP_UNITS - 1) // STRIP_UNITS, len(cells) // 4)
-    if word(arguments, N_TOKENS) == 1:
-        _units_of_one(cells, arguments, frame, count, unit)
-    else:
-        _units_of_many(cells, arguments, frame, count, unit)
-
-
-@compiled(nogil=True)
-def _block(arguments: int, frame: int, count: int, following: int) -> None:
-    """Adds the listed neurons' share to the section's sums; the next block has `following`, 0 for none."""
-    n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
-    _hidden(arguments, frame, count)
-    for token in range(n_tokens):
-        for at in range(count, (count + 3) & -4):
-            write_float(F32, frame + HIDDEN + PRODUCTS * token + 4 * at)
-    row_bytes, scale_bytes = UNIT_BYTES * n_units, 4 * n_units
-    codes, then = word(arguments, DOWN + CODES), UP if word(arguments, UP + CODES) else DOWN
-    ahead, scales_ahead = word(arguments, then + CODES), word(arguments, then + SCALES)
-    for at in range(BLOCK):
-        write_integer(codes + word(frame + NOW, at) * row_bytes, frame + LINES + 8 * at)
-        write_integer(ahead + word(frame + NEXT, at) * row_bytes, frame + LINES + AHEAD + 8 * at)
-    n_asked = following * ((n_units + STRIP_UNITS - 1) // STRIP_UNITS)
+def _sections(arguments: int, index: int) -> None:
+    """SECTIONS_A_CHUNK sections from FIRST_SECTION on: their sums for every token, and which of them have any."""
+    frame = scratch(FRAME_BYTES)
+    n_neurons, size = word(arguments, N_NEURONS), word(arguments, BLOCKS_A_SECTION) * BLOCK
+    n_sections, sums_bytes = word(arguments, SECTIONS_A_CHUNK), word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE)
+    rows = word(arguments, LISTS) + index * list_bytes(n_sections * size, word(arguments, N_TOKENS))
+    hidden, stride = rows + 8 * n_sections * size, 4 * n_sections * size
+    before = word(arguments, FIRST_SECTION)
+    first = before + index * n_sections
+    count = _list(arguments, first * size, min((first + n_sections) * size, n_neurons), rows, hidden, stride)
+    write_integer(rows, frame + ROWS)
+    write_integer(count, frame + N_ROWS)
     write_integer(0, frame + CURSOR)
     write_integer(0, frame + CURSOR + 8)
-    write_integer((n_asked + n_units - 1) // n_units, frame + CURSOR + 16)
-    for start in range(0, n_units, STRIP_UNITS):
-        for token in range(n_tokens):
-            _weigh(arguments, frame, count, token, start)
-        end = min(start + STRIP_UNITS, n_units)
-        for at in range(following):
-            prefetch_far(scales_ahead + word(frame + NEXT, at) * scale_bytes + 4 * start)
-        unit, cells = start, widest_strip()
-        while end - unit >= len(cells) // 4:
-            _units(cells, arguments, frame, count, unit)
-            unit += len(cells) // 4
-        while unit < end:
-            _units(FOUR, arguments, frame, count, unit)
-            unit += 1
+    write_integer(0, frame + ASKED)
+    if count and word(arguments, UP + CODES):
+        _meet_up(arguments, frame, rows, count, hidden, stride)
+    begin = 0
+    for section in range(first, min(first + n_sections, before + word(arguments, N_SECTIONS))):
+        sums = word(arguments, SUMS) + (section - before) * sums_bytes
+        write_integer(sums, frame + RESULT)
+        is_used = begin < count and word(rows, begin) // size == section
+        write_integer(is_used, word(arguments, USED) + 8 * (section - before))
+        if is_used:
+            _clear(sums, sums_bytes)
+        while begin < count and word(rows, begin) // size == section:
+            end = begin + 1
+            while end < count and word(rows, end) // BLOCK == word(rows, begin) // BLOCK:
+                end += 1
+            _block(arguments, frame, begin, end - begin, hidden, stride)
+            begin = end
 
 
-@compiled(nogil=True)
-def _copy(source: int, target: int) -> None:
-    """A list of neurons."""
-    for at in range(0, 8 * BLOCK, 64):
-        store16(load16(source + at, F32), target + at)
-
-
-def _section(arguments: int, index: int) -> None:
-    """The section FIRST_SECTION + index: its sums for every token, and whether there are any."""
-    frame = scratch(FRAME_BYTES)
-    n_blocks = (word(arguments, N_NEURONS) + BLOCK - 1) // BLOCK
-    size, sums_bytes = word(arguments, BLOCKS_A_SECTION), word(arguments, N_TOKENS) * word(arguments, SUMS_STRIDE)
-    block = (word(arguments, FIRST_SECTION) + index) * size
-    end = min(block + size, n_blocks)
-    sums = word(arguments, SUMS) + index * sums_bytes
-    write_integer(sums, frame + RESULT)
-    count, block = _next_block(arguments, block, end, frame + NOW)
-    write_integer(count, word(arguments, USED) + 8 * index)
-    if count:
-        _clear(sums, sums_bytes)
-    while count:
-        following, block = _next_block(arguments, block, end, frame + NEXT)
-        if following == 0:
-            _copy(frame + NOW, frame + NEXT)
-        _block(arguments, frame, count, following)
-        _copy(frame + NEXT, frame + NOW)
-        count = following
-
-
-SECTION = Chunk(_section)
+SECTIONS = Chunk(_sections)

@@ -70,19 +70,25 @@ def adds_in_16_bits(context: Any) -> bool:
     return target_has(context, "avx2") and not has_dot
 
 
+def moved_up(context: Any) -> int:
+    """What entries of -32 .. 32 are moved up by for products that take one unsigned byte."""
+    return NARROW_LIMIT if adds_in_16_bits(context) else 128
+
+
 def has_wide_registers(context: Any) -> bool:
     """Whether one register holds 16 rows; where it holds 8, a row block is taken in halves."""
     return target_has(context, "avx512vnni") or not target_has(context, "avx2")
 
 
-class _Emitter:
-    """Emits the step for one target and one kind of tile. A register holds 16 rows of it, or two hold 8 each."""
+class Emitter:
+    """Emits the step for one target and one kind of tile. A register holds 16 rows of it, or two hold 8 each;
+    n_parts: 1 for one register's rows alone."""
 
-    def __init__(self, context: Any, builder: Any, kind: int) -> None:
+    def __init__(self, context: Any, builder: Any, kind: int, n_parts: int = 0) -> None:
         self.context, self.builder, self.has_zeros = context, builder, kind == len(ZEROS)
         self.kind = len(LINEAR) if self.has_zeros else kind
-        self.n_parts = 1 if has_wide_registers(context) else 2
-        self.lanes = 64 // self.n_parts
+        self.lanes = 64 if has_wide_registers(context) else 32
+        self.n_parts = n_parts or 64 // self.lanes
         self.has_vnni = target_has(context, "avx512vnni")
         self.has_vnni_256 = target_has(context, "avxvnni") and not self.has_vnni
         self.has_avx2 = adds_in_16_bits(context)
@@ -238,7 +244,7 @@ def unpack_group(typing: Any, kind: Any, tile: Any, table: Any, buffer: Any) -> 
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, tile_, table_, buffer_ = arguments
-        emitter = _Emitter(context, builder, kind.count)
+        emitter = Emitter(context, builder, kind.count)
         for weights, _ in emitter.operands(tile_, table_):
             for weight in weights:
                 builder.store(weight, builder.inttoptr(buffer_, weight.type.as_pointer())).align = 1
@@ -262,7 +268,7 @@ def add_group(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, tile_, scales_, table_, x_, scale_, offset_ = arguments
-        emitter, rows = _Emitter(context, builder, kind.count), range(totals.count)
+        emitter, rows = Emitter(context, builder, kind.count), range(totals.count)
         operands = emitter.operands(tile_, table_)
         if emitter.n_parts == 1:  # registers hold all operands and totals: row by row
             held = list(operands)
@@ -287,7 +293,7 @@ def add_unpacked(typing: Any, kind: Any, totals: Any, buffer: Any, scales: Any, 
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, totals_, buffer_, scales_, x_, scale_, offset_ = arguments
-        emitter = _Emitter(context, builder, kind.count)
+        emitter = Emitter(context, builder, kind.count)
         sums = emitter.group_sums(emitter.unpacked(buffer_), x_, offset_, range(4))
         n = 16 // emitter.n_parts
         vector, half = ir.VectorType(F32, n), ir.VectorType(I16, n)

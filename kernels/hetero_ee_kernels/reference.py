@@ -15,7 +15,7 @@ from hetero_ee_kernels.row_matrix import RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FP16_LARGEST = 65504.0
-NEURON_BLOCK = 64  # whose weights share their steps
+NEURON_BLOCK = 128  # whose weights share their steps
 SMALLEST = 1e-30  # a group of activations, or a head, below it everywhere counts as zeros
 
 

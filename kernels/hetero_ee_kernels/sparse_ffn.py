@@ -4,7 +4,7 @@ up and down: int4 rows (row_matrix.py), N neurons, K columns; active fp32 (m, N)
 it is skipped. Arithmetic, order and so all bits are those of the CPU's sparse_ffn.py, whose docstring defines them:
 what a token gets depends neither on m nor on the other tokens, nor on the device.
 
-Four launches, whatever is active: `list` writes which neurons of each block of 64 a token needs, and how many;
+Four launches, whatever is active: `list` writes which neurons of each block of 128 a token needs, and how many;
 `hidden` multiplies their rows of up with x; `sections` adds up their rows of down, blocks in order, integer sums inside
 a block; `fold` adds the sections up. Every token has programs of its own, which read its own neurons. Those of the same
 weights follow each other, so that what several tokens need comes from the L2 cache.
@@ -22,7 +22,7 @@ from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
 from hetero_ee_kernels.tile_group import MAGIC, MAGIC_BITS, codebook_entries, dot4, join4, load_table
 from hetero_ee_kernels.tile_matrix import CODEBOOK
 
-BLOCK = tl.constexpr(64)  # neurons whose weights share their steps
+BLOCK = tl.constexpr(128)  # neurons whose weights share their steps
 KIND = tl.constexpr(CODEBOOK)  # codes of -8 .. 7 are looked up, too
 MAX_SECTIONS = 32
 PASS_TOKENS = 16  # a prompt's sums of sections would take hundreds of MB at once
@@ -105,27 +105,19 @@ def hidden_kernel(
         codes_at = codes_ptr + token * n_quads * 32 + word % 4 * 8 + word // 4
         code_scales_at = code_scales_ptr + token // 2 * n_quads * 8 + token % 2 * 4
         table = load_table(table_ptr, ((slot * (one - 1))[:, None] + 0 * word[None, :]), KIND)
-        low = tl.zeros((NEURONS, 8), tl.float32)  # lanes 0 to 7 of the 16 that a neuron's sums have
-        high = tl.zeros((NEURONS, 8), tl.float32)
+        total = tl.zeros((NEURONS,), tl.float32)
+        nothing = tl.zeros((NEURONS, 8), tl.int32)
         for unit in tl.range(0, n_units, loop_unroll_factor=UNROLLED):
             first, second = codebook_entries(tl.load(words_at + 8 * unit), table, ISA)
             codes = codes_at + unit // 2 * 32 + unit % 2 * 4
-            first = dot4(first, tl.load(codes)[None, :], tl.full((NEURONS, 8), MAGIC_BITS, tl.int32), ISA)
-            second = dot4(second, tl.load(codes + 2)[None, :], tl.full((NEURONS, 8), MAGIC_BITS, tl.int32), ISA)
-            first = first.to(tl.float32, bitcast=True) - MAGIC
-            second = second.to(tl.float32, bitcast=True) - MAGIC
+            first = tl.sum(dot4(first, tl.load(codes)[None, :], nothing, ISA), 1).to(tl.float32)
+            second = tl.sum(dot4(second, tl.load(codes + 2)[None, :], nothing, ISA), 1).to(tl.float32)
             scale, next_scale = scales_of(scales_at + unit)
             code_scales = code_scales_at + unit // 2 * 8 + unit % 2 * 2
-            low = tl.fma(first, tl.broadcast_to((scale * tl.load(code_scales))[:, None], low.shape), low)
-            next_scale = next_scale * tl.load(code_scales + 1)
-            high = tl.fma(second, tl.broadcast_to(next_scale[:, None], high.shape), high)
-        lanes = low + high
-        for _ in tl.static_range(3):  # l with l + 4, then + 2, + 1
-            halves = tl.reshape(lanes, (NEURONS, 2, lanes.shape[1] // 2))
-            one_half, other = tl.split(tl.permute(halves, (0, 2, 1)))
-            lanes = one_half + other
+            total = tl.fma(first, scale * tl.load(code_scales), total)
+            total = tl.fma(second, next_scale * tl.load(code_scales + 1), total)
         hidden_at = hidden_ptr + at
-        product = tl.load(hidden_at) * (tl.reshape(lanes, (NEURONS,)) * factor)
+        product = tl.load(hidden_at) * (total * factor)
         tl.store(hidden_at, product, mask=slot < count)
 
 
@@ -293,7 +285,7 @@ def sparse_ffn(
 
 
 def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
-    """Numbers of active neurons (m, blocks, 64), int32, their activations, and how many of each 64 there are."""
+    """Numbers of active neurons (m, blocks, 128), int32, their activations, and how many of each 128 there are."""
     m, n_neurons = active.shape
     n_blocks = -(-n_neurons // BLOCK.value)
     neurons = torch.empty((m, n_blocks, BLOCK.value), dtype=torch.int32, device=active.device)

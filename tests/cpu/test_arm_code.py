@@ -10,9 +10,9 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from hetero_ee_cpu_ops.row_unit import I8X64, _dot, _quad
+from hetero_ee_cpu_ops.row_sums import I8X64, _dot, _quad
 from hetero_ee_cpu_ops.simd.bytes import I32X16, constant, load
-from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, _Emitter
+from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, Emitter
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -25,7 +25,7 @@ def assembly(kind: tuple[int, ...], features: str) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [address] * 5), "group")
     builder = ir.IRBuilder(function.append_basic_block())
     tile, table, x, offset, out = function.args
-    emitter: Any = _Emitter(context, builder, len(kind))
+    emitter: Any = Emitter(context, builder, len(kind))
     ((sums,),) = emitter.group_sums(emitter.operands(tile, table), x, offset, [0])
     builder.store(sums, builder.inttoptr(out, sums.type.as_pointer())).align = 4
     return machine_code(builder, module, features)

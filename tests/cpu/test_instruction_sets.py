@@ -21,12 +21,12 @@ TARGETS = {
 CODE = """
 from hetero_ee_cpu_ops.matmul import _chunk_function
 from hetero_ee_cpu_ops.tile_group import BYTES, CODEBOOK, LINEAR, NARROW, ZEROS
-from hetero_ee_cpu_ops.sparse_section import SECTION
+from hetero_ee_cpu_ops.sparse_section import SECTIONS
 SPARSE = None
 def code(kind):
     if kind is not SPARSE:
         return _chunk_function(kind)
-    return SECTION.address and SECTION._compiled
+    return SECTIONS.address and SECTIONS._compiled
 for kind in ({kinds},):
     assembly = code(kind)._library.get_asm_str()
     words = "mov vpdpbusd vpmaddubsw vpmaddwd vpshufb vpsignb %zmm %ymm vcvtph2ps __extendhfsf2"

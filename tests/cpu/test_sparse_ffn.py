@@ -12,7 +12,7 @@ from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.cpu_support import assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference, section_sums
 
-SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056), (2500, 128))  # the last: two blocks a section
+SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056), (4200, 128))  # the last: two blocks a section
 
 
 class Case:
@@ -112,20 +112,20 @@ def test_outputs_are_near_those_of_the_dequantized_weights(operation: SparseFfn,
 
 
 def test_the_sections_from_one_on_are_a_prefix_of_the_sum(operations: list[SparseFfn]) -> None:
-    case = Case((2500, 96), 3)
+    case = Case((4200, 96), 3)
     active = case.random_share(0.3)
-    n_sections = -(-40 // n_blocks_a_section(2500))
-    assert n_blocks_a_section(2500) == 2 and n_sections == 20
+    n_sections = -(-33 // n_blocks_a_section(4200))
+    assert n_blocks_a_section(4200) == 2 and n_sections == 17
     whole = case.run(operations[0], active)
-    for section in (0, 1, 7, 19):
+    for section in (0, 1, 7, 16):
         only = active.copy()
-        only[:, : section * 2 * 64] = 0
+        only[:, : section * 2 * 128] = 0
         part = operations[section % 3].from_section(case.x, active, case.up_matrix, case.down_matrix, section)
         assert_same_bits(part, reference(case.x, active, case.up, case.down, section))
         assert_same_bits(part * np.float32(2.0**-11), case.run(operations[0], only))
     assert_same_bits(operations[0].from_section(case.x, active, case.up_matrix, case.down_matrix, 0), whole * 2**11)
-    for section in (-1, 20):
-        with pytest.raises(ValueError, match=f"section {section} is none of the 20"):
+    for section in (-1, 17):
+        with pytest.raises(ValueError, match=f"section {section} is none of the 17"):
             operations[0].from_section(case.x, active, case.up_matrix, case.down_matrix, section)
 
 

@@ -74,7 +74,7 @@ def test_the_instruction_set_is_the_one_the_matmul_chooses(features: set[str], m
     from hetero_ee_cpu_ops import tile_group
 
     monkeypatch.setattr(tile_group, "target_has", lambda context, feature: feature in features)
-    emitter = tile_group._Emitter(None, None, 16)
+    emitter = tile_group.Emitter(None, None, 16)
     chosen = [
         (emitter.has_vnni, "AVX-512 VNNI"),
         (emitter.has_vnni_256, "AVX-VNNI"),

@@ -201,3 +201,24 @@ def word(typing: Any, address: Any, index: Any) -> Any:
         return load(builder, at, I64)
 
     return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def nonzero_lanes(typing: Any, value: Any) -> Any:
+    """A bit for each lane that is not 0, NaN among them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        test = builder.fcmp_unordered("!=", arguments[0], constant(F32X16, 0.0))
+        return builder.zext(builder.bitcast(test, I16), I64)
+
+    return types.int64(f32x16), codegen
+
+
+@intrinsic
+def lowest_bit(typing: Any, bits: Any) -> Any:
+    """Which the lowest of an int64's bits is; there must be one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return call(builder, "llvm.cttz.i64", I64, [arguments[0], ir.Constant(ir.IntType(1), 1)])
+
+    return types.int64(types.int64), codegen

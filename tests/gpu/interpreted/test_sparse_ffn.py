@@ -71,9 +71,9 @@ def test_bits_of_any_shape_are_the_definitions(shape: tuple[int, int], m: int, i
 
 
 def test_sections_of_two_blocks() -> None:
-    case = Case((2100, 32), 1, is_gated=False)
+    case = Case((4200, 32), 1, is_gated=False)
     active = SETS["even blocks"](case.active).astype(np.float32)
-    active[:, :1024] *= np.arange(1024) % 50 == 0
+    active[:, :2048] *= np.arange(2048) % 50 == 0
     assert_same_bits(case.run(active), case.expected(active))
 
 
