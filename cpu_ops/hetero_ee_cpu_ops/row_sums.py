@@ -110,8 +110,8 @@ def add_quad(typing: Any, sums: Any, tokens: Any, lines: Any, here: Any, table: 
     """Int32 sums, carried as f32x16, plus four rows' entries times their weights: of every token, and for it of every
     unit that the sums have, four vectors each.
 
-    lines: address of the rows' addresses; here: the first unit's bytes in a row; table: RowMatrix's; weights: address of
-    token 0's 4 bytes, a row each, for each of the units' groups, the next token's `stride` on.
+    lines: address of the rows' addresses; here: the first unit's bytes in a row; table: RowMatrix's; weights: address
+    of token 0's 4 bytes, a row each, for each of the units' groups, the next token's `stride` on.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def in_order(typing: Any, sums: Any) -> Any:
         values, results = cgutils.unpack_tuple(builder, arguments[0]), []
         for at in range(4):
             lanes = [COLUMNS.index(16 * (at % 2) + column) for column in range(16)]
-            results.append(pick(builder, *values[at & -2 : (at & -2) + 2], lanes))
+            results.append(pick(builder, values[at & -2], values[at | 1], lanes))
         return context.make_tuple(builder, signature.return_type, results)
 
     return sums(sums), codegen

@@ -62,7 +62,7 @@ def _turned(builder: Any, pairs: list[list[Any]]) -> list[Any]:
     words = []
     for half in range(2):
         lanes = [4 * at + n for at in range(half, pairs[0][0].type.count // 2, 2) for n in range(4)]
-        quarters = [pick(builder, *pair, lanes) for pair in pairs]
+        quarters = [pick(builder, first, second, lanes) for first, second in pairs]
         twos = [zipped(builder, *quarters[at : at + 2]) for at in (0, 2)]
         longs = ir.VectorType(I64, quarters[0].type.count // 2)
         for both in zip(*twos, strict=True):

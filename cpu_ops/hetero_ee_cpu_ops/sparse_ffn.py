@@ -7,7 +7,7 @@ token, whatever m, the other tokens, the threads and the other neurons are:
 1. x to int8 in groups g of 32 (quantize.py): codes q, scales a.
 2. total = fma(sum of entry q over group g, scale_up[n, g] a[g], total), g = 0, 1, ..., from 0: as a tile matmul has it
    (matmul.py). h = active (total 2^u). Without an up matrix h = active; 0 where active is 0.
-3. Neurons in blocks of 64. c[n, g] = h[n] scale_down[n, g]; M[g] = the largest |c| of the block, NaN before all;
+3. Neurons in blocks of 128. c[n, g] = h[n] scale_down[n, g]; M[g] = the largest |c| of the block, NaN before all;
    q[n, g] = rint(c (127 / M)); y[k] = fma(sum over the block of entry[n, k] q[n, g], M / 127, y[k]), blocks ascending.
    Where M < 1e-30 both quotients are 0. The integer sum is exact, so what is left out changes nothing.
 4. Sections of B / 32 blocks, rounded up, of the B that there are: each is summed from 0, and the result is section
@@ -40,7 +40,7 @@ from hetero_ee_cpu_ops.quantize import N_COLUMNS as N_INPUTS
 from hetero_ee_cpu_ops.row_sums import add_sums, in_order
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
 from hetero_ee_cpu_ops.simd.bytes import word, zeros
-from hetero_ee_cpu_ops.simd.floats import add, multiply, read_float, spread, store16, store_lanes
+from hetero_ee_cpu_ops.simd.floats import multiply, read_float, spread, store16, store_lanes
 from hetero_ee_cpu_ops.sparse_section import (
     ACTIVE,
     BLOCK,
@@ -81,7 +81,7 @@ MIN_SHARED_BYTES = 2**18  # rows times tokens, 7 us of one thread; below, handin
 
 
 def n_blocks_a_section(n_neurons: int) -> int:
-    """Section s holds the blocks of 64 neurons from s times this on."""
+    """Section s holds the blocks of 128 neurons from s times this on."""
     n_blocks = -(-n_neurons // BLOCK)
     return -(-n_blocks // MAX_SECTIONS)
 

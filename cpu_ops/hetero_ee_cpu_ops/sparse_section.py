@@ -1,8 +1,8 @@
 """A few sections of the sparse FFN (sparse_ffn.py), as one thread computes them.
 
-First their active neurons are listed. Then 16 of them at a time meet up, whatever their blocks. Then block after block is
-added up, strips of 8 units of its rows, so that a strip's sums stay in the first level of cache. Meanwhile the rows that
-come next, of up and then of down, are asked for.
+First their active neurons are listed. Then 16 of them at a time meet up, whatever their blocks. Then block after block
+is added up, strip of 8 units after strip, whose sums stay in registers. Meanwhile the rows that come next, of up and then
+of down, are asked for.
 """
 
 from typing import Any
@@ -205,7 +205,7 @@ def _weigh(frame: int, n_rows: int, token: int) -> None:
 
 @compiled(nogil=True)
 def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, unit: int, token: int) -> None:
-    """Adds the block's rows to the sums of len(tokens) tokens from `token` on, len(cells) vectors of them from `unit`."""
+    """Adds the block's rows to the sums of len(tokens) tokens, len(cells) vectors of them from `unit` on."""
     at, here, table = unit % STRIP_UNITS, UNIT_BYTES * unit, word(arguments, DOWN + TABLE)
     weights, lines, sums = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at, frame + LINES, zeros(cells)
     for first in range(0, n_rows, 32):
