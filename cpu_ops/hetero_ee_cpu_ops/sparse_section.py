@@ -1,8 +1,8 @@
 """A few sections of the sparse FFN (sparse_ffn.py), as one thread computes them.
 
 First their active neurons are listed. Then 16 of them at a time meet up, whatever their blocks. Then block after block
-is added up, strip of 8 units after strip, whose sums stay in registers. Meanwhile the rows that come next, of up and then
-of down, are asked for.
+is added up, strip of 8 units after strip, whose sums stay in registers. Meanwhile the rows that come next, of up and
+then of down, are asked for.
 """
 
 from typing import Any
