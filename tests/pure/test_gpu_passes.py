@@ -142,7 +142,7 @@ def test_the_warm_up_records_what_speculative_decoding_uses(llama: Model, monkey
 
 def is_of_layers(work: Callable[[], None]) -> bool:
     """Whether a segment made the recording; the end of drafts makes one when it is first asked."""
-    return isinstance(inspect.getclosurevars(work).nonlocals["compute"].__self__, GpuSegment)
+    return isinstance(getattr(inspect.getclosurevars(work).nonlocals["compute"], "__self__", None), GpuSegment)
 
 
 def test_everything_on_the_gpu_is_one_composition(model: Model) -> None:
