@@ -94,7 +94,6 @@ class Engine:
         kv_type: str | None = None,
         mode: str | None = None,
         draft_length: int | None = None,
-        draft_tree: int | None = None,
         risk: float | None = None,
         exit_kv: str | None = None,
         limits: Limits | None = None,
@@ -125,8 +124,7 @@ class Engine:
         gpu_layers: first layers, whole, on the GPU, if there is one. override: parts pinned by name: REGEX=gpu,
             REGEX=cpu, REGEX=stream. kv_type: of the KV cache, "fp32", "fp16" or "int8"; None: "fp16", with quantizer
             "none" "fp32". mode: "full", "exact" or an early-exit mode, see limits.EARLY_EXIT_MODES. draft_length:
-            tokens verified at once in exact mode, caught up at once in an early-exit mode. draft_tree: the same with
-            the branches of a draft sequence, to 32, where they should pay; None has none. risk: of mode "certified",
+            tokens verified at once in exact mode, caught up at once in an early-exit mode. risk: of mode "certified",
             0.05 where None. exit_kv: in an early-exit mode, the keys and values of layers that a token did not pass:
             "lazy" (None), "propagate", "copy" or "holes". What is None of all others, the planner chooses. limits: all
             of them in one object.
@@ -146,7 +144,7 @@ class Engine:
         tell = chosen_progress(progress)
         pins: dict[str, Any] = {"vram_budget": vram_budget, "vram_margin": vram_margin, "ram_budget": ram_budget}
         pins |= {"gpu_layers": gpu_layers, "override": override, "kv_type": kv_type, "mode": mode}
-        pins |= {"draft_length": draft_length, "draft_tree": draft_tree, "risk": risk, "exit_kv": exit_kv}
+        pins |= {"draft_length": draft_length, "risk": risk, "exit_kv": exit_kv}
         draft_head = resolve_draft_head(draft_head, offline=offline, progress=tell)
         request = PlacementRequest.asked(
             plan, limits, pins, profile, draft_head, emulates=emulate, traces=traces, context_tokens=context_tokens

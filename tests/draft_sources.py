@@ -73,10 +73,7 @@ class ScriptedSource:
         *,
         is_free: bool = False,
         draft_s: float = 0.0,
-        others: Callable[[Sequence[int], int], Sequence[int]] | None = None,
     ) -> None:
-        """others: after these tokens, what may come in this one's place."""
-        self._others = others
         self._propose, self._hidden_size, self._confidence = propose, hidden_size, confidence
         self.is_free, self.draft_s = is_free, draft_s
         self.observed: dict[int, list[int]] = {}
@@ -91,10 +88,9 @@ class ScriptedSource:
         try:
             held += token_ids[n_observed:]
             for token_id in self._drafted(token_ids, choose):
-                others = () if self._others is None else self._others(held, token_id)
                 held.append(token_id)
                 self.n_drafts += 1
-                yield Draft(token_id, self._confidence(), tuple(Drafted(one, self._confidence()) for one in others))
+                yield Draft(token_id, self._confidence())
         finally:
             del held[n_observed:]
 
@@ -147,17 +143,6 @@ def oracle(texts: Sequence[Sequence[int]], seed: int = 0, error_rate: float = 0.
         return [token ^ 1 if draw.random() < error_rate else token for token in drafts]
 
     return propose
-
-
-def other_choices(texts: Sequence[Sequence[int]], seed: int, vocab_size: int) -> Callable[..., list[int]]:
-    """Up to three: what the texts go on with, the draft itself again, or any token."""
-    draw, right = random.Random(seed), oracle(texts)
-
-    def choose(token_ids: Sequence[int], token_id: int) -> list[int]:
-        known = [*right(token_ids)[:1], token_id, draw.randrange(vocab_size)]
-        return draw.sample(known, draw.randrange(len(known) + 1))
-
-    return choose
 
 
 def alternately(*proposals: Propose) -> Propose:

@@ -23,7 +23,7 @@ from hetero_ee.speculation.statistics import DraftCounts
 from hetero_ee.speculation.stop_rule import FixedThreshold, MarginalRule, StopRule
 from hetero_ee.weights.model_weights import UNQUANTIZED
 from tests.draft_heads import random_head_source
-from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, other_choices, repetition
+from tests.draft_sources import Propose, ScriptedSource, alternately, garbage, oracle, repetition
 from tests.e2e.test_trained_models import OPENINGS
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,6 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ending": ("length", "stop string", "end token", "stop token", "context"),
     "is_async": (False, True),
     "kv_type": tuple(KV_BYTES),
-    "tree_tokens": (0, 2, 4, 8, 16, 32),
     "grammar": ("", "", "", "schema", "tags"),
 }
 
@@ -89,7 +88,6 @@ class Case:
     ending: str
     is_async: bool = False  # on a split machine guesses begin while the CPU verifies
     kv_type: str = KV_TYPE  # in either mode
-    tree_tokens: int = 0  # of draft sequences with branches
     grammar: str = ""  # of GRAMMARS, that the texts keep to
 
 
@@ -162,8 +160,7 @@ def drafting_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> Draftin
     }
     n_layers, rule = run.engine.spec.n_layers, rules[case.rule]
     if case.drafts != "exit":
-        sources = sources_of(case, run, texts)
-        return Drafting(0, case.n_drafts + 1, rule, None, sources, tree_tokens=case.tree_tokens)
+        return Drafting(0, case.n_drafts + 1, rule, None, sources_of(case, run, texts))
     exit_layer = 1 + round(case.depth * (n_layers - 2))
     spec, compiled = run.engine.spec, run.engine.executor.weights.quantizer != UNQUANTIZED
     head = DraftEnd(state_map=nearly_itself(spec.hidden_size, compiled=compiled) if case.mapped else None)
@@ -176,8 +173,8 @@ def sources_of(case: Case, run: Run, texts: Sequence[Sequence[int]]) -> tuple[Dr
     rubbish = garbage(case.seed, spec.vocab_size)
 
     def scripted(propose: Propose, *, is_free: bool = case.seed % 2 == 0) -> ScriptedSource:
-        draft_s, others = 0.0 if is_free else 0.1, other_choices(texts, case.seed, spec.vocab_size)
-        return ScriptedSource(propose, spec.hidden_size, draw.random, is_free=is_free, draft_s=draft_s, others=others)
+        draft_s = 0.0 if is_free else 0.1
+        return ScriptedSource(propose, spec.hidden_size, draw.random, is_free=is_free, draft_s=draft_s)
 
     sources: dict[str, Callable[[], tuple[DraftSource, ...]]] = {
         "alternately": lambda: (scripted(alternately(repetition, oracle(texts), rubbish, lambda _: [])),),

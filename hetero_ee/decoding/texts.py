@@ -44,8 +44,7 @@ class Continuation:
     """One prompt whose first tokens lie in a sequence of the KV cache already.
 
     The sequence holds fewer tokens than the prompt, stays open, and at each token given out holds every token before
-    it, but for right branches of a draft tree, which the next step brings; after a pass that failed it may hold more,
-    which are not to be trusted.
+    it; after a pass that failed it may hold more, which are not to be trusted.
     """
 
     cached_as: int

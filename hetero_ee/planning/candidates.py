@@ -196,9 +196,7 @@ def _prefix(options: Sequence[PartOptions], budget_bytes: int) -> Placement | No
 
 
 def _reserve(problem: Problem, head: str, chunk: int) -> list[MemoryTerm]:
-    drafts = (
-        0 if head != "gpu" else max(problem.limits.draft_length or 0, problem.limits.draft_tree or 0, BEST_OF_DRAFTS)
-    )
+    drafts = 0 if head != "gpu" else max(problem.limits.draft_length or 0, BEST_OF_DRAFTS)
     exits = problem.statistics.exits
     map_rank = 0 if exits is None else max(exits.map_ranks.values(), default=0)
     terms = gpu_reserve_terms(problem.spec, problem.parts, problem.context_tokens, chunk, drafts, map_rank)

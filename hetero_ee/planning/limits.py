@@ -14,7 +14,6 @@ MODES = ("full", "exact", *EARLY_EXIT_MODES)
 EXIT_KV = ("lazy", "propagate", "copy", "holes")  # where keys and values of layers that a token did not pass come from
 RISK = 0.05  # of mode certified
 MAX_DRAFT_LENGTH = 16
-MAX_TREE_TOKENS = 32
 MAX_CONTEXT_TOKENS, MAX_THREADS = 2**24, 1024
 
 
@@ -34,7 +33,6 @@ class Limits:
     kv_type: str | None = None  # of KV_BYTES; None: see parts.default_kv_type
     mode: str | None = None  # of MODES; None: the planner's choice of "full" and "exact"
     draft_length: int | None = None  # most tokens of a verification, or of a catch-up; None: the planner's choice
-    draft_tree: int | None = None  # most tokens of a verification, branches included; 0, as None, has no branches
     risk: float | None = None  # of mode certified: the share of a prompt's tokens that may differ; None: RISK
     exit_kv: str | None = None  # of EXIT_KV, for early-exit modes; None: the first
     threads: int = 0  # 0: all
@@ -57,8 +55,6 @@ class Limits:
             raise UsageError(f"mode is {shown(self.mode)}; expected one of {', '.join(MODES)}.")
         if self.draft_length is not None and not is_whole(self.draft_length, 1, MAX_DRAFT_LENGTH):
             raise UsageError(f"draft_length is {shown(self.draft_length)}; expected 1 to {MAX_DRAFT_LENGTH}.")
-        if self.draft_tree is not None and not is_whole(self.draft_tree, 0, MAX_TREE_TOKENS):
-            raise UsageError(f"draft_tree is {shown(self.draft_tree)}; expected 0 to {MAX_TREE_TOKENS}.")
         check_exits(self.mode, self.risk, self.exit_kv)
         _check_overrides(self.overrides)
 

@@ -17,8 +17,6 @@ def pins(made: Plan, limits: Limits) -> list[Pin]:
     found.append(("--mode", made.mode))
     if limits.draft_length is not None:
         found.append(("--draft-tokens", str(limits.draft_length)))
-    if limits.draft_tree is not None:
-        found.append(("--draft-tree", str(limits.draft_tree)))
     found += [(flag, str(value)) for flag, value in (("--risk", made.risk), ("--kv", made.exit_kv)) if value]
     found.append(("--ram-budget", gib(made.ram_budget_bytes)))
     if not made.n_bytes("gpu"):

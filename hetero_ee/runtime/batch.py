@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ class Batch:
 
     turned_by: positions that keys and queries turn by, None for `positions`: in layers that lack some of a text's
     tokens, a token's position is its line there, fewer than the tokens before it. is_prompt: all are read, none was
-    generated. is_tree: a position may go back to one of the batch, where another path branches off: depth first, each
-    token sees its own path alone, and of every position the last token's keys and values stay. Raises ValueError when
-    they differ in length or there are none.
+    generated. Raises ValueError when they differ in length or there are none.
     """
 
     token_ids: tuple[int, ...]
@@ -26,7 +23,6 @@ class Batch:
     positions: tuple[int, ...]
     turned_by: tuple[int, ...] | None = None
     is_prompt: bool = False
-    is_tree: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.sequences) == len(self.positions) > 0:
@@ -54,25 +50,6 @@ class Batch:
         """(index in the batch, sequence, position) of each token."""
         return zip(range(len(self)), self.sequences, self.positions, strict=True)
 
-    def runs(self) -> list[slice]:
-        """The tokens in order, cut wherever a sequence's position goes back: what a run writes, no token of it sees
-        too early."""
-        if not self.is_tree:
-            return [slice(0, len(self))]
-        starts, ends = [0], dict[int, int]()
-        for row, sequence, position in self.entries():
-            if position < ends.get(sequence, position):
-                starts.append(row)
-                ends.clear()
-            ends[sequence] = position + 1
-        return [slice(start, stop) for start, stop in pairwise([*starts, len(self)])]
-
-    def part(self, rows: slice) -> "Batch":
-        """Some of its tokens that follow each other."""
-        turned_by = None if self.turned_by is None else self.turned_by[rows]
-        parts = self.token_ids[rows], self.sequences[rows], self.positions[rows]
-        return Batch(*parts, turned_by, self.is_prompt, self.is_tree)
-
     @classmethod
     def of_sequence(
         cls, sequence: int, first_position: int, token_ids: list[int], *, is_prompt: bool = False
@@ -90,23 +67,19 @@ class Batch:
             tuple(position for part in parts for position in part.positions),
             tuple(turn for part in parts for turn in part.turns) if any(part.turned_by for part in parts) else None,
             all(part.is_prompt for part in parts),
-            any(part.is_tree for part in parts),
         )
 
     def lengths_after(self, lengths: Mapping[int, int], max_tokens: int) -> dict[int, int]:
         """How many tokens each sequence of this batch holds with it. lengths: of every open sequence before.
 
-        Raises ValueError unless each token follows the last token of an open sequence, in a tree that of its path.
+        Raises ValueError unless each token follows the last token of an open sequence.
         """
         after: dict[int, int] = {}
-        paths: dict[int, int] = {}  # tokens with the path that the last one is on
         for _, sequence, position in self.entries():
             if sequence not in lengths:
                 raise ValueError(f"sequence {sequence} is not open.")
-            length = paths.get(sequence, lengths[sequence])
-            follows = lengths[sequence] <= position <= length if self.is_tree else position == length
-            if not follows or position >= max_tokens:
+            length = after.get(sequence, lengths[sequence])
+            if position != length or position >= max_tokens:
                 raise ValueError(f"sequence {sequence} holds {length} of {max_tokens} tokens, {position} can't follow.")
-            paths[sequence] = position + 1
-            after[sequence] = max(after.get(sequence, 0), position + 1)
+            after[sequence] = length + 1
         return after

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.drafted import ABSENT, NO_TOKEN, Drafted, DraftNoise, Judge
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftNoise, Judge
 
 Noise = Callable[[int, int, int, int], Tensor]  # as gumbel_noise
 
@@ -36,28 +36,6 @@ def tempered(scores: Tensor, temperature: float) -> Tensor:
 def confidence_of(logits: Tensor, place: int, judge: Judge | None) -> float:
     """How sure the choice of logits[place] is: the judge's word, without one the softmax there."""
     return float(torch.softmax(logits, 0)[place]) if judge is None else judge.of_row(logits)
-
-
-def drafted_choices(
-    logits: Tensor, noise: DraftNoise, judge: Judge | None, n_choices: int, token_ids: Tensor | None = None
-) -> Drafted:
-    """As `drafted`, with the choices after it."""
-    first = drafted(logits, noise, judge, token_ids)
-    others: list[Drafted] = []
-    left, last = logits, first
-    while len(others) < n_choices - 1:
-        left = without(left, last.token_id, token_ids)
-        last = drafted(left, noise, judge, token_ids)
-        others.append(last)
-    return first._replace(others=tuple(others))
-
-
-def without(logits: Tensor, token_id: int, token_ids: Tensor | None = None) -> Tensor:
-    """Logits (n,) with which this token is never chosen; of NO_TOKEN as they are."""
-    if token_id == NO_TOKEN:
-        return logits
-    place = token_id if token_ids is None else int(torch.searchsorted(token_ids, token_id))
-    return logits.index_fill(0, torch.tensor([place]), ABSENT)
 
 
 def drafted(logits: Tensor, noise: DraftNoise, judge: Judge | None, token_ids: Tensor | None = None) -> Drafted:

@@ -11,7 +11,6 @@ from torch import Tensor
 from hetero_ee.weights.weight import Weight
 
 NO_TOKEN = -1  # of a row whose logits are not finite
-ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
 LEAST_TEMPERATURE = 1e-5  # below it fp32 has no room for the noise beside the logits
 
 
@@ -34,7 +33,6 @@ class Drafted(NamedTuple):
 
     token_id: int  # NO_TOKEN where the logits are not finite
     confidence: float  # NaN where it can't be judged
-    others: tuple["Drafted", ...] = ()  # the next choices, each judged as if those before it could not be
 
 
 class Judge(Protocol):
@@ -76,7 +74,6 @@ class DraftEnd:
     state_map: StateMap | None = None
     judge: Judge | None = None  # None: the chosen token's probability is the confidence
     vocabulary: DraftVocabulary | None = None  # None: the model's
-    n_choices: int = 1  # of each state: the draft and those that may stand in its place
 
 
 def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
@@ -91,19 +88,16 @@ def noise_words(noise: Sequence[DraftNoise]) -> Tensor:
     return torch.from_numpy(words)
 
 
-def drafted_of(rows: Tensor, n_choices: int = 1) -> list[Drafted]:
-    """int32 (m n_choices, 2) on the CPU, ids and the bits of confidences, as they cross the link: m drafts."""
+def drafted_of(rows: Tensor) -> list[Drafted]:
+    """int32 (m, 2) on the CPU, ids and the bits of confidences, as they cross the link."""
     confidences = rows[:, 1].contiguous().view(torch.float32)
-    found = [Drafted(int(i), float(c)) for i, c in zip(rows[:, 0].tolist(), confidences.tolist(), strict=True)]
-    firsts = range(0, len(found), n_choices)
-    return [found[at]._replace(others=tuple(found[at + 1 : at + n_choices])) for at in firsts]
+    return [Drafted(int(i), float(c)) for i, c in zip(rows[:, 0].tolist(), confidences.tolist(), strict=True)]
 
 
 def drafted_rows(drafted: Sequence[Drafted]) -> Tensor:
     """The same the other way round."""
-    choices = [choice for one in drafted for choice in (one, *one.others)]
-    rows = torch.empty(len(choices), 2, dtype=torch.int32)
-    for row, one in zip(rows, choices, strict=True):
+    rows = torch.empty(len(drafted), 2, dtype=torch.int32)
+    for row, one in zip(rows, drafted, strict=True):
         row[0] = one.token_id
         row[1:] = torch.tensor([one.confidence]).view(torch.int32)
     return rows

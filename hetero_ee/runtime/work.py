@@ -36,7 +36,6 @@ class Overhead(Enum):
 class Attention:
     n_positions: int  # that a batch reads, each at most once
     kv_bytes_per_token: int  # of one layer as kept
-    n_runs: int = 1  # of a tree, that read one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,12 @@ def block_works(
 
     disk_bytes: that a block has to be read from the disk for each pass.
     """
-    m, context_tokens, n_runs = len(batch), max(batch.positions) + 1, len(batch.runs())
+    m, context_tokens = len(batch), max(batch.positions) + 1
     works = []
     for block in blocks:
         attention = None
         if block.kind is BlockKind.ATTENTION:
-            attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token, n_runs)
+            attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
         work = block_work(block, m, attention=attention, disk_bytes=disk_bytes(block))
         works.append(replace(work, active_share=spec.active_shares[batch.is_prompt]) if work.neurons else work)
     return works
@@ -131,8 +130,7 @@ def draft_works(block: Block, m: int, end: DraftEnd) -> list[Work]:
     read, and the judge's network. Norm and other small kernels are as in half a layer: the host has nothing to do."""
     works = logits_works(block, m, end)
     works[-1] = replace(works[-1], overhead=Overhead.HALF_LAYER)
-    choice = Work(CHOICE, m, ((VOCABULARY_LAYOUT, works[-1].products[-1][1], FLOAT_BYTES),))
-    works += [choice] * end.n_choices
+    works.append(Work(CHOICE, m, ((VOCABULARY_LAYOUT, works[-1].products[-1][1], FLOAT_BYTES),)))
     if end.judge is not None:
         works.append(Work(JUDGE, m, ((VOCABULARY_LAYOUT, *end.judge.network[0].shape),)))
     return works
@@ -165,13 +163,10 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
 
 
 def _attention_s(attention: Attention, m: int, times: DeviceTimes, spec: ModelSpec) -> float:
-    """A decode batch reads what is kept once, each run of a tree's; its type may be another than the one that was
-    timed."""
-    m = -(-m // attention.n_runs)
+    """A decode batch reads what is kept once; its type may be another than the one that was timed."""
     heads, few = (spec.n_heads, spec.n_kv_heads, spec.head_dim), m <= MAX_DECODE_TOKENS
     kept_share = attention.kv_bytes_per_token / kv_bytes_per_token(spec, times.kv_type)
-    run_s = times.attention_s(*heads, m, attention.n_positions, few=few, kept_share=kept_share)
-    return attention.n_runs * run_s
+    return times.attention_s(*heads, m, attention.n_positions, few=few, kept_share=kept_share)
 
 
 def _positions_read(spec: ModelSpec, block: Block, m: int, context_tokens: int) -> int:

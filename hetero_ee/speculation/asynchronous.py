@@ -29,7 +29,7 @@ class AsyncDrafting:
 
     def run_remaining_layers(self, steps: Sequence[DraftStep]) -> Tensor:
         """Hidden states (m, hidden) of all steps' tokens after the last layer; the guesses run meanwhile."""
-        tokens = [token for step in steps for token in step.in_order]
+        tokens = [token for step in steps for token in step.tokens]
         overlap = self._executor.overlap if self._max_layers else None
         guessing = [step for step in steps if overlap is not None and self._may_follow(step)]
         if overlap is not None and guessing:

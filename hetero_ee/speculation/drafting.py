@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_ee.errors import UsageError
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH, MAX_TREE_TOKENS
+from hetero_ee.planning.limits import MAX_DRAFT_LENGTH
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.drafts import DraftSampler, DraftStep
@@ -35,15 +35,12 @@ class Drafting:
     warn: Callable[[str], None] | None = None  # told, once in a text, that something could not draft
     switch: SpeculationSwitch | None = None  # whether drafting is faster than not; None drafts always
     async_layers: int = 0  # that a next-token guess passes on the GPU while the CPU verifies
-    tree_tokens: int = 0  # of one text in one verification, branches included, to MAX_TREE_TOKENS; 0: a sequence alone
 
     def __post_init__(self) -> None:
         if self.exit_layer < 0 or (self.exit_layer > 0) != (self.exit_end is not None):
             raise UsageError(f"exit layer is {self.exit_layer}; expected 1 or more for exits, 0 for other drafts.")
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise UsageError(f"draft length is {self.draft_length}; expected 1 to {MAX_DRAFT_LENGTH}.")
-        if not 0 <= self.tree_tokens <= MAX_TREE_TOKENS:
-            raise UsageError(f"a tree has {self.tree_tokens} tokens; expected 0 to {MAX_TREE_TOKENS}.")
 
     def drafter(self, executor: Executor, sampler: DraftSampler, warn: Callable[[str], None]) -> Drafter:
         """What makes the drafts of one call's texts. Raises UsageError where no layer is left after the exit layer."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -11,83 +10,30 @@ from torch import Tensor
 from hetero_ee.decoding.result import GRAMMAR
 from hetero_ee.decoding.sampling import RememberedNoise, choose_token
 from hetero_ee.decoding.texts import Text
-from hetero_ee.runtime.choice import all_finite, confidence_of, without
-from hetero_ee.runtime.drafted import ABSENT, NO_TOKEN, Drafted, DraftEnd, DraftNoise
+from hetero_ee.runtime.choice import all_finite, confidence_of
+from hetero_ee.runtime.drafted import NO_TOKEN, Drafted, DraftEnd, DraftNoise
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.speculation.waiting import WaitingToken
 
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """A draft that may hang beside the sequence."""
-
-    parent: "int | Branch"  # how many of the sequence's drafts come before it, or the branch that does
-    token_id: int
-    origin: str
-    chance: float  # that it is right and all before it are
-    node: int = -1  # its index among the step's tokens, once it is one
+ABSENT = -1e30  # logit of a token that no draft can be: finite, for what tempers, penalizes and adds it up
 
 
 @dataclass(slots=True, eq=False)
 class DraftStep:
-    """What one text drafts and verifies in one go: a sequence of drafts, and branches that hang on it."""
+    """What one text drafts and verifies in one go."""
 
     text: Text
-    max_drafts: int  # of the sequence
-    tokens: list[WaitingToken]  # what the cache lacks of the text, its last token, the sequence, then branches
-    max_tokens: int = 0  # with branches
-    origins: list[str] = field(default_factory=list)  # of each draft of the sequence: who made it
-    chances: list[float] = field(default_factory=list)  # of each: that it is right if those before it are
+    max_drafts: int
+    tokens: list[WaitingToken]  # the text's last token, then the drafts
+    origins: list[str] = field(default_factory=list)  # of each draft: who made it
+    chances: list[float] = field(default_factory=list)  # of each draft: that it is right if those before it are
     judged: dict[int, tuple[int, float]] = field(default_factory=dict)  # [i]: after tokens[i], drafted or not
-    seconds: dict[int, Drafted] = field(default_factory=dict)  # [i]: what may come in that one's place
-    candidates: list[Branch] = field(default_factory=list)  # branches that may be added
-    branches: list[Branch] = field(default_factory=list)  # those that are
     next_guess: int | None = None  # likeliest token after the last one, though no draft was made of it
-    root: int = field(init=False)  # index of the text's last token
-    children: dict[int, list[int]] = field(init=False)  # of each token: those that follow it, in the order they came
-
-    def __post_init__(self) -> None:
-        self.root = len(self.tokens) - 1
-        self.children = {parent: [parent + 1] for parent in range(self.root)}
 
     @property
     def history(self) -> list[int]:
-        """Every token of the text, drafts included; before there are branches."""
-        return [*self.text.token_ids, *(token.token_id for token in self.tokens[self.root + 1 :])]
-
-    @property
-    def end_of_sequence(self) -> int:
-        """The index of its last token."""
-        return self.root + len(self.origins)
-
-    def origin(self, node: int) -> str:
-        """Who made this draft."""
-        place = node - self.root - 1
-        drafts = len(self.origins)
-        return self.origins[place] if place < drafts else self.branches[place - drafts].origin
-
-    def child(self, node: int, token_id: int) -> int | None:
-        """The token's draft after this one."""
-        return next((each for each in self.children.get(node, ()) if self.tokens[each].token_id == token_id), None)
-
-    def depth_first(self) -> list[int]:
-        """The tokens' order in a pass: what came first of a token's drafts, the likeliest, last, so that the likeliest
-        path's keys and values stay."""
-        found, left = list[int](), [0]
-        while left:
-            found.append(left.pop())
-            left += self.children.get(found[-1], ())
-        return found
-
-    @property
-    def in_order(self) -> list[WaitingToken]:
-        """The tokens in that order."""
-        return [self.tokens[node] for node in self.depth_first()]
-
-    def n_kept(self, path: Sequence[int]) -> int:
-        """How many of the path's first tokens no later one of the pass has overwritten the keys and values of."""
-        last = {self.tokens[node].position: node for node in self.depth_first()}
-        return sum(1 for _ in takewhile(lambda node: last[self.tokens[node].position] == node, path))
+        """Every token of the text, drafts included."""
+        return [*self.text.token_ids, *(token.token_id for token in self.tokens[1:])]
 
     @property
     def has_room(self) -> bool:
@@ -100,22 +46,11 @@ class DraftStep:
 
     def add(self, token_id: int, origin: str, chance: float) -> None:
         """A draft becomes the last token."""
-        self._append(len(self.tokens) - 1, token_id)
+        last = self.tokens[-1]
+        self.tokens.append(WaitingToken(token_id, last.sequence, last.position + 1))
         self.origins.append(origin)
         self.chances.append(chance)
         self.next_guess = None
-
-    def add_branch(self, branch: Branch) -> None:
-        """A branch after what it hangs on, which is there."""
-        parent = branch.parent
-        branch.node = self._append(parent.node if isinstance(parent, Branch) else self.root + parent, branch.token_id)
-        self.branches.append(branch)
-
-    def _append(self, parent: int, token_id: int) -> int:
-        last, node = self.tokens[parent], len(self.tokens)
-        self.tokens.append(WaitingToken(token_id, last.sequence, last.position + 1))
-        self.children.setdefault(parent, []).append(node)
-        return node
 
     def add_forced(self) -> bool:
         """Adds drafts that are certain, as the text's grammar leaves no choice: whether there are any. None may follow
@@ -181,9 +116,4 @@ class DraftSampler:
         allowed = text.allowed_after(history)
         if allowed is not None and end.judge is None:  # a judge knows the model's own logits alone
             logits = logits.masked_fill(torch.from_numpy(~allowed), ABSENT)
-        found, others, left = Drafted(token_id, confidence_of(logits, token_id, end.judge)), list[Drafted](), logits
-        while len(others) < end.n_choices - 1:
-            left = without(left, token_id)
-            token_id = self.choose(text, history, left)
-            others.append(Drafted(token_id, confidence_of(left, token_id, end.judge)))
-        return found._replace(others=tuple(others))
+        return Drafted(token_id, confidence_of(logits, token_id, end.judge))

@@ -110,25 +110,19 @@ class ExactPasses:
         return tokens
 
     def _drafted(self, texts: Sequence[Text]) -> list[DraftStep]:
-        steps = [self._begun(text, self._guesses.take(text)) for text in texts]
+        steps = [self._begun(text, self._guesses.take(text) or _last_token(text)) for text in texts]
         self._drafter.draft(steps)
         return steps
 
     def _undrafted(self, texts: Sequence[Text]) -> list[DraftStep]:
         self._guesses.drop(texts)
-        return [self._begun(text) for text in texts]
+        return [self._begun(text, _last_token(text)) for text in texts]
 
-    def _begun(self, text: Text, guess: WaitingToken | None = None) -> DraftStep:
-        """With the drafts that are certain. guess: the text's last token, where it has passed layers already."""
-        n_drafts = min(self._drafting.draft_length, text.tokens_left) - 1
-        begun = DraftStep(text, n_drafts, [guess] if guess else self._missing(text), self._drafting.tree_tokens)
+    def _begun(self, text: Text, last: WaitingToken) -> DraftStep:
+        """With the drafts that are certain."""
+        begun = DraftStep(text, min(self._drafting.draft_length, text.tokens_left) - 1, [last])
         begun.add_forced()
         return begun
-
-    def _missing(self, text: Text) -> list[WaitingToken]:
-        """The text's last token, and those before it whose keys and values did not stay: right branches."""
-        first = self._executor.cache.length(text.cached_as)
-        return [WaitingToken(text.token_ids[at], text.cached_as, at) for at in range(first, len(text.token_ids))]
 
     def _verify(self, steps: Sequence[DraftStep]) -> list[tuple[DraftStep, Sequence[Tensor], Tensor]]:
         """All waiting tokens through the remaining layers and the lm_head: each step's states, see DraftSource.observe,
@@ -142,61 +136,47 @@ class ExactPasses:
     def _accepted(
         self, drafted: DraftStep, states: Sequence[Tensor], logits: Tensor, n_in_pass: int
     ) -> list[GeneratedToken]:
-        """The step's tokens, up to where none of the drafts is right; everything else is rolled back. n_in_pass: tokens
-        that the pass took of all texts."""
-        text, rows = drafted.text, {node: row for row, node in enumerate(drafted.depth_first())}
+        """The step's tokens, up to the first wrong draft's correction; everything else is rolled back. n_in_pass:
+        tokens that the pass took of all texts."""
+        text, rule, n_verified = drafted.text, self._drafting.rule, len(drafted.tokens)
         tokens: list[GeneratedToken] = []
-        path, right = list[int](), list[int]()  # what tokens came of; drafts that were right
-        node: int | None = drafted.root
-        while node is not None and not text.finished:
+        n_accepted = 0
+        for index in range(n_verified):
             # A token that full.py would fail at is left for a step of its own, after the tokens that come before.
-            if path and not all_finite(logits[rows[node]]):
+            if index > 0 and not all_finite(logits[index]):
                 break
-            path.append(node)
-            tokens.append(step(text, logits[rows[node]], self._clock(), self._sampler.noise.of_token))
-            self._audit(drafted, node, tokens[-1].token_id)
-            node = drafted.child(node, tokens[-1].token_id)
-            right += [] if node is None else [node]
-            tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, len(path) - 1, node))
-        self._roll_back(drafted, path, [_at(x, [rows[each] for each in path]) for x in states])
-        self._drafting.rule.settle(len(rows), len(tokens), n_in_pass, len(drafted.branches))
-        self._count(drafted, path, right)
+            noise = self._sampler.noise.of_token
+            tokens.append(step(text, logits[index], self._clock(), noise))
+            token_id = tokens[-1].token_id
+            if index in drafted.judged:
+                judged_id, confidence = drafted.judged[index]
+                rule.audit(confidence, judged_id == token_id)
+            is_right = index + 1 < n_verified and drafted.tokens[index + 1].token_id == token_id
+            n_accepted += is_right
+            tokens[-1] = replace(tokens[-1], origin=self._origin(drafted, index, is_right=is_right))
+            if text.finished or not is_right:
+                break
+        self._roll_back(text, drafted.tokens[0].position, states)
+        rule.settle(n_verified, len(tokens), n_in_pass)
+        self._counts.add_step(drafted.origins, n_accepted, len(tokens))
         if text.finished:
             self._sampler.noise.close(text.sequence)
         return tokens
 
-    def _audit(self, drafted: DraftStep, node: int, token_id: int) -> None:
-        """Tells the rule what came after one of the tokens."""
-        if node in drafted.judged:
-            (judged_id, confidence), second = drafted.judged[node], drafted.seconds.get(node)
-            self._drafting.rule.audit(confidence, judged_id == token_id)
-            if second is not None and judged_id != token_id:
-                self._drafting.rule.audit_second(second.confidence, second.token_id == token_id)
-
-    def _origin(self, drafted: DraftStep, index: int, node: int | None) -> TokenOrigin:
-        """Of the step's token of this index, which this draft has foretold, None for none."""
-        name = FULL_MODEL if node is None else drafted.origin(node)
+    def _origin(self, drafted: DraftStep, index: int, *, is_right: bool) -> TokenOrigin:
+        """Of the step's token of this index, which a draft has foretold or not."""
+        name = drafted.origins[index] if is_right else FULL_MODEL
         depth = self._drafting.exit_layer if name == EXIT else self._executor.spec.n_layers
         return TokenOrigin(name, depth, index, len(drafted.origins))
 
-    def _count(self, drafted: DraftStep, path: Sequence[int], right: Sequence[int]) -> None:
-        end = drafted.end_of_sequence
-        n_tokens = sum(node <= end for node in path)
-        self._counts.add_step(drafted.origins, sum(node <= end for node in right), n_tokens)
-        self._counts.n_again += drafted.root
-        if drafted.branches:
-            n_checked = sum(each > end for node in path for each in drafted.children.get(node, ()))
-            n_right = sum(node > end for node in right)
-            self._counts.add_branches(len(drafted.branches), n_checked, n_right, len(path) - n_tokens)
-
-    def _roll_back(self, drafted: DraftStep, path: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Keeps in the cache what is the text's and stayed there: not its last token, which only a right guess has put
-        there, nor right branches. states: of the path's tokens."""
-        text, first_position = drafted.text, drafted.tokens[drafted.root].position
+    def _roll_back(self, text: Text, first_position: int, states: Sequence[Tensor]) -> None:
+        """Keeps in the cache what is the text's: all but its last token, which only a right guess has put there."""
+        n_true = len(text.token_ids) - 1
         if not self._guesses.keep_if_right(text):
-            self._executor.cache.truncate(text.cached_as, first_position + drafted.n_kept(path))
-        token_ids = text.token_ids[first_position : first_position + len(path)]
-        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), states)
+            self._executor.cache.truncate(text.cached_as, n_true)
+        token_ids = text.token_ids[first_position:n_true]
+        verified = [x[: len(token_ids)] for x in states]
+        self._observe(Batch.of_sequence(text.cached_as, first_position, token_ids), verified)
 
     def _read(self, batch: Batch, normed: Tensor, *captured: Tensor) -> None:
         """The sources read a chunk of a prompt: the prompt's time, of which each one's part is counted."""
@@ -249,8 +229,5 @@ class _Timing:
             self.switch.ended(self.seconds, self.n_tokens)
 
 
-def _at(states: Tensor, rows: list[int]) -> Tensor:
-    """States (m, hidden) of these rows; where they follow each other, where they lie."""
-    if rows == [*range(rows[0], rows[0] + len(rows))]:
-        return states[rows[0] : rows[0] + len(rows)]
-    return states[rows]
+def _last_token(text: Text) -> WaitingToken:
+    return WaitingToken(text.token_ids[-1], text.cached_as, len(text.token_ids) - 1)

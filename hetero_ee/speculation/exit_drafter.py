@@ -55,7 +55,7 @@ class ExitDrafter:
         added = []
         for step, draft in zip(steps, judged, strict=True):
             self._rule.n_beside = n_in_pass - len(step.tokens)
-            if self._try_draft(step, draft.token_id, draft.confidence):
+            if self._try_draft(step, *draft):
                 added.append(step)
         return added
 

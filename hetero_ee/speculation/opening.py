@@ -11,7 +11,7 @@ from hetero_ee.errors import HeteroError, UsageError
 from hetero_ee.hub.model_files import CONFIG_FILE
 from hetero_ee.hub.regular_file import find_file
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import MAX_DRAFT_LENGTH, RISK
+from hetero_ee.planning.limits import RISK
 from hetero_ee.planning.plan import SEQUENCE
 from hetero_ee.planning.schedule import BEST_OF_DRAFTS
 from hetero_ee.planning.statistics import Statistics
@@ -35,7 +35,6 @@ from hetero_ee.weights.model_weights import UNQUANTIZED
 from hetero_ee_profiles.hardware import HardwareProfile
 
 DRAFT_HEAD_FOLDER = "draft_head"  # in a model's folder
-N_CHOICES = 2  # of a draft head's state where drafts may branch
 UNPRICED_CHANCE = 0.3  # that a draft of a sequence needs where no costs are known
 Warn = Callable[[str], None]
 
@@ -111,12 +110,6 @@ class SourceRequest:
     profile: HardwareProfile | None
     warn: Warn
 
-    @property
-    def tree_tokens(self) -> int:
-        """See Drafting."""
-        placement = self.opened.placement
-        return 0 if placement is None else placement.limits.draft_tree or 0
-
 
 def open_drafting(
     knowledge: DraftKnowledge, opened: Opened, profile: HardwareProfile | None, warn: Warn
@@ -191,11 +184,9 @@ def _sequences(
     sources = tuple(source for source in found if source is not None)
     rule: MarginalRule | FixedThreshold = FixedThreshold(UNPRICED_CHANCE)
     if profile is not None:
-        most = max(MAX_DRAFT_LENGTH, request.tree_tokens)
-        times = step_times(opened.executor.spec, profile, opened.plan, max_tokens=most)
-        rule = MarginalRule(0.0, partial(times.verify_s, 0), times.branch_s)
-    length, tree_tokens = _draft_length(opened, profile), request.tree_tokens
-    drafting = Drafting(0, length, rule, None, sources, warn, switch, tree_tokens=tree_tokens)
+        times = step_times(opened.executor.spec, profile, opened.plan)
+        rule = MarginalRule(0.0, partial(times.verify_s, 0))
+    drafting = Drafting(0, _draft_length(opened, profile), rule, None, sources, warn, switch)
     return OpenDrafting(drafting)
 
 
@@ -212,8 +203,6 @@ def _open_draft_head(request: SourceRequest) -> DraftSource | None:
         return None
     try:
         head = open_draft_head(folder, executor, opened.running, request.warn)
-        if request.tree_tokens:
-            head.end = replace(head.end, n_choices=N_CHOICES)
         _warm_up(opened, head.end)
         if profile is not None:
             costs = HeadCosts(draft_head_facts(folder, executor.spec), executor.spec, profile, opened.plan.threads)

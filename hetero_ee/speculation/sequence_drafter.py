@@ -4,15 +4,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
-from math import prod
 
 from torch import Tensor
 
-from hetero_ee.decoding.texts import Text, common_length
+from hetero_ee.decoding.texts import Text
 from hetero_ee.errors import DeviceLostError, DeviceMemoryError, UsageError
 from hetero_ee.runtime.drafted import Drafted, DraftEnd
 from hetero_ee.runtime.executors.executor import Executor
-from hetero_ee.speculation.drafts import Branch, DraftSampler, DraftStep
+from hetero_ee.speculation.drafts import DraftSampler, DraftStep
 from hetero_ee.speculation.sources.source import Draft, DraftSource
 from hetero_ee.speculation.stop_rule import StopRule
 
@@ -40,41 +39,6 @@ class SequenceDrafter:
                 continue
             for source in (*self._computing, *self._free):
                 self._extend(step, source)
-            if len(step.tokens) < step.max_tokens and step.text.constraint is None:
-                self._branch(step)
-
-    def _branch(self, step: DraftStep) -> None:
-        """Adds second choices, and what free sources would have said instead, while they are worth their time."""
-        for source in self._free if step.origins else ():
-            self._compare(step, source)
-        for each in sorted(step.candidates, key=lambda branch: -branch.chance):
-            is_full = len(step.tokens) >= step.max_tokens
-            if is_full or not self._rule.is_worth_branch(each.chance, len(step.tokens)):
-                return
-            step.add_branch(each)
-
-    def _compare(self, step: DraftStep, source: DraftSource) -> None:
-        """A free source's drafts from the text's end on become a branch where they leave the sequence."""
-        said = [token.token_id for token in step.tokens[step.root + 1 :]]
-        choose = partial(self._choose, step.text)
-        with closing(source.drafts(step.text.cached_as, step.text.token_ids, choose)) as generated:
-            drafts = list(islice(generated, len(said)))
-        n_common = common_length([draft.token_id for draft in drafts], said)
-        chance = prod(step.chances[:n_common])
-        parent: int | Branch = n_common
-        for draft in drafts[n_common:]:
-            chance *= draft.confidence * (1 - step.chances[n_common] if parent == n_common else 1.0)
-            same = (each for each in step.candidates if (each.parent, each.token_id) == (parent, draft.token_id))
-            found = next(same, None)
-            if found is None:
-                if not self._may_branch(step.text, draft.token_id):
-                    return
-                found = Branch(parent, draft.token_id, source.name, chance)
-                step.candidates.append(found)
-            parent, chance = found, min(chance, found.chance)
-
-    def _may_branch(self, text: Text, token_id: int) -> bool:
-        return 0 <= token_id < self._executor.spec.vocab_size and not text.ends_with(token_id)
 
     def _begun_by_a_free_source(self, step: DraftStep) -> bool:
         """Whether a free source's drafts, added here, save more than any number of computed ones would."""
@@ -144,22 +108,10 @@ class SequenceDrafter:
             self._rule.spend(source.draft_s)
             step.judge(draft.token_id, draft.confidence)
             chance = self._rule.chance(draft.confidence)
-            self._add_seconds(step, source, draft, chance)
         if step.text.ends_with(draft.token_id):
             step.end()
         else:
             step.add(draft.token_id, source.name, chance)
-
-    def _add_seconds(self, step: DraftStep, source: DraftSource, draft: Draft, chance: float) -> None:
-        """What may come in the next draft's place, which is right with this chance."""
-        left = prod(step.chances) * (1 - chance)
-        for number, other in enumerate(draft.others):
-            if number == 0:
-                step.seconds[len(step.tokens) - 1] = other
-            right = self._rule.second_chance(other.confidence)
-            if self._may_branch(step.text, other.token_id):
-                step.candidates.append(Branch(len(step.chances), other.token_id, source.name, left * right))
-            left *= 1 - right
 
     def _choose(self, text: Text, hidden: Tensor, end: DraftEnd, history: Sequence[int]) -> Drafted:
         return self._sampler.drafted(self._executor, hidden, end, [(text, history)])[0]

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from hetero_ee.decoding.result import EXIT
 
-BRANCH = "branches"  # the origin of drafts beside the sequence
-
 
 @dataclass(frozen=True, slots=True)
 class OriginCounts:
@@ -83,7 +81,6 @@ class DraftCounts:
     n_tokens: int = 0
     n_ahead: int = 0
     n_ahead_kept: int = 0
-    n_again: int = 0  # right branches, verified once more, as their keys and values had not stayed
     _prompt_s: dict[str, float] = field(default_factory=dict)
     _drafted: Counter[str] = field(default_factory=Counter)
     _checked: Counter[str] = field(default_factory=Counter)
@@ -104,13 +101,6 @@ class DraftCounts:
         self._accepted_runs[n_accepted] += 1
         self.n_tokens += n_tokens
 
-    def add_branches(self, n_drafted: int, n_checked: int, n_accepted: int, n_tokens: int) -> None:
-        """The same step's branches: those checked follow right drafts; n_tokens came with those accepted."""
-        self._drafted[BRANCH] += n_drafted
-        self._checked[BRANCH] += n_checked
-        self._accepted[BRANCH] += n_accepted
-        self.n_tokens += n_tokens
-
     def statistics(self, n_layers: int, exit_layer: int) -> DraftStatistics:
         """The counts so far."""
         n_steps = self._drafted_runs.total()
@@ -119,7 +109,7 @@ class DraftCounts:
             exit_layer,
             self.n_passes,
             n_steps,
-            n_steps + self._drafted.total() + self.n_again,
+            n_steps + self._drafted.total(),
             self.n_tokens,
             _histogram(self._drafted_runs),
             _histogram(self._accepted_runs),

@@ -19,7 +19,6 @@ from math import prod
 BIN_EDGES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)  # finer where a draft sequence needs it
 PRIOR_DRAFTS = 8.0  # drafts that the confidence itself weighs in each bin
 DRAFT_DECAY = 0.998  # of a bin's counts at each draft: half is forgotten after 350
-SECOND_TRUST = 0.5  # in second choices: greedy texts seldom take them (4 of 23 right, demo model)
 PRIOR_TOKENS = 32.0  # tokens that full mode's time weighs at the start
 STEP_DECAY = 0.98  # of seconds and tokens at each step: half is forgotten after 35
 
@@ -50,64 +49,26 @@ class FixedThreshold:
     def audit(self, confidence: float, was_right: bool) -> None:
         """See MarginalRule."""
 
-    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int, n_branches: int = 0) -> None:
+    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
         """See MarginalRule."""
-
-    def second_chance(self, confidence: float) -> float:
-        """See MarginalRule."""
-        return confidence
-
-    def audit_second(self, confidence: float, was_right: bool) -> None:
-        """See MarginalRule."""
-
-    def is_worth_branch(self, chance: float, n_tokens: int) -> bool:
-        """See MarginalRule."""
-        return chance >= self._threshold
 
     def spend(self, seconds: float) -> None:
         """See MarginalRule."""
-
-
-class ChanceTable:
-    """How often drafts of a confidence were right: the mean of its bin's Beta posterior, which forgets slowly.
-
-    trust: what the confidence itself is multiplied with until they are counted.
-    """
-
-    def __init__(self, trust: float = 1.0) -> None:
-        self._prior = [trust * (low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
-        self._right = [0.0] * len(self._prior)
-        self._checked = [0.0] * len(self._prior)
-
-    def chance(self, confidence: float) -> float:
-        """That a draft of this confidence is right."""
-        index = bisect_right(BIN_EDGES, confidence)
-        return (PRIOR_DRAFTS * self._prior[index] + self._right[index]) / (PRIOR_DRAFTS + self._checked[index])
-
-    def add(self, confidence: float, was_right: bool) -> None:
-        """One was checked."""
-        index = bisect_right(BIN_EDGES, confidence)
-        self._right[index] = DRAFT_DECAY * self._right[index] + was_right
-        self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
-
-    @property
-    def mean(self) -> float:
-        """That one is right of which nothing is known yet."""
-        right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
-        return right / (PRIOR_DRAFTS * len(self._prior) + sum(self._checked))
 
 
 class MarginalRule:
     """The marginal rule, with chances learned from what verification finds: the same answers for the same drafts.
 
     draft_s: one token through the layers before the exit layer, its exit judged; 0 where drafts come from elsewhere.
-    verify_s(m): m tokens through the rest and the lm_head. branch_s: what a branch takes besides its token.
+    verify_s(m): m tokens through the rest and the lm_head.
     """
 
-    def __init__(self, draft_s: float, verify_s: Callable[[int], float], branch_s: float = 0.0) -> None:
-        self.draft_s, self._verify_s, self._branch_s = draft_s, cache(verify_s), branch_s
+    def __init__(self, draft_s: float, verify_s: Callable[[int], float]) -> None:
+        self.draft_s, self._verify_s = draft_s, cache(verify_s)
         self.n_beside = 0  # tokens of other texts in the pass that drafts are for
-        self._firsts, self._later = ChanceTable(), ChanceTable(SECOND_TRUST)
+        self._prior = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
+        self._right = [0.0] * len(self._prior)
+        self._checked = [0.0] * len(self._prior)
         self._seconds = PRIOR_TOKENS * (draft_s + verify_s(1))
         self._tokens = PRIOR_TOKENS
 
@@ -119,15 +80,13 @@ class MarginalRule:
     @property
     def mean_chance(self) -> float:
         """That a draft is right of which nothing is known yet."""
-        return self._firsts.mean
+        right = PRIOR_DRAFTS * sum(self._prior) + sum(self._right)
+        return right / (PRIOR_DRAFTS * len(self._prior) + sum(self._checked))
 
     def chance(self, confidence: float) -> float:
-        """That a draft of this confidence is right."""
-        return self._firsts.chance(confidence)
-
-    def second_chance(self, confidence: float) -> float:
-        """That a second choice of this confidence is right where the first was wrong."""
-        return self._later.chance(confidence)
+        """That a draft of this confidence is right: the mean of its bin's Beta posterior."""
+        index = bisect_right(BIN_EDGES, confidence)
+        return (PRIOR_DRAFTS * self._prior[index] + self._right[index]) / (PRIOR_DRAFTS + self._checked[index])
 
     def is_worth(self, chances: Sequence[float], draft_s: float) -> bool:
         """Whether the last of these drafts is worth draft_s seconds and its token in the verification."""
@@ -143,22 +102,14 @@ class MarginalRule:
 
     def audit(self, confidence: float, was_right: bool) -> None:
         """What verification found of a draft, made or not, that follows right tokens."""
-        self._firsts.add(confidence, was_right)
+        index = bisect_right(BIN_EDGES, confidence)
+        self._right[index] = DRAFT_DECAY * self._right[index] + was_right
+        self._checked[index] = DRAFT_DECAY * self._checked[index] + 1
 
-    def audit_second(self, confidence: float, was_right: bool) -> None:
-        """The same of a second choice where the first was wrong."""
-        self._later.add(confidence, was_right)
-
-    def is_worth_branch(self, chance: float, n_tokens: int) -> bool:
-        """Whether a branch is worth its token in the verification of n_tokens others of its text. chance: that it and
-        all before it are right. It is verified once more then: its keys and values have not stayed."""
-        token_s = self._token_s(n_tokens)
-        return chance * (self.seconds_per_token - token_s) > token_s + self._branch_s
-
-    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int, n_branches: int = 0) -> None:
-        """A text's step has ended: of n_verified tokens, n_branches beside the sequence, n_tokens came out. n_in_pass:
-        with those of other texts, which share its time."""
-        verify_s = self._verify_s(n_in_pass) * n_verified / n_in_pass + n_branches * self._branch_s
+    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
+        """A text's step has ended: of n_verified tokens n_tokens came out. n_in_pass: with those of other texts, which
+        share its time."""
+        verify_s = self._verify_s(n_in_pass) * n_verified / n_in_pass
         self._seconds = STEP_DECAY * self._seconds + n_verified * self.draft_s + verify_s
         self._tokens = STEP_DECAY * self._tokens + n_tokens
 

@@ -6,7 +6,6 @@ before all earlier tokens of its sequence have. Source: tokens that wait as in E
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -37,9 +36,8 @@ class LayerRunner(Protocol):
 def advance(executor: LayerRunner, tokens: Sequence[WaitingToken], to_layer: int) -> Tensor | None:
     """Brings the tokens through the layers up to `to_layer`, the shallowest first.
 
-    tokens: by sequence, in order of position, a tree's depth first. Each pass takes along all that wait where it
-    begins, so that a layer's weights are read once for all of them. Returns the hidden states (m, hidden), None where
-    no layer was passed.
+    tokens: by sequence, in order of position. Each pass takes along all that wait where it begins, so that a layer's
+    weights are read once for all of them. Returns the hidden states (m, hidden), None where no layer was passed.
     """
     while True:
         depth = min(token.depth for token in tokens)
@@ -61,7 +59,6 @@ def batch_of(tokens: Sequence[WaitingToken]) -> Batch:
         tuple(token.token_id for token in tokens),
         tuple(token.sequence for token in tokens),
         tuple(token.position for token in tokens),
-        is_tree=any(a.sequence == b.sequence and b.position <= a.position for a, b in pairwise(tokens)),
     )
 
 

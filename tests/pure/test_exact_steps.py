@@ -55,7 +55,7 @@ class RecordingRule(FixedThreshold):
     def audit(self, confidence: float, was_right: bool) -> None:
         self.audits.append(was_right)
 
-    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int, n_branches: int = 0) -> None:
+    def settle(self, n_verified: int, n_tokens: int, n_in_pass: int) -> None:
         self.settled.append((n_verified, n_tokens))
 
 

@@ -28,7 +28,7 @@ def sequences(mean_chance: float = 0.5) -> MarginalRule:
     """Of drafts from elsewhere, right as often as mean_chance, whatever their confidence. Full mode's token takes a
     second, another one in its pass 0.05."""
     rule = MarginalRule(0.0, lambda m: 1 + 0.05 * (m - 1))
-    rule._firsts._prior = [mean_chance] * len(rule._firsts._prior)
+    rule._prior = [mean_chance] * len(rule._prior)
     return rule
 
 

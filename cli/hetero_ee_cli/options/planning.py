@@ -87,13 +87,6 @@ class LimitOptions:
             "what should be fastest]",
         ),
     ] = None
-    draft_tree: Annotated[
-        int | None,
-        typer.Option(
-            help="Branches beside a draft sequence, second choices and n-grams, where they should pay, as long as a "
-            "pass verifies no more tokens, 0 to 32. [default: 0, a sequence alone]",
-        ),
-    ] = None
     risk: Annotated[
         float | None,
         typer.Option(help="In mode certified, the share of a prompt's tokens that may differ. [default: 0.05]"),
@@ -133,7 +126,6 @@ class LimitOptions:
             kv_type=self.kv_type or default_kv_type(opening["quantizer"]),
             mode=self.mode,
             draft_length=self.draft_length,
-            draft_tree=self.draft_tree,
             risk=self.risk,
             exit_kv=self.exit_kv,
             threads=opening["threads"],

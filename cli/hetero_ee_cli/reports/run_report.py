@@ -209,9 +209,7 @@ def _mode(engine: "Engine") -> list[str]:
         reading = " of the text, less than it costs of a prompt" if is_worth_it(exact_per_s, full_per_s) else ""
         return [f"full (exact declined: {gain} expected{reading})"]
     n_tokens = made.draft_length if engine.drafting is None else engine.drafting.draft_length
-    n_tree = 0 if engine.drafting is None else engine.drafting.tree_tokens
-    tree = f", a tree up to {n_tree}" if n_tree else ""
-    return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}{tree}): {draft_words(found)}"]
+    return [f"exact ({engine.draft_origin}, up to {n_tokens} token{'s' * (n_tokens > 1)}): {draft_words(found)}"]
 
 
 def _neurons(engine: "Engine") -> list[str]:

@@ -66,11 +66,6 @@ class Costs:
             seconds = max(seconds, part.weight_bytes / self.profile.disk_read_bytes_per_s.value)
         return seconds
 
-    def attention_s(self, part: Part, placement: str, context_tokens: int) -> float:
-        """One token's reading of keys and values alone; the cache holds context_tokens with it."""
-        seen = min(context_tokens, part.window_tokens or context_tokens)
-        return self._attention_s(part, self._device(placement), 1, seen)
-
     def sparse_gain(self, part: Part, placement: str) -> tuple[float, float]:
         """Of a sparse FFN: its seconds for one token over those of the same FFN in tiles, and the largest share of
         active neurons, in hundredths, with which it takes no longer."""

@@ -95,15 +95,14 @@ def step_times(
     made: Plan,
     context_tokens: int | None = None,
     map_ranks: Mapping[int, int] | None = None,
-    max_tokens: int = MAX_DRAFT_LENGTH,
 ) -> StepTimes:
-    """Of this plan's drafts and verifications, of up to max_tokens; None: at half the plan's context.
+    """Of this plan's drafts and verifications, of up to MAX_DRAFT_LENGTH tokens; None: at half the plan's context.
 
     map_ranks: see StepTimes.
     """
     context = max(1, made.context_tokens // 2) if context_tokens is None else context_tokens
     costs, parts = Costs(spec, profile, made.threads), model_parts(spec, made.kv_type)
-    return StepTimes(costs, parts, made.decode_placements, context, max_tokens, map_ranks=map_ranks)
+    return StepTimes(costs, parts, made.decode_placements, context, MAX_DRAFT_LENGTH, map_ranks=map_ranks)
 
 
 def predicted_step(

@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 
-from hetero_ee.models.blocks import BlockKind
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import ExitRates
 from hetero_ee.planning.times.costs import ON_GPU, STREAMED, Costs, reads_on_cpu
@@ -142,13 +141,6 @@ class StepTimes:
             return steps_s[m - 1] - m * draft_s
         sums = self._sums(m)
         return sums[-1] - sums[_n_parts(exit_layer)]
-
-    @property
-    def branch_s(self) -> float:
-        """What a branch of a tree takes besides its token: keys and values are read once more, in each layer."""
-        placed = zip(self._parts, self.placements, strict=True)
-        attentions = ((part, placement) for part, placement in placed if part.kind is BlockKind.ATTENTION)
-        return sum(self._costs.attention_s(part, placement, self._context_tokens) for part, placement in attentions)
 
     def layers_s(self, exit_layer: int) -> float:
         """One token through the layers before the exit layer."""

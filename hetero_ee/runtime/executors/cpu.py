@@ -116,16 +116,15 @@ class CpuExecutor(HostExecutor):
     def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
         turns = np.array(batch.turns, np.int64)
         own = np.array(qkv.numpy(), order="C")  # a copy: heads turn in place
-        return torch.from_numpy(self._attended_by(block, own, turns, self._places(batch), batch.runs()))
+        return torch.from_numpy(self._attended_by(block, own, turns, self._places(batch)))
 
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         turns = np.array(batch.turns, np.int64)
         places = self._places(batch) if any(block.kind is BlockKind.ATTENTION for block in blocks) else None
-        runs = batch.runs()
         x, delta = np.array(hidden.numpy(), order="C"), None  # a copy: norms add to it in place
         for block in blocks:
             if block.kind is BlockKind.ATTENTION:
-                delta = self._attended(block, self._normed(block, x, delta), turns, places, runs)
+                delta = self._attended(block, self._normed(block, x, delta), turns, places)
             else:
                 delta = self._fed_forward(block, self._normed(block, x, delta), batch)
             delta = self._scaled(block, delta)
@@ -203,20 +202,16 @@ class CpuExecutor(HostExecutor):
             x += self._vectors[block.tensors["positions"].name][np.array(batch.positions) + offset]
         return x
 
-    def _attended(self, block: Block, normed: Any, turns: Any, places: Any, runs: Sequence[slice]) -> Any:
-        attended = self._attended_by(block, self._multiplied(normed, block, "qkv"), turns, places, runs)
+    def _attended(self, block: Block, normed: Any, turns: Any, places: Any) -> Any:
+        attended = self._attended_by(block, self._multiplied(normed, block, "qkv"), turns, places)
         return self._multiplied(attended, block, "output")
 
-    def _attended_by(self, block: Block, qkv: Any, turns: Any, places: Any, runs: Sequence[slice]) -> Any:
-        """(m, queries) of qkv, whose heads are normed and turned in place. A tree's runs one after the other: each
-        overwrites what only those before see."""
+    def _attended_by(self, block: Block, qkv: Any, turns: Any, places: Any) -> Any:
+        """(m, queries) of qkv, whose heads are normed and turned in place."""
         assert block.layer is not None
         place = self.cache.index(block.layer)
-        window, out = self.spec.sliding_windows[block.layer], np.empty((len(qkv), self.spec.query_size), np.float32)
-        for rows in runs:
-            self._write(block, qkv[rows], turns[rows], places[rows], place, self.spec.query_size)
-            self._attention.attend(qkv[rows], places[rows], place, window, out[rows])
-        return out
+        self._write(block, qkv, turns, places, place, self.spec.query_size)
+        return self._attention.attend(qkv, places, place, self.spec.sliding_windows[block.layer])
 
     def _write(self, block: Block, qkv: Any, turns: Any, places: Any, place: int, first_key: int) -> None:
         """Norms and turns in place all heads of qkv, whose keys begin at first_key: 0 without queries; then keys and

@@ -19,7 +19,7 @@ from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.overlap import Overlap
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.captured import captured_layers, cut
-from hetero_ee.runtime.choice import drafted_choices
+from hetero_ee.runtime.choice import drafted
 from hetero_ee.runtime.devices.traffic import Traffic
 from hetero_ee.runtime.drafted import Drafted, DraftEnd, DraftNoise, drafted_of, drafted_rows
 from hetero_ee.runtime.growth import Growth
@@ -60,7 +60,7 @@ class HeadExecutor(Protocol):
         return self.lm_head(self.final_norm(hidden))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
-        """Drafts after states (m, hidden): int32 (m n_choices, 2) for drafted_of, on the CPU from an Executor."""
+        """Drafts after states (m, hidden): int32 (m, 2) for drafted_of, on the CPU from an Executor."""
         ...
 
     def draft_logits(self, hidden: Tensor, end: DraftEnd) -> Tensor:
@@ -135,7 +135,7 @@ class Executor(HeadExecutor, Protocol):
 
     def draft(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> list[Drafted]:
         """A draft after each of the states (m, hidden), chosen and judged where the head lies."""
-        return drafted_of(self.draft_rows(hidden, noise, end), end.n_choices)
+        return drafted_of(self.draft_rows(hidden, noise, end))
 
     @property
     def most_tokens(self) -> int:
@@ -283,9 +283,7 @@ class HostExecutor(Executor, BlockExecutor):
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         logits = self.draft_logits(hidden, end)
         token_ids = None if end.vocabulary is None else end.vocabulary.token_ids
-        judge, n = end.judge, end.n_choices
-        rows = zip(logits, noise, strict=True)
-        return drafted_rows([drafted_choices(row, one, judge, n, token_ids) for row, one in rows])
+        return drafted_rows([drafted(row, one, end.judge, token_ids) for row, one in zip(logits, noise, strict=True)])
 
     @abstractmethod
     def borrowing(self, weights: ModelWeights) -> AbstractContextManager[None]:

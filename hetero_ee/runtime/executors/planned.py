@@ -260,8 +260,7 @@ class PlannedExecutor(Executor):
 
     def _segments(self, batch: Batch, layers: range) -> tuple[Segment, ...]:
         """The batch's way; copies of the weights that are streamed on it begin."""
-        is_long = len(batch) > MAX_DECODE_TOKENS and not batch.is_tree  # a tree's keys and values can't visit
-        segments = self._route.segments(PREFILL if is_long else DECODE, layers)
+        segments = self._route.segments(PREFILL if len(batch) > MAX_DECODE_TOKENS else DECODE, layers)
         if self._streams is not None:
             self._streams.begin([block for each in segments if each.is_streamed for block in each.blocks])
         return segments

@@ -58,9 +58,6 @@ class ReferenceExecutor(HostExecutor):
 
     @torch.inference_mode()
     def attend(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
-        return torch.cat([self._attend_run(qkv[rows], batch.part(rows), block) for rows in batch.runs()])
-
-    def _attend_run(self, qkv: Tensor, batch: Batch, block: Block) -> Tensor:
         queries, layer = self._written(block, qkv, batch), block.layer
         assert layer is not None
         spec, window = self.spec, self.spec.sliding_windows[layer]

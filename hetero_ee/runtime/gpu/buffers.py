@@ -5,7 +5,6 @@ One serves all segments of a device, as they never run at the same time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from hetero_ee_kernels.pages import attention_workspace
 from hetero_ee_kernels.rope_table import rope_table
 
 MAX_ROWS = 16  # of a pass of decoding: each number of rows up to it has a graph of its own
-ALIGNED = 4  # integers: what kernels take begins at a multiple of 16 bytes
-
-Runs = tuple[int, ...]  # where each run of rows ends that write, then attend; rows that are no tree's are one run
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,7 @@ class SegmentRoom:
 
     n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: tables of rotary
     angles, None for layers without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used,
-    n_neurons: see NeuronCounts; the former is counted on the device. run_places: slots and positions of several runs,
-    each where kernels may take it.
+    n_neurons: see NeuronCounts; the former is counted on the device.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
@@ -58,7 +53,6 @@ class SegmentRoom:
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self.buffers = _buffers(spec, self.device, n_rows)
         self.turned_by: Tensor | None = None
-        self.run_places = torch.zeros(2, ALIGNED * n_rows, dtype=torch.int32, device=self.device)
         self.n_used, self.n_neurons = torch.zeros(1, dtype=torch.int64, device=self.device), 0
 
     def place(
@@ -68,7 +62,6 @@ class SegmentRoom:
         positions: Sequence[int],
         may_skip: Sequence[bool] | None = None,
         turned_by: Sequence[int] | None = None,
-        runs: Runs = (),
     ) -> None:
         """Copies the rows of a pass into the buffers. The host does not wait for a GPU to have them.
 
@@ -87,23 +80,6 @@ class SegmentRoom:
         self.turned_by = None
         if turned_by is not None:
             self.turned_by = torch.tensor(turned_by, **pinned).to(self.device, non_blocking=True)
-        if len(runs) > 1:
-            places = torch.zeros(2, self.run_places.shape[1], **pinned)
-            for (first, end), at in zip(pairwise((0, *runs)), _starts(runs), strict=True):
-                places[:, at : at + end - first] = numbers[:2, first:end]
-            self.run_places.copy_(places, non_blocking=True)
-
-    def places(self, runs: Runs) -> list[tuple[Tensor, Tensor]]:
-        """Slots and positions, each (n,), of each of several runs."""
-        slots, positions = self.run_places
-        ends = (at + end - first for at, (first, end) in zip(_starts(runs), pairwise((0, *runs)), strict=True))
-        return [(slots[at:end], positions[at:end]) for at, end in zip(_starts(runs), ends, strict=True)]
-
-
-def _starts(runs: Runs) -> list[int]:
-    """Where each of the runs begins in run_places."""
-    sizes = (-(-(end - first) // ALIGNED) * ALIGNED for first, end in pairwise((0, *runs)))
-    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def _turns(spec: ModelSpec, n_positions: int, device: Any) -> dict[RopeSpec | None, Any]:

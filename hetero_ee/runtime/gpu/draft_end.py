@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_ee.runtime.drafted import ABSENT, DraftEnd, DraftNoise, noise_words
+from hetero_ee.runtime.drafted import DraftEnd, DraftNoise, noise_words
 from hetero_ee.runtime.gpu.buffers import MAX_ROWS
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import Recorder, Replays, entered
@@ -51,25 +51,25 @@ class GpuDraftEnd:
         self._network = None if end.judge is None else tuple(part.to(device) for part in end.judge.network)
         self._x = torch.zeros(MAX_ROWS, hidden_size, device=device)
         self._noise = torch.zeros(noise_words([]).shape[1] * MAX_ROWS, dtype=torch.int32, device=device)
-        self._out = torch.zeros(end.n_choices, MAX_ROWS, 2, dtype=torch.int32, device=device)
+        self._out = torch.zeros(MAX_ROWS, 2, dtype=torch.int32, device=device)
         self._replays = Replays(recorder)
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, noise: Sequence[DraftNoise]) -> Tensor:
-        """States (m, hidden) -> int32 (m n_choices, 2) on the GPU, for drafted_of. The host does not wait."""
+        """States (m, hidden) -> int32 (m, 2) on the GPU, for drafted_of. The host does not wait."""
         words = noise_words(noise)
         if self._device.type == "cuda":
             words = words.pin_memory()
-        found = torch.empty(len(noise), len(self._out), 2, dtype=torch.int32, device=self._device)
+        found = torch.empty(len(noise), 2, dtype=torch.int32, device=self._device)
         with entered(self._device):
             for first in range(0, len(noise), MAX_ROWS):
                 some = slice(first, min(first + MAX_ROWS, len(noise)))
                 m = some.stop - first
                 self._x[:m].copy_(hidden[some])
                 self._words(m).copy_(words[some], non_blocking=True)
-                self._replays.run((m,), lambda runs: self._compute(runs[-1]))
-                found[some] = self._out[:, :m].transpose(0, 1)
-        return found.flatten(0, 1)
+                self._replays.run(m, self._compute)
+                found[some] = self._out[:m]
+        return found
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,15 +91,7 @@ class GpuDraftEnd:
     def _compute(self, m: int) -> None:
         """Launches alone: they depend on m and nothing else."""
         logits = self._logits(self._x[:m])
-        for number, out in enumerate(self._out):
-            if number:
-                self._leave_out(logits, self._out[number - 1, :m, 0].long())
-            self._ops.draft(logits, self._words(m), self._network, self._ids, out[:m])
-
-    def _leave_out(self, logits: Tensor, token_ids: Tensor) -> None:
-        """What was chosen is not chosen again; of NO_TOKEN nothing is told from rows that are not finite."""
-        places = token_ids if self._ids is None else torch.searchsorted(self._ids, token_ids.int())
-        logits.scatter_(1, places.clamp(min=0)[:, None], ABSENT)
+        self._ops.draft(logits, self._words(m), self._network, self._ids, self._out[:m])
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._finished(self._head.multiply(self._mapped(x), self._head.matrix))

@@ -7,7 +7,6 @@ when contexts grow. Without a recorder the launches are made one by one, with th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from torch import Tensor
 from hetero_ee.models.blocks import Block, BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.gpu.buffers import MAX_ROWS, Runs, SegmentBuffers, SegmentRoom
+from hetero_ee.runtime.gpu.buffers import MAX_ROWS, SegmentBuffers, SegmentRoom
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
-
-MAX_REPLAYS = 64  # of one segment: a recording keeps memory, and trees of drafts have many shapes
 
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work]  # records the launches without computing anything, returns what makes them
@@ -48,29 +45,27 @@ class CudaGraphRecorder:
 
 
 class Replays:
-    """Recorded launches, by the runs of rows that they are for, the newest MAX_REPLAYS. record: None records nothing.
-    Holds no owner: what runs out of memory must go without waiting for cycles to be found."""
+    """Recorded launches, by numbers of rows. record: None records nothing. Holds no owner: what runs out of memory must
+    go without waiting for cycles to be found."""
 
     def __init__(self, record: Recorder | None) -> None:
         self._record = record
-        self._known: dict[Runs, Work] = {}
+        self._known: dict[int, Work] = {}
 
-    def run(self, runs: Runs, compute: Callable[[Runs], None]) -> None:
-        """compute: launches for rows cut like this, in buffers that stay where they are, always the same.
+    def run(self, m: int, compute: Callable[[int], None]) -> None:
+        """compute: launches for so many rows, in buffers that stay where they are, always the same.
 
-        The first pass of such rows is launched one by one: it compiles what it needs, which recording does not allow.
+        The first pass of m rows is launched one by one: it compiles what it needs, which recording does not allow.
 
         Every pass computes once: recording computes nothing, and what it recorded serves from the next pass on.
         """
-        replay = self._known.get(runs)
+        replay = self._known.get(m)
         if replay is not None:
             replay()
             return
-        compute(runs)
-        if self._record is not None and runs[-1] <= MAX_ROWS:
-            if len(self._known) == MAX_REPLAYS:
-                del self._known[next(iter(self._known))]
-            self._known[runs] = self._record(lambda: compute(runs))
+        compute(m)
+        if self._record is not None and m <= MAX_ROWS:
+            self._known[m] = self._record(lambda: compute(m))
 
 
 class GpuSegment:
@@ -112,40 +107,39 @@ class GpuSegment:
             self._room.n_neurons += int(batch.may_skip().sum()) * self._n_neurons
         with entered(self._device):
             out = torch.empty(hidden.shape, device=self._device)
-            for rows, runs in self._placed(hidden, batch):
+            for rows, m in self._placed(hidden, batch):
                 if batch.turned_by is None:
-                    self._replays.run(runs, self._compute)
+                    self._replays.run(m, self._compute)
                 else:
-                    self._compute(runs)
-                out[rows] = self._room.buffers.x[: runs[-1]]
+                    self._compute(m)
+                out[rows] = self._room.buffers.x[:m]
         return out
 
     @torch.inference_mode()
     def write_kv(self, hidden: Tensor, batch: Batch) -> None:
         """Keys and values alone, of attentions whose input each is these states. Raises like run."""
         with entered(self._device):
-            for _, runs in self._placed(hidden, batch):
-                b = self._room.buffers.first(runs[-1])
+            for _, m in self._placed(hidden, batch):
+                b = self._room.buffers.first(m)
                 for block in self._blocks:
                     self._normed(block, b, None)
                     self._multiply(b.normed, block, "qkv", b.qkv)
-                    self._norm_heads(block, b.qkv)
-                    self._write_kv(block, b.qkv, b.slots, b.positions, self._room.turned_by)
+                    self._write_kv(block, b)
 
     @torch.inference_mode()
     def attend(self, qkv: Tensor, batch: Batch) -> Tensor:
         """Its one attention without matrices: (m, queries, keys and values) -> (m, queries). Launched one by one."""
         (block,), out = self._blocks, torch.empty(len(batch), self.spec.query_size, device=self._device)
         with entered(self._device):
-            for rows, runs in self._placed(None, batch):
-                b = self._room.buffers.first(runs[-1])
+            for rows, m in self._placed(None, batch):
+                b = self._room.buffers.first(m)
                 b.qkv.copy_(qkv[rows])
-                self._attend_qkv(block, b, runs)
+                self._attend_qkv(block, b)
                 out[rows] = b.attended
         return out
 
-    def _placed(self, hidden: Tensor | None, batch: Batch) -> Iterator[tuple[slice, Runs]]:
-        """The batch in parts, each in the buffers while it is told: which rows, and how they are cut."""
+    def _placed(self, hidden: Tensor | None, batch: Batch) -> Iterator[tuple[slice, int]]:
+        """The batch in parts, each in the buffers while it is told: which rows, and how many."""
         if hidden is not None and tuple(hidden.shape) != (len(batch), self.spec.hidden_size):
             raise ValueError(
                 f"hidden states are {tuple(hidden.shape)} for {len(batch)} rows of {self.spec.hidden_size}."
@@ -157,21 +151,16 @@ class GpuSegment:
             turned_by = None if batch.turned_by is None else batch.turned_by[rows]
             skips = may_skip[rows] if may_skip is not None else None
             some = None if hidden is None else hidden[rows]
-            runs = tuple(run.stop for run in batch.part(rows).runs()) if batch.is_tree else (rows.stop - first,)
-            self._room.place(some, slots[rows], batch.positions[rows], skips, turned_by, runs)
-            yield rows, runs
+            self._room.place(some, slots[rows], batch.positions[rows], skips, turned_by)
+            yield rows, rows.stop - first
 
-    def _compute(self, runs: Runs) -> None:
-        """buffers.x of the rows, before the segment -> after it. Launches alone: they depend on the runs and nothing
-        else."""
-        b = self._room.buffers.first(runs[-1])
+    def _compute(self, m: int) -> None:
+        """buffers.x of m rows, before the segment -> after it. Launches alone: they depend on m and nothing else."""
+        b = self._room.buffers.first(m)
         delta = None
         for block in self._blocks:
             self._normed(block, b, delta)
-            if block.kind is BlockKind.ATTENTION:
-                self._attend(block, b, runs)
-            else:
-                self._feed_forward(block, b)
+            (self._attend if block.kind is BlockKind.ATTENTION else self._feed_forward)(block, b)
             if block.has_post_norm:
                 self._norm(block, "post_norm", b.delta, b.delta)
             if self.spec.residual_scale != 1:
@@ -179,40 +168,32 @@ class GpuSegment:
             delta = b.delta
         self._ops.add(b.x, b.delta)
 
-    def _attend(self, block: Block, b: SegmentBuffers, runs: Runs) -> None:
+    def _attend(self, block: Block, b: SegmentBuffers) -> None:
         self._multiply(b.normed, block, "qkv", b.qkv)
-        self._attend_qkv(block, b, runs)
+        self._attend_qkv(block, b)
         self._multiply(b.attended, block, "output", b.delta)
 
-    def _attend_qkv(self, block: Block, b: SegmentBuffers, runs: Runs) -> None:
-        """b.attended of b.qkv. A tree's runs one after the other: each overwrites what only those before see."""
+    def _attend_qkv(self, block: Block, b: SegmentBuffers) -> None:
+        """b.attended of b.qkv."""
+        place = self._write_kv(block, b)
         assert block.layer is not None
-        spec, room, window = self.spec, self._room, self.spec.sliding_windows[block.layer]
-        options = {"scale": spec.attention_scale, "cap": spec.attention_cap, "workspace": room.workspace}
-        self._norm_heads(block, b.qkv)
-        places = room.places(runs) if len(runs) > 1 else [(b.slots, b.positions)]
-        for (first, end), (slots, positions) in zip(pairwise((0, *runs)), places, strict=True):
-            turned_by = None if room.turned_by is None else room.turned_by[first:end]
-            place = self._write_kv(block, b.qkv[first:end], slots, positions, turned_by)
-            self._ops.attention(b.qkv[first:end], *place, window, b.attended[first:end], **options)
+        spec, window = self.spec, self.spec.sliding_windows[block.layer]
+        scores = {"scale": spec.attention_scale, "cap": spec.attention_cap}
+        self._ops.attention(b.qkv, *place, window, b.attended, workspace=self._room.workspace, **scores)
 
-    def _norm_heads(self, block: Block, qkv: Tensor) -> None:
+    def _write_kv(self, block: Block, b: SegmentBuffers) -> tuple[Any, Tensor, Tensor, int]:
+        """Of b.qkv: queries are turned there, keys and values are in the cache then: its pages, slots, positions and
+        layer."""
         spec, ops = self.spec, self._ops
+        assert block.layer is not None
+        place = (self.cache.pages, b.slots, b.positions, self.cache.index(block.layer))
         if spec.qk_norm:
             n_queries, n_keys = (1, 1) if spec.qk_norm_whole else (spec.n_heads, spec.n_kv_heads)
             query_scale, key_scale = self._weights.vector(block, "query_norm"), self._weights.vector(block, "key_norm")
-            ops.rms_norm_heads(qkv, query_scale, spec.norm_eps, 0, n_queries)
-            ops.rms_norm_heads(qkv, key_scale, spec.norm_eps, spec.query_size, n_keys)
-
-    def _write_kv(
-        self, block: Block, qkv: Tensor, slots: Tensor, positions: Tensor, turned_by: Tensor | None
-    ) -> tuple[Any, Tensor, Tensor, int]:
-        """Turns rows, whose keys and values are in the cache then: its pages, their slots and positions, the layer."""
-        spec = self.spec
-        assert block.layer is not None
-        place = (self.cache.pages, slots, positions, self.cache.index(block.layer))
-        angles = {"turns": self._room.turns[spec.rope_of(block.layer)], "turned_by": turned_by}
-        self._ops.kv_write(qkv, *place, spec.query_size, spec.query_size + spec.kv_size, **angles)
+            ops.rms_norm_heads(b.qkv, query_scale, spec.norm_eps, 0, n_queries)
+            ops.rms_norm_heads(b.qkv, key_scale, spec.norm_eps, spec.query_size, n_keys)
+        angles = {"turns": self._room.turns[spec.rope_of(block.layer)], "turned_by": self._room.turned_by}
+        ops.kv_write(b.qkv, *place, spec.query_size, spec.query_size + spec.kv_size, **angles)
         return place
 
     def _feed_forward(self, block: Block, b: SegmentBuffers) -> None:

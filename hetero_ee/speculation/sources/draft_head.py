@@ -174,9 +174,9 @@ class DraftHeadSource:
 
     def _drafted(self, state: Tensor, history: list[int], choose: Choose) -> Draft | None:
         """The token that this state (1, hidden) leads to; None where a number is not finite."""
-        found = choose(state, self.end, history)
-        if found.token_id != NO_TOKEN and math.isfinite(found.confidence):
-            return Draft(*found)
+        token_id, confidence = choose(state, self.end, history)
+        if token_id != NO_TOKEN and math.isfinite(confidence):
+            return Draft(token_id, confidence)
         if self._warn and not self._has_warned:
             self._warn(NOT_FINITE)
         self._has_warned = True

@@ -16,7 +16,6 @@ class Draft(NamedTuple):
 
     token_id: int
     confidence: float  # of a free source the chance that it is right; else what tells sure drafts from unsure ones
-    others: tuple[Drafted, ...] = ()  # what may come in its place, see Drafted
 
 
 class DraftSource(Protocol):

@@ -230,27 +230,6 @@ def test_what_was_recorded_once_is_right_while_contexts_grow(llama: Model) -> No
     assert (tape.n_recorded, tape.n_replayed) == (3, len(steps) - 3)  # one recording for each of m = 1, 2 and 3
 
 
-def test_trees_are_recorded_by_their_shape(llama: Model) -> None:
-    """And each of their rows has the bits of its path alone, while the last path stays in the cache."""
-    tape = Tape(operations("torch"))
-    taped, plain = segment(llama, ops=tape.operations, recorder=tape), segment(llama)
-    for part in (taped, plain):
-        part.cache.open(0)
-        run(part, llama, Batch.of_sequence(0, 0, PROMPT[:3]))
-    paths = {1: [8, 1], 3: [8, 2, 3], 4: [8, 2, 4]}  # by row: tokens before it and its own
-    for first in (3, 6, 9):
-        positions = tuple(first + depth for depth in (0, 1, 1, 2, 2))
-        found = run(taped, llama, Batch((8, 1, 2, 3, 4), (0,) * 5, positions, is_tree=True))
-        for row, tokens in paths.items():
-            plain.cache.truncate(0, first)
-            assert_same_bits(run(plain, llama, Batch.of_sequence(0, first, tokens))[-1], found[row])
-    for layer in range(2):
-        both = (read_back(part.cache, layer, 0, 0, 12) for part in (taped, plain))
-        for kept, expected in zip(*both, strict=True):
-            assert_same_bits(kept, expected)
-    assert (tape.n_recorded, tape.n_replayed) == (2, 2)  # of the prompt, and of the tree
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_cuda_graphs_give_the_same_bits(llama: Model) -> None:
     ops = operations("triton")
