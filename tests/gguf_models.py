@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}  # where model_type is another
+TURNED = ("llama", "granite", "smollm3")
+GEMMA = ("gemma2", "gemma3")
 Types = Callable[[str], str]  # of a tensor's name in the file, its type
 
 
@@ -23,7 +26,7 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
 
     config, tokenizer = model.config, changes.pop("tokenizer", None)
     factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
     for key, value in (_metadata(config, arch) | changes).items():
         _add(writer, key.format(arch=arch), value)
@@ -37,12 +40,13 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
             continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        turns = arch == "llama" and heads is not None
+        turns = arch in TURNED and heads is not None
+        added = float(arch in GEMMA and name.endswith("norm.weight"))
         kind = gguf.GGMLQuantizationType[types(found) if values.dim() > 1 else "F32"]
-        data = packed((_turned(values, heads) if turns else values).numpy(), kind)
+        data = packed((_turned(values, heads) if turns else values + added).numpy(), kind)
         writer.add_tensor(found, data, raw_dtype=kind)
         floats = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view_as(values)
-        held[name] = _turned_back(floats, heads) if turns else floats
+        held[name] = _turned_back(floats, heads) if turns else floats - added
     for name, values in factors.items():
         writer.add_tensor(name, values)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
@@ -118,7 +122,7 @@ def tokenizer_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
-    rope = config.rope_parameters
+    """As llama.cpp's converter has them: of each class what it writes, and nothing else."""
     found = {
         "general.name": "a random model",
         "{arch}.block_count": config.num_hidden_layers,
@@ -127,14 +131,49 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         "{arch}.feed_forward_length": config.intermediate_size,
         "{arch}.attention.head_count": config.num_attention_heads,
         "{arch}.attention.head_count_kv": config.num_key_value_heads,
-        "{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "{arch}.rope.freq_base": float(rope["rope_theta"]),
     }
-    if arch != "phi3":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    if arch in ("starcoder2", "stablelm"):
+        eps = config.norm_epsilon if arch == "starcoder2" else config.layer_norm_eps
+        found["{arch}.attention.layer_norm_epsilon"] = float(eps)
+    else:
+        found["{arch}.attention.layer_norm_rms_epsilon"] = float(config.rms_norm_eps)
+    if arch not in ("stablelm", "gemma2"):
+        found["{arch}.rope.freq_base"] = float(full["rope_theta"])
+    if arch in ("stablelm", "glm4"):
+        found["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
+    elif arch in TURNED:
         found["{arch}.rope.dimension_count"] = head_dim
+    if arch in ("llama", "qwen2", "qwen3", "glm4", *GEMMA):
         found["{arch}.attention.key_length"] = found["{arch}.attention.value_length"] = head_dim
-    return found
+    if full["rope_type"] == "linear" and arch in GEMMA:
+        found |= {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": float(full["factor"])}
+    return found | _metadata_of_one(config, arch)
+
+
+def _metadata_of_one(config: Any, arch: str) -> Mapping[str, Any]:
+    """Those that only one architecture has, or two."""
+    if arch == "gemma2":
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        window = {"{arch}.attention.sliding_window": config.sliding_window}
+        return {f"{{arch}}.{name}": float(getattr(config, name)) for name in caps} | window
+    if arch == "gemma3":
+        cap = {"{arch}.final_logit_softcapping": float(config.final_logit_softcapping)}
+        return cap | {"{arch}.attention.sliding_window": config.sliding_window}
+    if config.model_type == "olmo3":
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        windows = {"{arch}.attention.sliding_window": config.sliding_window}
+        return windows | {"{arch}.attention.sliding_window_pattern": pattern}
+    if arch == "granite":
+        return {
+            "{arch}.attention.scale": float(config.attention_multiplier),
+            "{arch}.embedding_scale": float(config.embedding_multiplier),
+            "{arch}.residual_scale": float(config.residual_multiplier),
+            "{arch}.logit_scale": float(config.logits_scaling),
+        }
+    return {"{arch}.use_parallel_residual": True} if arch == "stablelm" else {}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
+from hetero_ee.hub.gguf.architectures import architecture_of
 from hetero_ee.hub.gguf.config import ROPE_TENSORS
 from hetero_ee.hub.gguf.folder import gguf_files
 from hetero_ee.hub.gguf.header import GgufTensor
@@ -34,6 +35,7 @@ class GgufCheckpoint:
     def __init__(self, folder: Path, files: list[Path], spec: ModelSpec) -> None:
         self.folder, self.spec, self.files = folder, spec, files
         self._header = read_model_header(files)
+        self._architecture = architecture_of(self._header)
         self._parts = checkpoint_parts(spec)
         self._check_shapes(self._header.file)
         self._bytes = {file: _mapped(file) for file in files}
@@ -73,6 +75,7 @@ class GgufCheckpoint:
         return not ROUNDED.isdisjoint(self.types(name))
 
     def _read(self, part: Part) -> Tensor:
+        """What a checkpoint leaves out of norms' scales (part.added), GGUF files hold."""
         tensor = self._tensor(part)
         values = floats(self._raw(tensor), tensor.type.name).view(part.shape)
         refuse_non_finite(values, tensor.name, tensor.file)
@@ -98,20 +101,25 @@ class GgufCheckpoint:
         """Where the rows of queries and keys lie in the file; None where they lie as they are.
 
         llama.cpp turns neighbours in a head by one angle, transformers i and i + half of them: files of architecture
-        llama have the rows in the first order.
+        llama, and of some others, have the rows in the first order.
         """
         module = part.hf_name.rpartition(".")[0]
-        if self._header.metadata.get("general.architecture") != "llama" or not module.endswith(TURNED):
+        if not self._architecture.is_turned or not module.endswith(TURNED):
             order = engine_order(part)
             return None if order is None else torch.tensor(order)
         head = self.spec.head_dim
         return torch.arange(part.shape[0]).view(-1, head // 2, 2).swapaxes(1, 2).flatten()
 
     def _tensor(self, part: Part) -> GgufTensor:
-        return self._header.tensors[gguf_name(part.hf_name)]
+        return self._header.tensors[self._name(part)]
+
+    def _name(self, part: Part) -> str:
+        return gguf_name(part.hf_name, self._architecture)
 
     def _check_shapes(self, file: Path) -> None:
-        expected = {gguf_name(part.hf_name): part.shape for parts in self._parts.values() for part in parts}
+        expected = {
+            gguf_name(part.hf_name, self._architecture): part.shape for parts in self._parts.values() for part in parts
+        }
         present = self._header.tensors
         refuse(file, "lacks tensors", sorted(expected.keys() - present.keys()))
         extra = present.keys() - expected.keys() - set(ROPE_TENSORS)

@@ -69,6 +69,18 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
+GEMMA_3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "num_hidden_layers": 7,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+OLMO_3_ROPE = {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama-tied", {}),  # with biases, which are turned too
@@ -76,6 +88,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": False}),
     "phi3": ("phi3", {}),
+    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", GEMMA_3),
+    "olmo2": ("olmo2", {"attention_bias": False}),
+    "olmo3": ("olmo3", {"rope_parameters": OLMO_3_ROPE}),
+    "granite": ("granite", {}),
+    "granite-untied": ("granite", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}),
+    "starcoder2-untied": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
+    "stablelm": ("stablelm", {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
 }
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from hetero_ee.hub.gguf.architectures import GgufArchitecture, architecture_of
 from hetero_ee.hub.gguf.header import GgufHeader
 from hetero_ee.hub.gguf.tensor_types import TensorType
 from hetero_ee.models.hf_names import checkpoint_parts
@@ -18,23 +19,32 @@ _OF_A_LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
+    "post_attention_layernorm": "ffn_norm",  # in checkpoints of some architectures another norm
+    "post_self_attn_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# Of architecture llama, whose rows of queries and keys lie as llama.cpp turns them: neighbours, not halves of a head.
+# Whose rows lie otherwise where an architecture is turned.
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
-def gguf_name(hf_name: str) -> str:
+def gguf_name(hf_name: str, architecture: GgufArchitecture) -> str:
     """What GGUF files call a tensor of a Hugging Face checkpoint."""
     module, _, ending = hf_name.rpartition(".")
     layer = _LAYER.fullmatch(module)
-    return f"blk.{layer[1]}.{_OF_A_LAYER[layer[2]]}.{ending}" if layer else f"{_OUTSIDE[module]}.{ending}"
+    if layer is None:
+        return f"{_OUTSIDE[module]}.{ending}"
+    name = architecture.names.get(layer[2], _OF_A_LAYER[layer[2]])
+    return f"blk.{layer[1]}.{name}.{ending}"
 
 
 def int8_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
@@ -53,7 +63,8 @@ def zero_point_matrices(header: GgufHeader, spec: ModelSpec) -> list[str]:
 
 def _matrix_types(header: GgufHeader, spec: ModelSpec) -> Iterator[tuple[str, list[TensorType]]]:
     """Of each of the layers' matrices the types of its parts that the file has."""
+    architecture = architecture_of(header)
     for name, parts in checkpoint_parts(spec).items():
         if name.startswith("layers.") and len(parts[0].shape) > 1:
-            found = (header.tensors.get(gguf_name(part.hf_name)) for part in parts)
+            found = (header.tensors.get(gguf_name(part.hf_name, architecture)) for part in parts)
             yield name, [tensor.type for tensor in found if tensor]
