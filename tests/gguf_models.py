@@ -11,8 +11,9 @@ from torch import Tensor
 
 CONTROL, NORMAL, UNKNOWN, BYTE = 3, 1, 2, 6
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}  # where model_type is another
+TOKENIZER_KEYS = ("tokenizer.ggml.pre",)  # which can be changed beside a tokenizer
 TURNED = ("llama", "granite", "smollm3")
-GEMMA = ("gemma2", "gemma3")
+GEMMA = ("gemma", "gemma2", "gemma3")
 Types = Callable[[str], str]  # of a tensor's name in the file, its type
 
 
@@ -28,10 +29,11 @@ def write_gguf(model: Any, file: Path, types: Types, **changes: Any) -> dict[str
     factors, part_tensors = changes.pop("factors", {}), changes.pop("part_tensors", 0)
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=part_tensors)
-    for key, value in (_metadata(config, arch) | changes).items():
+    others = {key: value for key, value in changes.items() if key not in TOKENIZER_KEYS}
+    for key, value in (_metadata(config, arch) | others).items():
         _add(writer, key.format(arch=arch), value)
     for key, value in (tokenizer_metadata(tokenizer) if tokenizer else {}).items():
-        _add(writer, key, value)
+        _add(writer, key, changes.get(key, value))
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     held = {}
@@ -140,13 +142,13 @@ def _metadata(config: Any, arch: str) -> Mapping[str, Any]:
         found["{arch}.attention.layer_norm_epsilon"] = float(eps)
     else:
         found["{arch}.attention.layer_norm_rms_epsilon"] = float(config.rms_norm_eps)
-    if arch not in ("stablelm", "gemma2"):
+    if arch not in ("stablelm", "gemma", "gemma2"):
         found["{arch}.rope.freq_base"] = float(full["rope_theta"])
     if arch in ("stablelm", "glm4"):
         found["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
     elif arch in TURNED:
         found["{arch}.rope.dimension_count"] = head_dim
-    if arch in ("llama", "qwen2", "qwen3", "glm4", *GEMMA):
+    if arch in ("llama", "qwen2", "qwen3", "glm4", "seed_oss", "ernie4_5", *GEMMA):
         found["{arch}.attention.key_length"] = found["{arch}.attention.value_length"] = head_dim
     if full["rope_type"] == "linear" and arch in GEMMA:
         found |= {"{arch}.rope.scaling.type": "linear", "{arch}.rope.scaling.factor": float(full["factor"])}

@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], None], type[HeteroError], str]] = {
     "embedding NaN": (scale_of("token_embd.weight", 0x7E01), CheckpointError, "nan at"),
     "tokenizer none": (metadata(tokenizer__ggml__model=None), ModelError, "tokenizer is of kind None"),
     "tokenizer unknown": (metadata(tokenizer__ggml__model="rwkv"), ModelError, "of kind 'rwkv'"),
-    "split unknown": (metadata(tokenizer__ggml__pre="chatglm-bpe"), ModelError, "'chatglm-bpe' (tokenizer.ggml.pre)"),
+    "split unknown": (metadata(tokenizer__ggml__pre="viking"), ModelError, "'viking' (tokenizer.ggml.pre)"),
     "split missing": (metadata(tokenizer__ggml__pre=None), ModelError, "text by None"),
     "tokens none": (metadata(tokenizer__ggml__tokens=None), ModelError, "tokenizer.ggml.tokens is None"),
     "tokens numbers": (metadata(tokenizer__ggml__tokens=[1.0, 2.0]), ModelError, "expected a list of str"),

@@ -88,6 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": False}),
     "phi3": ("phi3", {}),
+    "gemma": ("gemma", {"head_dim": 16, "attention_bias": False}),
     "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3", GEMMA_3),
     "olmo2": ("olmo2", {"attention_bias": False}),
@@ -98,6 +99,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-untied": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"num_attention_heads": 4, "num_key_value_heads": 4}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "seed_oss": ("seed-oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": False}),
+    "ernie4_5": ("ernie4.5", {"head_dim": 16, "use_bias": False}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
 }
 

@@ -90,8 +90,12 @@ def _granite(metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _starcoder_2(metadata: Metadata, config: Config) -> Config:
+def _use_bias(metadata: Metadata, config: Config) -> Config:
     return {"use_bias": config["attention_bias"]}
+
+
+def _seed_oss(metadata: Metadata, config: Config) -> Config:
+    return {"attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias")}
 
 
 def _stablelm(metadata: Metadata, config: Config) -> Config:
@@ -145,12 +149,15 @@ ARCHITECTURES = {
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", has_rope_factors=True),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", has_rope_factors=True),
     "phi3": GgufArchitecture("Phi3ForCausalLM", turns_part=True, has_rope_factors=True),
+    "gemma": GgufArchitecture("GemmaForCausalLM"),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", fields=_CAPS, more=_gemma_2, names=_AFTER_ATTENTION),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", fields=_CAPS, more=_gemma_3, names=_AFTER_ATTENTION),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", more=_olmo, names=_AFTER_ATTENTION),
     "granite": GgufArchitecture("GraniteForCausalLM", more=_granite, is_turned=True, has_rope_factors=True),
-    "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_starcoder_2),
+    "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", ("norm_epsilon", LAYER), more=_use_bias),
     "stablelm": GgufArchitecture("StableLmForCausalLM", ("layer_norm_eps", LAYER), more=_stablelm, turns_part=True),
     "glm4": GgufArchitecture("Glm4ForCausalLM", more=_glm_4, turns_part=True),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", is_turned=True),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", more=_seed_oss, names=_AFTER_ATTENTION),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", more=_use_bias),
 }

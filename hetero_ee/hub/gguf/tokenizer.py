@@ -49,11 +49,12 @@ _O200K = Splitting(
 )
 # By tokenizer.ggml.pre.
 SPLITTINGS = {
-    "gpt-2": _GPT2,
-    "smollm": _SMOLLM,
+    **dict.fromkeys(("gpt-2", "olmo"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_CL100K)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_CL100K)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "stablelm2": Splitting(_WORDS + _SIGNS),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
 }
