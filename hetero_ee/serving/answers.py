@@ -23,8 +23,9 @@ def event(data: dict[str, Any] | str, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns. Raises ClientDisconnect, and cancels the work, once nobody waits for it."""
+async def until_gone(request: Request, work: Coroutine[Any, Any, T], generations: Sequence[Generation]) -> T:
+    """What the work returns; the texts are closed however it ends. Raises ClientDisconnect, and cancels the work, once
+    nobody waits for it."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request.receive))
     try:
@@ -33,6 +34,8 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return working.result()
     finally:
+        for each in generations:
+            each.close()
         await _cancelled(working, leaving)
 
 

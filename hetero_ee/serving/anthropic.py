@@ -42,7 +42,7 @@ async def messages(request: Request, served: ServedModel) -> Response:
     name = served.settings.model_name
     if is_stream:
         return EventStream(_events(generation, chat, name, served.settings.ping_s), [generation])
-    reply = await until_gone(request, whole(generation, chat))
+    reply = await until_gone(request, whole(generation, chat), [generation])
     return JSONResponse(_message(name, _content(reply), generation) | _stop(generation, reply))
 
 

@@ -37,16 +37,25 @@ async def _bytes(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
+def json_in(text: str) -> Any:
+    """What the text says. Raises ValueError where it is no JSON, or nested deeper than MAX_DEPTH."""
+    too_deep = ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)  # ValueError: numbers of thousands of digits, too
+    except RecursionError as error:
+        raise too_deep from error
+    if _depth(found) > MAX_DEPTH:
+        raise too_deep
+    return found
+
+
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # of UTF-8, of JSON, numbers of thousands of digits
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"the body is not valid JSON: {reason}.") from error
+        found = json_in(body.decode("utf-8"))
+    except ValueError as error:  # of UTF-8, too
+        raise RequestError(f"the body is not valid JSON: {error}.") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body is a {type(found).__name__}; expected a JSON object.")
-    if _depth(found) > MAX_DEPTH:
-        raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels.")
     return found
 
 

@@ -1,12 +1,11 @@
 """Messages of a conversation, as OpenAI's and Anthropic's clients send them."""
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.serving.body import Fields
+from hetero_ee.serving.body import Fields, json_in
 from hetero_ee.serving.errors import RequestError
 from hetero_ee.text.chat_template import Message, ToolCall
 
@@ -46,9 +45,9 @@ def tool_call(fields: Fields, call_id: str | None, arguments: Any) -> ToolCall:
         fields.refuse("name", "is missing; expected the name of the tool that was called")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            fields.refuse("arguments", f"is {shown(arguments)}, which is no JSON")
+            arguments = json_in(arguments or "{}")
+        except ValueError as error:
+            fields.refuse("arguments", f"is {shown(arguments)}, which is no JSON ({error})")
     if not isinstance(arguments, dict):
         fields.refuse("arguments", f"is {shown(arguments)}; expected a JSON object")
     return ToolCall(call_id or "", name, arguments)

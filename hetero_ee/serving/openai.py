@@ -250,11 +250,7 @@ async def _answer(
 ) -> Response:
     if answer.is_stream:
         return EventStream(answer.events(generations, served.settings.ping_s), generations)
-    try:
-        return JSONResponse(await until_gone(request, answer.whole(generations)))
-    finally:
-        for each in generations:
-            each.close()
+    return JSONResponse(await until_gone(request, answer.whole(generations), generations))
 
 
 def _started(

@@ -243,6 +243,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "missing",
     ),
     "another choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
+    "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", "no JSON"),
+    "a schema that is no object": ({"tools": TOOLS, "json_schema": "[1]"}, "json_schema", "an object"),
+    "a schema nested too deep": ({"tools": TOOLS, "json_schema": '{"a":' * 9999}, "json_schema", "no JSON"),
     "a grammar and tools": ({"tools": TOOLS, "grammar": "start: /a/"}, "grammar", "and tools are both given"),
 }
 

@@ -161,6 +161,19 @@ def test_thoughts_come_before_what_is_asked_for(setting: Setting) -> None:
     assert setting.lets(begun, 'So.\n</think>\n\n{"a": 1}') == "ends" and setting.lets(begun, "So") == "goes on"
     calls = setting.grammar.of_calls(use(is_required=True), KINDS["hermes"], thinks=True, is_thinking=True)
     assert setting.lets(calls, f"So.</think>\n\n{reply(KINDS['hermes'], ('weather_now', '{}'))}") == "may end"
+    odd = setting.grammar.of_schema(schema | {"x-guidance": 5}, is_thinking=True)
+    assert setting.lets(odd, 'So.\n</think>\n\n{"a": 1}') == "ends"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_thoughts_may_come_before_anything(setting: Setting, name: str) -> None:
+    form = KINDS[name]
+    called = reply(form, ("weather_now", "{}"))
+    for is_thinking, begun in ((True, ""), (False, "<think>\n")):
+        grammar = setting.grammar.of_calls(use(is_parallel=False), form, thinks=True, is_thinking=is_thinking)
+        thought = f"{begun}So.\n</think>\n\n"
+        assert setting.lets(grammar, "Hello") == setting.lets(grammar, f"{thought}Hello") == "may end"
+        assert setting.lets(grammar, thought + called) == ("may end" if form.at_start else "ends")
 
 
 @pytest.mark.parametrize("name", KINDS)

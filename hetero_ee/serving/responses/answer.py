@@ -48,7 +48,7 @@ async def responses(request: Request, served: ServedModel) -> Response:
     answer = _Answer(fields, served, chat, generation)
     if is_stream:
         return EventStream(answer.stream(served.settings.ping_s), [generation])
-    return JSONResponse(await until_gone(request, answer.whole()))
+    return JSONResponse(await until_gone(request, answer.whole(), [generation]))
 
 
 def _form(fields: Fields) -> Form | None:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from hetero_ee.errors import shown
-from hetero_ee.serving.body import Fields
+from hetero_ee.serving.body import Fields, json_in
 from hetero_ee.serving.tools.chat import Form
 
 ANY_OBJECT = '{"type": "object"}'
@@ -46,9 +46,13 @@ def _schema(fields: Fields, name: str, field: str) -> Form | None:
     value = fields.values.get(name)
     if value is None or value == {}:
         return None
-    if not isinstance(value, dict | str):
+    try:
+        schema = json_in(value) if isinstance(value, str) else value
+    except ValueError as error:
+        fields.refuse(name, f"is {shown(value)}, which is no JSON ({error})")
+    if not isinstance(schema, dict):
         fields.refuse(name, f"is {shown(value)}; expected a JSON Schema, an object")
-    return Form(value if isinstance(value, str) else json.dumps(value), field=field)
+    return Form(json.dumps(schema), field=field)
 
 
 def _grammar(fields: Fields, name: str) -> Form | None:

@@ -42,12 +42,8 @@ class ReplyGrammar:
             thought, more = self._thought(thinks=thinks, is_thinking=is_thinking)
             other = "" if use.is_required or answer is None else f" | %json {_styled(answer)}"
             rules += [f"start: {thought} ({trigger} {calls}{other})", *more]
-        elif form.at_start:
-            rules += [f"start: {trigger} {calls} | OTHER?", rf"OTHER: /[^{form.trigger[0]}](.|\n)*/"]
-        elif form.trigger in self._special_ids:
-            rules += [f"start: TEXT | TEXT {trigger} {calls}"]
         else:
-            rules += [f"start: TEXT | trigger {calls}", f"trigger[lazy]: TEXT {trigger}"]
+            rules += self._free_rules(form, calls, is_thought=thinks or is_thinking)
         for n, tool in enumerate(tools):
             rules.append(f"body_{n}: {self._literal(form.named(tool.name))} args_{n} {self._literal(form.tail)}")
             rules.append(f"args_{n}: %json {_arguments(tool)}")
@@ -57,6 +53,17 @@ class ReplyGrammar:
         """Of a reply that may think and then keeps to the schema. is_thinking: it has begun to, in the prompt."""
         thought, more = self._thought(thinks=True, is_thinking=is_thinking)
         return "\n".join([TEXT, f"start: {thought} %json {_styled(schema)}", *more]) + "\n"
+
+    def _free_rules(self, form: ToolFormat, calls: str, *, is_thought: bool) -> list[str]:
+        """Of a reply that may say anything up to the trigger; markers of thoughts are no text where they are tokens."""
+        trigger, text = self._literal(form.trigger), "OTHER?" if form.at_start else "TEXT"
+        marks = [self._literal(each) for each in (THINK, THINK_END) if is_thought and each in self._special_ids]
+        start = f"start: ({text} ({' | '.join(marks)}))* " if marks else "start: "
+        if form.at_start:
+            return [f"{start}({trigger} {calls} | OTHER?)", rf"OTHER: /[^{form.trigger[0]}](.|\n)*/"]
+        if form.trigger in self._special_ids:
+            return [f"{start}(TEXT | TEXT {trigger} {calls})"]
+        return [f"{start}(TEXT | trigger {calls})", f"trigger[lazy]: TEXT {trigger}"]
 
     def _thought(self, *, thinks: bool, is_thinking: bool) -> tuple[str, list[str]]:
         if not thinks:
@@ -84,4 +91,5 @@ def _arguments(tool: Tool) -> str:
 
 
 def _styled(schema: Mapping[str, Any], **style: Any) -> str:
-    return json.dumps({**schema, "x-guidance": JSON_STYLE | style | dict(schema.get("x-guidance", {}))})
+    own = schema.get("x-guidance")  # llguidance passes over one that is no object, too
+    return json.dumps({**schema, "x-guidance": JSON_STYLE | style | (own if isinstance(own, dict) else {})})

@@ -9,7 +9,7 @@ const HEADING = /^ {0,3}(#{1,6})(?=[ \t]|$)[ \t]*/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}>[ \t]?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
-const TABLE_RULE = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const TABLE_RULE = /^\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?$/; // of a line without the blanks around it
 const ADDRESS = /^https?:\/\/[^\s<>"'`]+/;
 
 // The blocks of a text: heading, paragraph, code, list, quote, table, rule.
@@ -64,7 +64,7 @@ function begun(lines, i, depth) {
 
 const interrupts = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((kind) => kind.test(line.text));
 const isTable = (lines, i) =>
-  lines[i].text.includes("|") && i + 1 < lines.length && lines[i + 1].text.includes("-") && TABLE_RULE.test(lines[i + 1].text);
+  lines[i].text.includes("|") && i + 1 < lines.length && lines[i + 1].text.includes("-") && TABLE_RULE.test(lines[i + 1].text.trim());
 
 function paragraph(lines, i, depth) {
   let end = i + 1;
@@ -131,7 +131,10 @@ function table(lines, i) {
     const [left, right] = [text.startsWith(":"), text.endsWith(":")];
     return left && right ? "center" : right ? "right" : "left";
   });
-  const row = (line) => align.map((_, n) => inline(flat([cells(line)[n] ?? { text: "", at: line.at }]), 0));
+  const row = (line) => {
+    const own = cells(line);
+    return align.map((_, n) => inline(flat([own[n] ?? { text: "", at: line.at }]), 0));
+  };
   const rows = [];
   let end = i + 2;
   for (; end < lines.length && !isBlank(lines[end]) && lines[end].text.includes("|"); end += 1) rows.push(row(lines[end]));
