@@ -115,8 +115,11 @@ def pack_quantized(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor],
 
 
 def int_quantized(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:
-    codes, scales, _, _, values = grouped(weight, packing)
-    return {".weight": (codes.int() - 128).to(torch.int8), ".weight_scale": scales.to(packing.scale_type)}, values
+    codes, scales, zeros, _, values = grouped(weight, packing)
+    saved = {".weight": (codes.int() - 128).to(torch.int8), ".weight_scale": scales.to(packing.scale_type)}
+    if not packing.symmetric:
+        saved[".weight_zero_point"] = (zeros - 128).to(torch.int8)
+    return saved, values
 
 
 def mxfp4(weight: Tensor, packing: Packing) -> tuple[dict[str, Tensor], Tensor]:

@@ -140,23 +140,23 @@ class Checkpoint:
     def _locate_tensors(self) -> dict[str, _Located]:
         """By full name: checkpoints of the bare decoder leave out the "model." in front.
 
-        A name in two files is refused: which one counts would be a guess.
+        A tensor that is there twice, in two files or by two names, is refused: which one counts would be a guess.
         """
         headers = {file: read_header(file) for file in self.files}
         if (n_tensors := sum(map(len, headers.values()))) > MAX_TENSORS:
             raise CheckpointError(f"{self.folder} holds {n_tensors} tensors, expected at most {MAX_TENSORS}.")
         located: dict[str, _Located] = {}
         for file, header in headers.items():
-            for name, stored in header.items():
+            for saved_name, stored in header.items():
+                name = text_part_name(saved_name) if self._family.text_type else saved_name
+                if name is None:
+                    continue
                 if name in located:
                     raise CheckpointError(
                         f"{self.folder}: tensor {_printable(name)} is in both {_printable(located[name].file.name)} "
                         f"and {_printable(file.name)}; remove one."
                     )
-                located[name] = _Located(file, name, stored)
-        if self._family.text_type:
-            named = ((text_part_name(name), found) for name, found in located.items())
-            located = {name: found for name, found in named if name is not None}
+                located[name] = _Located(file, saved_name, stored)
         prefix, head_name = self._family.decoder_prefix, self._family.head_name
         if any(name.startswith(prefix) for name in located):
             return located

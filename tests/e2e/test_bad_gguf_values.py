@@ -66,6 +66,11 @@ def test_values_that_a_field_can_not_have(good: Path, tmp_path: Path, key: str) 
         check(refusal(tmp_path / "bad.gguf", tmp_path), value)
 
 
+def test_an_end_of_a_turn_that_is_no_number_is_passed_over(good: Path, tmp_path: Path) -> None:
+    metadata(tokenizer__ggml__eot_token_id=[1])(good, tmp_path / "list.gguf")
+    assert refusal(tmp_path / "list.gguf", tmp_path) is None
+
+
 def spoiled(tensor: GgufTensor) -> Iterator[tuple[str, dict[str, Any]]]:
     """Descriptions that contradict the rest of the file, as fields of a description that are another."""
     sizes = list(reversed(tensor.shape))

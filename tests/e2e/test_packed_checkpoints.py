@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hetero_ee.errors import CheckpointError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.fields import MAX_SIZE
+from hetero_ee.models.saved_format import SavedFormat
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.planner import shapes_sha256
 from hetero_ee.runtime.batch import Batch
@@ -18,6 +20,8 @@ from hetero_ee.runtime.executors.cpu import CpuExecutor
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.checkpoint import Checkpoint
+from hetero_ee.weights.formats.fp8 import Fp8Matrix
+from hetero_ee.weights.formats.saved_matrix import RawTensors
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, load_dense
 from hetero_ee.weights.quantization import Quantization
 from hetero_ee.weights.store.conversion import convert
@@ -56,6 +60,7 @@ ROUNDED = {
     "gptq-8": (Packing(method="gptq", bits=8), {"int8"}),
     "pack-8": (Packing(method="pack-quantized", bits=8), {"int8"}),
     "int-8": (Packing(method="int-quantized", bits=8, group_size=-1), {"int8"}),
+    "int-8-asym": (Packing(method="int-quantized", bits=8, group_size=-1, symmetric=False), {"int8"}),
     "gptq-8-asym": (Packing(method="gptq", bits=8, symmetric=False, version=2), {"int8"}),
     "fp8-blocks": (Packing(method="fp8", by="fp8", block=BLOCKS, scale_type=torch.float32), {"int8"}),
     "fp8-matrix": (Packing(method="fp8", by="fp8", group_size=-1, scale_type=torch.bfloat16), {"int8"}),
@@ -245,6 +250,20 @@ def test_old_gptq_with_a_file_of_another_name_is_told_which_one_to_take(tmp_path
     (tmp_path / FILE).rename(tmp_path / "gptq_model-4bit-32g.safetensors")
     with pytest.raises(CheckpointError, match=f"rename gptq_model-4bit-32g.safetensors to {FILE} if"):
         opened(tmp_path)
+
+
+def test_blocks_that_are_said_to_be_larger_than_the_matrix_take_no_memory() -> None:
+    codes, scales = torch.ones(4, 4096).to(torch.float8_e4m3fn), torch.arange(4096.0)[None]
+    tensors = {"x.weight": codes, "x.weight_scale_inv": scales}
+    kinds = {"x.weight": "F8_E4M3", "x.weight_scale_inv": "F32"}
+    raw = RawTensors(
+        Path(), tensors.keys(), lambda name: (kinds[name], tuple(tensors[name].shape)), tensors.__getitem__
+    )
+    said = SavedFormat("fp8", "e4m3", group_size=1, block_rows=MAX_SIZE)
+    assert torch.equal(Fp8Matrix("x", (4, 4096), said, raw).dequantize(), scales.expand(4, -1))
+    tensors["x.weight_scale_inv"] = scales[:, 7:8]
+    said = SavedFormat("fp8", "e4m3", group_size=MAX_SIZE, block_rows=MAX_SIZE)
+    assert torch.equal(Fp8Matrix("x", (4, 4096), said, raw).dequantize(), torch.full((4, 4096), 7.0))
 
 
 def test_static_groups_lie_in_order(tmp_path: Path) -> None:

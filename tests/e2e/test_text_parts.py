@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hetero_ee.errors import ModelError
+from hetero_ee.errors import CheckpointError, ModelError
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.weights.checkpoint import Checkpoint
 from tests.e2e.test_families import PROMPT, TOLERANCE, executor_of, greedy, reference_greedy
 from tests.families import FAMILIES, edit_config
 
@@ -63,6 +64,21 @@ def test_the_text_part_is_read_from_files_of_either_layout(name: str, tmp_path: 
         tokens, steps = greedy(executor_of(tmp_path), [PROMPT], N_TOKENS)
         assert tokens[0] == expected_tokens
         assert (torch.cat(steps) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def test_a_tensor_of_two_names_is_refused(tmp_path: Path) -> None:
+    random_pair("gemma3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    [name] = (
+        name for name in tensors if name.endswith("norm.weight") and "language_model" in name and "layers" not in name
+    )
+    others = {
+        f"{prefix}norm.weight": tensors[name] + 1 for prefix in ("model.language_model.", "language_model.model.")
+    }
+    save_file(tensors | others, file)
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is in both"):
+        Checkpoint(tmp_path, read_spec(tmp_path))
 
 
 def test_others_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def hf_config(header: GgufHeader) -> dict[str, Any]:
 def hf_generation_config(header: GgufHeader) -> dict[str, Any]:
     """generation_config.json: the tokens that begin and end a text."""
     prefix, tokens = "tokenizer.ggml", header.metadata.get("tokenizer.ggml.tokens")
-    ends = {header.metadata.get(f"{prefix}.{name}_token_id") for name in ("eos", "eot", "eom")}
+    ends = [header.metadata.get(f"{prefix}.{name}_token_id") for name in ("eos", "eot", "eom")]
     if isinstance(tokens, list):
-        ends |= {tokens.index(text) for text in TURN_ENDS if text in tokens}  # type: ignore[arg-type]
-    ids = sorted(end for end in ends if type(end) is int)
+        ends += [tokens.index(text) for text in TURN_ENDS if text in tokens]  # type: ignore[arg-type]
+    ids = sorted({end for end in ends if type(end) is int})
     begin = header.metadata.get(f"{prefix}.bos_token_id")
     return {"eos_token_id": ids} | ({"bos_token_id": begin} if type(begin) is int else {})
 

@@ -2,8 +2,9 @@
 
 Of `X.weight` (N, K), pack-quantized, there are `X.weight_packed`, int32 (N, K / 8) for 4 bits, values + 8, the lowest
 first; `X.weight_scale` (N, G); `X.weight_shape`; with zero points `X.weight_zero_point`, int32 (N / 8, G), packed along
-N, + 8 too; and, where groups are of columns that lie apart, `X.weight_g_idx`. int-quantized has `X.weight` itself in
-int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte e for 2^(e - 127).
+N, + 8 too; and, where groups are of columns that lie apart, `X.weight_g_idx`. int-quantized has `X.weight` itself, and
+zero points (N, G), in int8. mxfp4-pack-quantized has `X.weight_packed`, uint8 (N, K / 2), and `X.weight_scale`, a byte
+e for 2^(e - 127).
 """
 
 from collections.abc import Set
@@ -12,16 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.models.saved_format import GROUP_COLUMNS, SavedFormat
+from hetero_ee.models.saved_format import GROUP_COLUMNS
 from hetero_ee.weights.blocks import Blocks
-from hetero_ee.weights.formats.grouped_codes import (
-    GroupedCodes,
-    checked_groups,
-    groups_in_order,
-    n_groups,
-    packed_size,
-    unpacked,
-)
+from hetero_ee.weights.formats.grouped_codes import GroupedCodes, checked_groups, packed_size, unpacked
+from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
 from hetero_ee.weights.gguf_blocks import mxfp4_blocks
 
@@ -31,14 +26,8 @@ NOT_A_NUMBER = 255  # among MXFP4's exponents
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedMatrix:
+class CompressedMatrix(GroupedMatrix):
     """A SavedMatrix of whole numbers; `module` is X."""
-
-    module: str
-    shape: tuple[int, int]
-    saved: SavedFormat
-    tensors: RawTensors
-    in_order: bool = False  # whether columns are read in the order of their groups
 
     def __post_init__(self) -> None:
         (n_rows, n_columns), bits = self.shape, self.bits
@@ -49,22 +38,16 @@ class CompressedMatrix:
             self.tensors.require(self.module + PLAIN, ("I8",), self.shape)
         one_for_all = ((1,), (), (1, 1)) if self.n_groups == 1 else ()
         self.tensors.require(self.module + SCALE, FLOATS, (n_rows, self.n_groups), *one_for_all)
-        if not self.saved.symmetric:
+        if not self.saved.symmetric and self.is_packed:
             self.tensors.require(self.module + ZERO_POINT, ("I32",), (packed_size(n_rows, bits), self.n_groups))
+        elif not self.saved.symmetric:
+            self.tensors.require(self.module + ZERO_POINT, ("I8",), (n_rows, self.n_groups), *one_for_all)
         if self.saved.reordered:
             self.tensors.require(self.module + GROUPS, ("I32", "I64"), (n_columns,))
 
     @property
-    def bits(self) -> int:
-        return 8 if self.saved.values == "int8" else 4
-
-    @property
     def is_packed(self) -> bool:
         return self.module + PACKED in self.tensors.names
-
-    @property
-    def n_groups(self) -> int:
-        return n_groups(self.shape[1], self.saved.group_size)
 
     @property
     def tensor_names(self) -> Set[str]:
@@ -72,13 +55,7 @@ class CompressedMatrix:
         more = (*(() if self.saved.symmetric else (ZERO_POINT,)), *((GROUPS,) if self.saved.reordered else ()))
         return {self.module + suffix for suffix in (*own, SCALE, *more)}
 
-    def dequantize(self) -> Tensor:
-        return self._codes().dequantize()
-
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        return self._codes().blocks(in_8_bits=in_8_bits)
-
-    def _codes(self) -> GroupedCodes:
+    def codes(self) -> GroupedCodes:
         """Raises CheckpointError."""
         n_rows, n_columns = self.shape
         if self.is_packed:
@@ -87,21 +64,23 @@ class CompressedMatrix:
         else:
             codes = self.tensors.read(self.module + PLAIN).view(torch.uint8) ^ 128
         scales = self.tensors.finite(self.module + SCALE).view(-1, self.n_groups).expand(n_rows, -1)
-        zeros = None
-        if not self.saved.symmetric:
-            words = unpacked(self.tensors.read(self.module + ZERO_POINT), self.bits)
-            zeros = words.permute(0, 2, 1).reshape(-1, self.n_groups)[:n_rows].to(torch.int16)
-        return GroupedCodes(self.bits, codes, scales, self._groups(), zeros).columns(self.column_order())
+        return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 
-    def column_order(self) -> Tensor | None:
-        """In which columns are read, None where they lie so."""
-        return torch.argsort(self._groups(), stable=True) if self.in_order else None
-
-    def _groups(self) -> Tensor:
+    def groups(self) -> Tensor:
         """Of each column, int64 (K,)."""
         if not self.saved.reordered:
-            return groups_in_order(self.shape[1], self.saved.group_size)
+            return GroupedMatrix.groups(self)
         return checked_groups(self.tensors, self.module + GROUPS, self.n_groups)
+
+    def _zeros(self) -> Tensor | None:
+        """int16 (N, G); None where all are the middle."""
+        if self.saved.symmetric:
+            return None
+        stored = self.tensors.read(self.module + ZERO_POINT)
+        if not self.is_packed:
+            return (stored.view(torch.uint8) ^ 128).view(-1, self.n_groups).expand(self.shape[0], -1).to(torch.int16)
+        words = unpacked(stored, self.bits).permute(0, 2, 1)
+        return words.reshape(-1, self.n_groups)[: self.shape[0]].to(torch.int16)
 
     def _check_shape(self) -> None:
         found = self.tensors.read(self.module + SHAPE).tolist()

@@ -63,7 +63,7 @@ class Fp8Matrix:
     @property
     def _columns(self) -> int:
         """That share a scale."""
-        return self.saved.group_size or self.shape[1]
+        return min(self.saved.group_size or self.shape[1], self.shape[1])
 
     @property
     def _scale_name(self) -> str:
@@ -75,7 +75,7 @@ class Fp8Matrix:
 
     def _scales(self) -> Tensor:
         """fp32 (N, columns' blocks)."""
-        scales, rows = self.tensors.finite(self._scale_name), self.saved.block_rows
+        (n_rows, _), scales, rows = self.shape, self.tensors.finite(self._scale_name), self.saved.block_rows
         if rows:
-            return scales.repeat_interleave(rows, dim=0)[: self.shape[0]]
-        return scales.view(-1, 1).expand(self.shape[0], 1)
+            return scales.repeat_interleave(min(rows, n_rows), dim=0)[:n_rows]
+        return scales.view(-1, 1).expand(n_rows, 1)

@@ -11,31 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_ee.models.saved_format import SavedFormat
-from hetero_ee.weights.blocks import Blocks
 from hetero_ee.weights.formats.grouped_codes import (
     GroupedCodes,
     checked_groups,
     groups_in_order,
-    n_groups,
     packed_size,
     unpacked,
 )
-from hetero_ee.weights.formats.saved_matrix import FLOATS, RawTensors
+from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
+from hetero_ee.weights.formats.saved_matrix import FLOATS
 
 MARK = ".qweight"  # what a matrix in this format is told by
 SUFFIXES = (MARK, ".qzeros", ".scales", ".g_idx")
 
 
 @dataclass(frozen=True, slots=True)
-class GptqMatrix:
+class GptqMatrix(GroupedMatrix):
     """A SavedMatrix; `module` is X."""
-
-    module: str
-    shape: tuple[int, int]
-    saved: SavedFormat
-    tensors: RawTensors
-    in_order: bool = False  # whether columns are read in the order of their groups
 
     def __post_init__(self) -> None:
         (n_rows, n_columns), bits = self.shape, self.bits
@@ -46,37 +38,18 @@ class GptqMatrix:
             self.tensors.require(self.module + ".g_idx", ("I32", "I64"), (n_columns,))
 
     @property
-    def bits(self) -> int:
-        return 8 if self.saved.values == "int8" else 4
-
-    @property
-    def n_groups(self) -> int:
-        return n_groups(self.shape[1], self.saved.group_size)
-
-    @property
     def tensor_names(self) -> Set[str]:
         return {self.module + suffix for suffix in SUFFIXES}
 
-    def dequantize(self) -> Tensor:
-        return self._codes().dequantize()
-
-    def blocks(self, *, in_8_bits: bool) -> Blocks | None:
-        return self._codes().blocks(in_8_bits=in_8_bits)
-
-    def _codes(self) -> GroupedCodes:
+    def codes(self) -> GroupedCodes:
         """Raises CheckpointError."""
         n_rows, n_columns = self.shape
         words = unpacked(self.tensors.read(self.module + MARK), self.bits)
         codes = words.permute(1, 0, 2).reshape(n_rows, -1)[:, :n_columns]
         scales = self.tensors.finite(self.module + ".scales").T.contiguous()
-        found = GroupedCodes(self.bits, codes, scales, self._groups(), self._zeros())
-        return found.columns(self.column_order())
+        return GroupedCodes(self.bits, codes, scales, self.groups(), self._zeros())
 
-    def column_order(self) -> Tensor | None:
-        """In which columns are read, None where they lie so."""
-        return torch.argsort(self._groups(), stable=True) if self.in_order else None
-
-    def _groups(self) -> Tensor:
+    def groups(self) -> Tensor:
         """Of each column, int64 (K,)."""
         name, expected = self.module + ".g_idx", groups_in_order(self.shape[1], self.saved.group_size)
         if name not in self.tensors.names:

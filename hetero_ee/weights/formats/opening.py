@@ -10,6 +10,7 @@ from hetero_ee.models.hf_names import Part
 from hetero_ee.models.saved_format import AWQ, BITSANDBYTES, GPTQ, SavedFormat
 from hetero_ee.weights.formats import awq, compressed_tensors, fp8, gptq
 from hetero_ee.weights.formats.bitsandbytes_4bit import FourBitMatrix, four_bit_matrix
+from hetero_ee.weights.formats.grouped_matrix import GroupedMatrix
 from hetero_ee.weights.formats.saved_matrix import RawTensors, SavedMatrix
 
 # Beside saved matrices: for activations, keys and values in 8 bits that were calibrated, which are not computed with.
@@ -49,9 +50,7 @@ def saved_matrices(
 
 def column_order(matrix: SavedMatrix) -> Tensor | None:
     """In which its columns are read, None where they lie so."""
-    if isinstance(matrix, gptq.GptqMatrix | compressed_tensors.CompressedMatrix):
-        return matrix.column_order()
-    return None
+    return matrix.column_order() if isinstance(matrix, GroupedMatrix) else None
 
 
 def _bitsandbytes(tensors: RawTensors, part: Part, said: SavedFormat | None) -> FourBitMatrix | None:
@@ -71,9 +70,8 @@ def _other(tensors: RawTensors, part: Part, said: SavedFormat | None, *, in_orde
     stored_type = tensors.header(part.hf_name)[0] if part.hf_name in tensors.names else None
     if said and said.method in (GPTQ, AWQ):
         if gptq.MARK in marks:
-            if said.method == AWQ:
-                return awq.AwqMatrix(module, shape, said, tensors)
-            return gptq.GptqMatrix(module, shape, said, tensors, in_order)
+            kind = awq.AwqMatrix if said.method == AWQ else gptq.GptqMatrix
+            return kind(module, shape, said, tensors, in_order)
     elif said and said.values == "e4m3":
         if stored_type in fp8.TYPES:
             return fp8.Fp8Matrix(module, shape, said, tensors)
