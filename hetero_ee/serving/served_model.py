@@ -14,6 +14,7 @@ from hetero_ee.serving.generation import Echo, Generation
 from hetero_ee.serving.metrics import Metrics
 from hetero_ee.serving.scheduler import Scheduler, Scoring
 from hetero_ee.serving.settings import ServerSettings
+from hetero_ee.serving.tools.tool_format import MARKERS
 from hetero_ee.text.chat_template import ChatTemplate, Message
 from hetero_ee.text.prompt import Prompt, PromptReader
 from hetero_ee.text.text_stream import TextStream
@@ -21,7 +22,7 @@ from hetero_ee.text.text_stream import TextStream
 
 class ServedModel:
     """An engine with its queue. usual: the sampling of requests that say nothing, the model's own where None. The
-    engine is for nobody else until close(), which leaves it open."""
+    engine is for nobody else until close(), which leaves it open. marker_ids: of MARKERS that are special tokens."""
 
     def __init__(
         self,
@@ -39,6 +40,8 @@ class ServedModel:
         self._template = None if source is None else ChatTemplate(source, engine.tokenizer.special_tokens)
         self._prompts = PromptReader(engine.tokenizer, engine.spec)
         self._encoding = threading.Lock()  # of tokenizer and template, neither of which is for several threads
+        found = {marker: engine.tokenizer.special_token_id(marker) for marker in MARKERS}
+        self.marker_ids = {marker: token_id for marker, token_id in found.items() if token_id is not None}
         engine.tokenizer.encode("a")  # what the tokenizer sets at its first use it sets while nobody decodes
         self.scheduler = Scheduler(engine, settings.n_slots, settings.queue_size)
         self.metrics = Metrics(settings.model_name, self.scheduler)
@@ -66,11 +69,6 @@ class ServedModel:
     async def require_grammar(self, params: SamplingParams) -> None:
         """Raises UsageError for what a text can't be held to."""
         await asyncio.to_thread(self.engine.require_grammar, params)
-
-    def special_token_id(self, text: str) -> int | None:
-        """Of a special token with this text."""
-        with self._encoding:
-            return self.engine.tokenizer.special_token_id(text)
 
     async def encode(self, text: str, *, with_special_tokens: bool) -> list[int]:
         """Raises HeteroError."""

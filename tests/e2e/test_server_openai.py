@@ -140,7 +140,7 @@ def test_the_models_are_the_one(client: openai.OpenAI) -> None:
         ("logit_bias", 5),
         ("logit_bias", [[5, False]]),
         ("functions", [{"name": "f"}]),
-        ("guided_regex", "a+"),
+        ("extra_body", {"guided_regex": "a+"}),
         ("tool_choice", "required"),
         ("reasoning_effort", "high"),
         ("extra_body", {"grammar": "root ::= 'a'"}),

@@ -14,7 +14,7 @@ from hetero_ee.serving.tools.reply_grammar import ReplyGrammar
 from hetero_ee.serving.tools.reply_reader import ReplyReader
 from hetero_ee.serving.tools.told_tools import told
 from hetero_ee.serving.tools.tool import ToolUse
-from hetero_ee.serving.tools.tool_format import HERMES, MARKERS, THINK, ToolFormat, recognised
+from hetero_ee.serving.tools.tool_format import HERMES, THINK, ToolFormat, recognised
 from hetero_ee.text.chat_template import Message
 
 
@@ -72,7 +72,7 @@ async def prepared(
     tools = [each.as_variable() for each in use.tools] if known else []
     prompt_ids, text = await served.chat_prompt(said, tools, variables)
     thinks, is_thinking = THINK in template, text.rstrip().endswith(THINK)
-    special = {marker: token_id for marker in MARKERS if (token_id := served.special_token_id(marker)) is not None}
+    special = served.marker_ids
     names = tuple(each.name for each in use.callable_tools)
     chat = Chat(
         prompt_ids,
