@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import zip_longest
 
 from hetero_ee.errors import UsageError, shown
@@ -18,6 +18,11 @@ from hetero_ee.planning.reasons import reasons
 from hetero_ee.planning.statistics import Statistics
 from hetero_ee.planning.times.prediction import placed_parts, predict
 from hetero_ee_profiles.hardware import HardwareProfile
+
+# Of a model, those with defaults that plans of this version have named from the first on.
+FIRST_FIELDS = frozenset(
+    {"norm_affine", "final_norm", "qk_norm", "rope", "learned_position_offset", "context_is_fixed", "neuron_major"}
+)
 
 
 def plan(
@@ -84,10 +89,15 @@ def check_fits(made: Plan, spec: ModelSpec) -> None:
 
 
 def shapes_sha256(spec: ModelSpec) -> str:
-    """Identifies what a plan was made for: a model of other numbers can't use it."""
-    fields = asdict(spec)
-    del fields["active_shares"]  # expected, not a shape
-    for name in ("int8_matrices", "zero_point_matrices"):
-        if not fields[name]:  # as plans of before there were any have it
-            del fields[name]
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    """Identifies what a plan was made for: a model of other numbers can't use it.
+
+    Later fields count where they are not as in models of before there were any, whose plans stay theirs.
+    """
+    values, rope = asdict(spec), spec.rope
+    del values["active_shares"]  # expected, not a shape
+    for field in fields(spec):
+        if field.name not in FIRST_FIELDS and values.get(field.name) == field.default:
+            del values[field.name]
+    if rope is not None and not rope.interleaved:
+        del values["rope"]["interleaved"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ from hetero_ee.hub.config_file import read_spec
 from hetero_ee.planning.limits import EARLY_EXIT_MODES, RISK, Limits
 from hetero_ee.planning.pins import pins
 from hetero_ee.planning.plan import EXIT, SEQUENCE, Plan
-from hetero_ee.planning.planner import check_fits
+from hetero_ee.planning.planner import check_fits, shapes_sha256
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.devices.timeline import Timeline
 from hetero_ee_profiles.records import to_json
@@ -174,6 +174,19 @@ def test_plans_that_do_not_fit_the_model(values: dict[str, Any], words: str) -> 
     made = replace(GOOD, **values)
     with pytest.raises(UsageError, match=words):
         check_fits(made, SPEC)
+
+
+def test_plans_of_before_a_field_came_are_of_the_same_model() -> None:
+    config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": 128}
+    # By the first engine of version 7.
+    old = {"LlamaForCausalLM": "eaaebf06560d4120", "Qwen3ForCausalLM": "0778bddf0849f739"}
+    assert {name: shapes_sha256(read_spec(config | {"architectures": [name]})) for name in old} == old
+    later = {"logit_cap": 30.0, "norm_offset": 1.0, "int8_matrices": ("x",), "layer_ropes": (None,) * SPEC.n_layers}
+    models = [SPEC, *(replace(SPEC, **{name: value}) for name, value in later.items())]
+    assert SPEC.rope is not None
+    models.append(replace(SPEC, rope=replace(SPEC.rope, interleaved=True)))
+    assert len(set(map(shapes_sha256, models))) == len(models)
 
 
 def test_a_plan_of_another_version_is_told_by_it_whatever_its_fields(tmp_path: Path) -> None:
