@@ -153,10 +153,10 @@ def _content(said: Said) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Of a call that was cut, nothing."""
+    """Of a call that was cut, or nested too deep, nothing."""
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

@@ -170,6 +170,13 @@ def test_codex_is_answered(server: RunningServer) -> None:
     assert names[0] == "response.created" and names[-1] == "response.incomplete"
 
 
+def test_what_is_said_again_may_hold_half_a_character(server: RunningServer) -> None:
+    for is_stream in (False, True):
+        body = {"input": "Hello", "metadata": {"a": "\ud800"}, "max_output_tokens": 2, "stream": is_stream}
+        answer = server.post("/v1/responses", body)
+        assert answer.status_code == 200 and r'{"a": "\ud800"}' in answer.text, answer.text
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -242,6 +242,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tools[0].function.name",
         "missing",
     ),
+    "too many tools": (
+        {"tools": [NO_SUCH] * 513, "tool_choice": NO_SUCH},
+        "tools",
+        "holds 513 tools",
+    ),
     "another choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
     "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", "no JSON"),
     "a schema that is no object": ({"tools": TOOLS, "json_schema": "[1]"}, "json_schema", "an object"),

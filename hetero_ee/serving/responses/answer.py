@@ -1,12 +1,13 @@
 """The answer to a request, whole or streamed, as OpenAI's clients read it."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from hetero_ee.decoding.result import FinishReason
 from hetero_ee.errors import HeteroError
@@ -48,7 +49,9 @@ async def responses(request: Request, served: ServedModel) -> Response:
     answer = _Answer(fields, served, chat, generation)
     if is_stream:
         return EventStream(answer.stream(served.settings.ping_s), [generation])
-    return JSONResponse(await until_gone(request, answer.whole(), [generation]))
+    document = await until_gone(request, answer.whole(), [generation])
+    # In ASCII, as events are: what of the request is said again may hold half a character.
+    return Response(json.dumps(document), media_type="application/json")
 
 
 def _form(fields: Fields) -> Form | None:

@@ -46,7 +46,7 @@ def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
     RequestError.
     """
     found = []
-    for each in fields.objects("tools"):
+    for each in _listed(fields):
         if each.text("type") == "function":
             function = each if is_flat else each.inner("function")
             found.append(_tool(function, "parameters", is_strict=function.flag("strict")))
@@ -63,7 +63,7 @@ def openai_tools(fields: Fields, *, is_flat: bool = False) -> ToolUse:
 def anthropic_tools(fields: Fields) -> ToolUse:
     """The same; tools without a schema of their own are Anthropic's, which nobody here could call."""
     found = []
-    for each in fields.objects("tools"):
+    for each in _listed(fields):
         if each.values.get("input_schema") is not None:
             found.append(_tool(each, "input_schema", is_strict=each.flag("strict")))
     choice = fields.inner("tool_choice")
@@ -71,6 +71,13 @@ def anthropic_tools(fields: Fields) -> ToolUse:
     if kind == "tool":
         return _use(fields, found, choice.text("name"), parallel)
     return _chosen(fields, found, kind, {"none": "none", "auto": "auto", "any": "any"}, parallel)
+
+
+def _listed(fields: Fields) -> list[Fields]:
+    found = fields.objects("tools")
+    if len(found) > MAX_TOOLS:
+        fields.refuse("tools", f"holds {len(found)} tools; expected at most {MAX_TOOLS}")
+    return found
 
 
 def _tool(fields: Fields, schema_name: str, *, is_strict: bool) -> Tool:
@@ -87,8 +94,6 @@ def _chosen(fields: Fields, found: list[Tool], choice: Any, words: dict[str, str
     kind = "auto" if choice is None else words.get(choice) if isinstance(choice, str) else None
     if kind is None:
         fields.refuse("tool_choice", f"is {shown(choice)}; expected {', '.join(words)} or a tool's name")
-    if len(found) > MAX_TOOLS:
-        fields.refuse("tools", f"holds {len(found)} tools; expected at most {MAX_TOOLS}")
     if kind == "any" and not found:
         fields.refuse("tool_choice", f"is {shown(choice)}, and there is no tool to call")
     if kind == "none":
