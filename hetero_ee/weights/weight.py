@@ -75,7 +75,7 @@ class TileWeight:
         """A key of tiles.TILE_BYTES."""
         if self.codebook is None:
             return "int8"
-        return layout.ZEROS if self.scales.shape[2] > layout.TILE_ROWS else "int4"
+        return layout.ZEROS if self.scales.shape[-1] > layout.TILE_ROWS else "int4"
 
     @property
     def n_bytes(self) -> int:

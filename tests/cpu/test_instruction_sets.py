@@ -79,7 +79,10 @@ def test_generic_code_has_none_of_them(kind: str, tmp_path: Path) -> None:
     assert not any(kernel[word] for word in ("missing", "dot", "pair", "wide", "half_wide"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# Generic code of it takes LLVM a minute and a half; test_other_targets.py runs that of the tiles' kernels.
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[pytest.mark.slow] if t == "generic" else []) for t in TARGETS]
+)
 def test_the_sparse_ffn_has_its_targets_instructions(target: str, tmp_path: Path) -> None:
     (kernel,) = counts(target, tmp_path, "SPARSE")
     assert kernel["lines"] > 500 and not kernel["missing"]

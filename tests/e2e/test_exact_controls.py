@@ -158,7 +158,7 @@ def test_a_rollback_that_is_skipped_is_found(engine: Engine, run: Run) -> None:
 
 
 def of_the_next_position(
-    logits: Any, history: Any, params: Any, sequence: int, position: int, noise: Any = None, n_prompt_tokens: int = 0
+    logits: Any, history: Any, params: Any, sequence: int, position: int, noise: Any = None, *rest: Any
 ) -> int:
     return choose_token(logits, history, params, sequence, position + 1)
 
