@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -158,11 +159,12 @@ class Scheduler:
             with self._changed:  # whoever comes later is refused
                 self._is_closing = True
                 waiting, self._queue = list(self._queue), deque()
-            for number in list(self._running):
-                self._end(number, error)
-            for job in waiting:
-                job.tell(error)
-            self._slots.free_idle()
+            with ExitStack() as every:  # whatever one of these raises, the others happen; the last of them first
+                every.callback(self._slots.free_idle)
+                for job in waiting:
+                    every.callback(job.tell, error)
+                for number in list(self._running):
+                    every.callback(self._end, number, error)
 
     def _wait(self) -> bool:
         """Until there is something to do; False where that is to end."""
@@ -285,16 +287,18 @@ class Scheduler:
         """The text leaves. What its sequence holds for certain is kept: after an error nothing, nor of a prompt that
         was not read to its end."""
         running = self._running.pop(number)
-        self._steps.leave(number)
-        if running.scoring is not None:
-            running.scoring.close()
-        kept: list[int] = []
-        if error is None and running.generated:
-            kept = [*running.job.prompt_ids, *(running.generated[:-1] if self._keeps_generated else ())]
-        self._slots.give_back(running.slot, kept)
-        self.memory = self._engine.memory()
-        if error is not None:
-            running.job.tell(error)
+        try:
+            self._steps.leave(number)
+            if running.scoring is not None:
+                running.scoring.close()
+            kept: list[int] = []
+            if error is None and running.generated:
+                kept = [*running.job.prompt_ids, *(running.generated[:-1] if self._keeps_generated else ())]
+            self._slots.give_back(running.slot, kept)
+            self.memory = self._engine.memory()
+        finally:
+            if error is not None:
+                running.job.tell(error)
 
 
 def _failure(error: Exception) -> HeteroError:

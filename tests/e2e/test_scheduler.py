@@ -168,6 +168,28 @@ def test_nothing_is_taken_once_it_is_closed(engine: Engine) -> None:
     scheduler.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_where_a_text_ends_leaves_nobody_waiting(
+    engine: Engine, slowly: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even those that run or wait beside it, where the server ends."""
+    scheduler = Scheduler(engine, n_slots=2, queue_size=4)
+    told = [Told([5, 6, number]) for number in range(4)]
+    for each in told:
+        scheduler.submit(each.job)
+    eventually(lambda: told[0].n_tokens > 0 and told[1].n_tokens > 0)
+
+    def failing(*arguments: Any) -> None:
+        raise HeteroError("the device is lost.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._slots, "give_back", failing)
+        scheduler.close()
+    assert all(each.is_over() and isinstance(each.events[-1], BusyError) for each in told)
+    for sequence in engine.executor.cache.sequences:
+        engine.executor.cache.close(sequence)
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_a_prompt_that_is_scored_ends_within_a_pass_of_its_cancelling(
     scheduler: Scheduler, slowly: list[Any], is_cancelled: bool
