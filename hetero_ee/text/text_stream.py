@@ -33,8 +33,12 @@ class TextStream:
 
     def add(self, token_id: int) -> str:
         """The text that is certain by now; sets `stopped` when a stop string is complete."""
-        self._read(token_id)
+        is_silent = self._read(token_id)
         text = self._release(self._take(self._certain_text()))
+        if (
+            is_silent
+        ):  # a special token: no stop string reaches across it, and what is marked by it comes after the rest
+            text, self._held = text + self._held, ""
         self._shorten()
         return text
 
@@ -45,13 +49,15 @@ class TextStream:
             text, self._held = text + self._held, ""
         return text
 
-    def _read(self, token_id: int) -> None:
+    def _read(self, token_id: int) -> bool:
+        """Whether the token has no text."""
         whole = self._decode([*self._ids, token_id])
         is_silent = whole == self._text != "" and not whole.endswith(REPLACEMENT)
         if not is_silent:  # many special tokens, which have no text, must not push out those that have
             self._ids.append(token_id)
         self._text = whole
         self._n_waiting = self._n_waiting + 1 if whole.endswith(REPLACEMENT) else 0
+        return is_silent
 
     def _certain_text(self) -> str:
         """The window's text, without an end that may still become another character."""

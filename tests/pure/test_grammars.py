@@ -166,3 +166,9 @@ def test_schemas_of_a_megabyte_are_taken(grammars: Grammars) -> None:
     wide = {f"field_{i}": {"type": "string", "description": "x" * 400} for i in range(500)}
     held = constraint(grammars, json_schema={"type": "object", "properties": wide, "additionalProperties": False})
     assert held.allowed([]).any()
+
+
+@pytest.mark.parametrize("asked", [{"grammar": 'start: "a"' + " " * 2**19}, {"json_schema": {"enum": ["a" * 2**19]}}])
+def test_an_enormous_grammar_is_refused_before_it_is_compiled(grammars: Grammars, asked: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected at most 524288"):
+        constraint(grammars, **asked)

@@ -144,6 +144,13 @@ def test_broken_bytes_are_not_held_for_ever() -> None:
     assert "".join(pieces[:50]) != ""
 
 
+def test_a_special_token_comes_after_the_text_before_it() -> None:
+    """Who gives it a text of its own, as a mark of thoughts has, gets the two in order."""
+    stream = TextStream(decode_bytes, [], stop=("abz",))
+    pieces = [stream.add(token_id) for token_id in (*b"So ab", SPECIAL, *b"zabz!")]
+    assert "".join(pieces[:6]) == "So ab" and "".join(pieces[6:]) == "z" and stream.stopped_by == "abz"
+
+
 def test_many_special_tokens_keep_the_space_of_the_next_word() -> None:
     for n_special in (1, 50, 500):
         assert "".join(streamed(decode_byte_fallback, [300], [999] * n_special + [301])) == " cat"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hetero_ee.decoding.constrained.constraint import Constraint
 
 MAX_KEPT = 16  # compiled grammars
+MAX_CHARACTERS = 2**19  # of one: compiling takes time by their square, 6 s for 50,000 choices (busy Zen 4, 2026-11-24)
 MAX_LEXER_STATES = 50_000  # of one, at 1 or 2 kB; llguidance's own limit is 250,000
 MISSING = 'this needs the package llguidance; install it with pip install "hetero-ee[server]".'
 # As Python's json.dumps writes it, on one line: models have read most of that, and where there is no choice of blanks
@@ -68,6 +69,9 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = self._read_tokenizer()
         name = "grammar" if params.json_schema is None else "json_schema"
+        n_characters = len(params.json_schema or params.grammar or "")
+        if n_characters > MAX_CHARACTERS:
+            raise UsageError(f"{name} has {n_characters} characters; expected at most {MAX_CHARACTERS}.")
         try:
             limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
             matcher = LLMatcher(self._tokenizer, _grammar_text(params), log_level=0, limits=limits)
