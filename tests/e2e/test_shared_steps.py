@@ -69,6 +69,27 @@ def test_each_text_is_the_one_that_it_is_alone(engine: Engine) -> None:
     assert steps.step() == []
 
 
+@pytest.mark.parametrize(("mode", "gpu_layers"), [("exact", 0), ("exact", 6), ("full", 6)])
+def test_eight_texts_at_once_are_those_that_generate_gives(
+    demo: Path, kernels: Path, mode: str, gpu_layers: int
+) -> None:
+    """Greedy and sampled ones, in exact mode with the demo model's draft head; half of them join later."""
+    how: Any = {"profile": LAPTOP, "emulate": True, "mode": mode, "gpu_layers": gpu_layers}
+    with Engine.from_pretrained(demo, threads=1, **how) as engine:
+        steps, found = engine.steps(), dict[int, list[int]]()
+        asked = [(f"{TEXTS[which % 4]} And {which}", params(which)) for which in range(8)]
+        numbers_of = {joined(engine, steps, *asked[which]): which for which in range(4)}
+        for step in range(60):
+            if step == 3:
+                numbers_of |= {joined(engine, steps, *asked[which]): which for which in range(4, 8)}
+            for each in steps.step():
+                assert not isinstance(each.outcome, HeteroError)
+                found.setdefault(numbers_of[each.number], []).append(each.outcome.token_id)
+        assert (engine.drafting is None) == (mode == "full")
+        for which, (text, chosen) in enumerate(asked):
+            assert tuple(found[which]) == engine.generate(text, chosen).token_ids
+
+
 def test_texts_share_passes() -> None:
     model = ScriptedModel(successor, successor)
     steps = scripted(model)
