@@ -109,7 +109,7 @@ def test_who_waits_in_the_queue_may_leave_it(engine: Engine, slowly: list[Any]) 
             httpx.post(f"{server.url}/v1/completions", json=ENDLESS | {"prompt": "b"}, timeout=0.1)
         eventually(lambda: server.served.scheduler.n_waiting == 0)
         assert not first.done() and first.result()["usage"]["completion_tokens"] == 40
-        assert server.is_idle()
+        eventually(server.is_idle)  # the answer may be there a moment before its slot is free
 
 
 def test_an_answer_that_takes_too_long_is_ended(engine: Engine, slowly: list[Any]) -> None:

@@ -82,7 +82,7 @@ def test_the_page_names_every_field_and_limit() -> None:
 
 
 def test_the_page_names_every_copied_file() -> None:
-    listed = re.search(r"^Copied are, where the model has them: (.*?)\.$", page(), re.MULTILINE | re.DOTALL)
+    listed = re.search(r"^These are copied, where the model has them: (.*?)\.$", page(), re.MULTILINE | re.DOTALL)
     assert listed and re.findall(r"`(.*?)`", listed[1]) == list(SMALL_FILES)
 
 
