@@ -197,7 +197,14 @@ class Engine:
     @property
     def neuron_share(self) -> float | None:
         """Of its FFN neurons, what the latest call's generated tokens used on average; None where FFNs are dense."""
-        return self._meter.neuron_share(self.executor)
+        shares = self._meter.neuron_shares(self.executor)
+        return None if shares is None else shares[0]
+
+    @property
+    def predicted_share(self) -> float | None:
+        """Of its FFN neurons, those whose gate was computed for them; None without a predictor."""
+        shares = self._meter.neuron_shares(self.executor) if self.spec.predictor_rank else None
+        return None if shares is None else shares[1]
 
     @property
     def spans(self) -> list[Span]:

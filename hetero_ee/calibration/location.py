@@ -40,12 +40,20 @@ class CalibrationPlace:
 
     @classmethod
     def of_model(
-        cls, spec: ModelSpec, folder: Path, cache: Path, quantizer: str | None = None, *, neuron_major: bool = False
+        cls,
+        spec: ModelSpec,
+        folder: Path,
+        cache: Path,
+        quantizer: str | None = None,
+        *,
+        neuron_major: bool = False,
+        first_in_rows: bool = False,
     ) -> Self:
         """Of the store in `folder`, or the one in `cache` that is made of the checkpoint there. Raises HeteroError."""
         if is_store(folder):
             return cls(spec, folder)
-        quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
+        laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
+        quantization = Quantization.of_model(folder, quantizer, **laid_out)
         return cls(spec, cached_store(folder, quantization, cache), folder, quantization)
 
     @property

@@ -2,12 +2,13 @@
 
 Matrices are (out, in). Projections that read the same input are one matrix with their rows one after the other:
 qkv is query, key, value; gate_up is gate, up. Where FFNs are neuron-major, what is skipped with a neuron that is not
-active has a row for each neuron: up beside a gate, and down, whose rows are its columns.
+active has a row for each neuron: up beside a gate, and down, whose rows are its columns; with a predictor of active
+neurons also the first matrix, the gate or the up without one.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hetero_ee.models.spec import ModelSpec
@@ -28,6 +29,7 @@ class TensorRole(Enum):
     MATRIX_8 = "8-bit matrix"  # the same, of which the model's file says that 4 bits would be too few
     MATRIX_ZEROS = "4-bit matrix with zero points"  # the same, whose 4-bit codes in the model's file have zero points
     NEURONS = "neurons"  # a row per neuron of a neuron-major FFN; quantized row by row
+    FIRST_ROWS = "first rows"  # the same, of the matrix that says which neurons are active
     VOCABULARY = "vocabulary"  # embedding or head: a row per token; quantized at a width of its own
     POSITIONS = "positions"  # learned position table; kept in full precision
     VECTOR = "vector"  # norms and biases; kept in full precision
@@ -83,6 +85,16 @@ def all_tensors(blocks: list[Block]) -> list[TensorSpec]:
     return list({tensor.name: tensor for block in blocks for tensor in block.tensors.values()}.values())
 
 
+def is_in_rows(role: TensorRole) -> bool:
+    """Whether such a tensor lies row after row, one a neuron."""
+    return role in (TensorRole.NEURONS, TensorRole.FIRST_ROWS)
+
+
+def first_matrix(spec: ModelSpec) -> str:
+    """Short name of the matrix that says which neurons of a neuron-major FFN are active."""
+    return "gate" if spec.gated else "up"
+
+
 def least_activations(block: Block) -> str:
     """Name of a vector that a neuron-major FFN may have beside its tensors: below it, a neuron counts as inactive."""
     return f"{block.name}.least"
@@ -133,14 +145,24 @@ def _layer_block(spec: ModelSpec, name: str, kind: BlockKind, layer: int, tensor
 
 
 def _neurons(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
-    first, *rows = ("gate", "up", "down") if spec.gated else ("up", "down")
-    tensors = _linear(spec, f"{prefix}.{first}", spec.ffn_size, spec.hidden_size, spec.ffn_bias)
-    shape = spec.ffn_size, spec.hidden_size
+    first, rows = first_matrix(spec), ("up", "down") if spec.gated else ("down",)
+    tensors, shape = _predictor(spec, prefix), (spec.ffn_size, spec.hidden_size)
+    tensors |= _linear(spec, f"{prefix}.{first}", *shape, spec.ffn_bias)
+    if spec.first_in_rows:
+        tensors[first] = replace(tensors[first], role=TensorRole.FIRST_ROWS)
     tensors |= {short: TensorSpec(f"{prefix}.{short}", TensorRole.NEURONS, shape) for short in rows}
     if spec.ffn_bias:
         for short, size in zip(rows, (spec.ffn_size, spec.hidden_size)[-len(rows) :], strict=True):
             tensors[f"{short}_bias"] = TensorSpec(f"{prefix}.{short}_bias", TensorRole.VECTOR, (size,))
     return tensors
+
+
+def _predictor(spec: ModelSpec, prefix: str) -> dict[str, TensorSpec]:
+    """Two matrices of low rank, whose product with an FFN's input, and a bias, is above 0 for neurons to compute."""
+    if not spec.predictor_rank:
+        return {}
+    tensors = _linear(spec, f"{prefix}.predictor_in", spec.predictor_rank, spec.hidden_size, bias=False)
+    return tensors | _linear(spec, f"{prefix}.predictor_out", spec.ffn_size, spec.predictor_rank, bias=True)
 
 
 def _linear(spec: ModelSpec, name: str, n_rows: int, n_columns: int, bias: bool) -> dict[str, TensorSpec]:

@@ -1,13 +1,14 @@
 """What the planner places: attention and FFN of each layer, embedding and head, with their bytes and products."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
-from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks
+from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, UNQUANTIZED, is_quantized
 from hetero_ee.weights.rows import row_sizes
 from hetero_ee.weights.tiles import TILE_ROWS, region_bytes
-from hetero_ee_profiles.hardware import needed_share
+from hetero_ee_profiles.hardware import DeviceTimes, needed_share
 
 FLOAT_BYTES = 4
 KV_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}  # of one value
@@ -30,20 +31,45 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class NeuronRows:
-    """What a sparse FFN has neuron by neuron: up, where it has a gate, and down."""
+class NeuronShares:
+    """Of an FFN's neurons, what one token is expected to need."""
 
-    n_rows: int  # of both
+    active: float = 1.0  # of up and down
+    first: float = 1.0  # of the matrix that says which are active, where a predictor spares rows of it
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, is_prompt: bool) -> Self:
+        """A prompt's tokens are not left to the predictor."""
+        return cls(spec.active_shares[is_prompt], 1.0 if is_prompt else spec.predicted_share)
+
+
+ALL_NEURONS = NeuronShares()
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronRows:
+    """What a sparse FFN has neuron by neuron: up, where it has a gate, and down; with a predictor its first matrix."""
+
+    n_rows: int  # of up and down
     n_columns: int
+    n_first_rows: int = 0
 
     @property
     def n_bytes(self) -> int:
         """Codes and scales."""
-        return sum(row_sizes(self.n_rows, self.n_columns))
+        return sum(row_sizes(self.n_rows + self.n_first_rows, self.n_columns))
 
-    def read_bytes(self, active_share: float, m: int) -> int:
-        """What m tokens read that need this share of the neurons each."""
-        return int(needed_share(active_share, m) * self.n_bytes)
+    def read_bytes(self, shares: NeuronShares, m: int) -> int:
+        """What m tokens read that need these shares of the neurons each."""
+        n_rows = needed_share(shares.active, m) * self.n_rows + needed_share(shares.first, m) * self.n_first_rows
+        return int(n_rows * sum(row_sizes(1, self.n_columns)))
+
+    def read_s(self, times: DeviceTimes, shares: NeuronShares, m: int) -> float:
+        """Seconds of multiplying with that, on the device of these times."""
+        seconds = times.rows_s(self.n_rows, self.n_columns, m, shares.active)
+        if self.n_first_rows:
+            seconds += times.rows_s(self.n_first_rows, self.n_columns, m, shares.first)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +91,9 @@ class Part:
         """Of all its matrices."""
         return sum(product.n_bytes for product in self.products)
 
-    def token_bytes(self, active_share: float) -> int:
-        """Of all its matrices, what one token reads that needs this share of a sparse FFN's neurons."""
-        return self.product_bytes + (self.neurons.read_bytes(active_share, 1) if self.neurons else 0)
+    def token_bytes(self, shares: NeuronShares) -> int:
+        """Of all its matrices, what one token reads that needs these shares of a sparse FFN's neurons."""
+        return self.product_bytes + (self.neurons.read_bytes(shares, 1) if self.neurons else 0)
 
     def kv_bytes(self, context_tokens: int) -> int:
         """Keys and values of one sequence of this length. A sliding window saves none: the cache keeps all."""
@@ -100,13 +126,16 @@ def fill_product(spec: ModelSpec, part: Part, *, on_gpu: bool) -> Product:
 
 def is_multiplied(role: TensorRole) -> bool:
     """Whether such a tensor is multiplied with whole."""
-    return is_quantized(role) and role is not TensorRole.NEURONS
+    return is_quantized(role) and not is_in_rows(role)
 
 
 def neuron_rows(block: Block) -> NeuronRows | None:
     """Of a sparse FFN, None of other blocks."""
-    shapes = [tensor.shape for tensor in block.tensors.values() if tensor.role is TensorRole.NEURONS]
-    return NeuronRows(sum(n_rows for n_rows, _ in shapes), shapes[0][1]) if shapes else None
+    rows = [tensor for tensor in block.tensors.values() if is_in_rows(tensor.role)]
+    if not rows:
+        return None
+    n_first = sum(tensor.shape[0] for tensor in rows if tensor.role is TensorRole.FIRST_ROWS)
+    return NeuronRows(sum(tensor.shape[0] for tensor in rows) - n_first, rows[0].shape[1], n_first)
 
 
 def exit_map_products(hidden_size: int, rank: int) -> list[Product]:
@@ -120,7 +149,7 @@ def tensor_bytes(tensor: TensorSpec, layout: str) -> int:
     """Bytes of a tensor in memory, on every device alike; layout: of matrices, the rest is fp32."""
     if not is_quantized(tensor.role):
         return FLOAT_BYTES * tensor.n_elements
-    if tensor.role is TensorRole.NEURONS:
+    if is_in_rows(tensor.role):
         return sum(row_sizes(*tensor.shape))
     return Product(layout, tensor.shape[0], tensor.shape[1]).n_bytes
 

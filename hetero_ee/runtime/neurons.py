@@ -10,21 +10,28 @@ from hetero_ee.runtime.batch import Batch
 
 @dataclass(slots=True)
 class NeuronCounts:
-    """Of the tokens that may skip neurons, all layers together: neurons used and neurons there were."""
+    """Of the tokens that may skip neurons, all layers together: neurons used and neurons there were; with a predictor,
+    those it let be computed."""
 
     n_used: int = 0
     n_neurons: int = 0
+    n_predicted: int = 0
 
-    def count(self, active: Any, batch: Batch) -> None:
-        """active: (m, ffn) of one FFN, 0 where a neuron was skipped."""
+    def count(self, active: Any, batch: Batch, scores: Any = None) -> None:
+        """active: (m, ffn) of one FFN, 0 where a neuron was skipped; scores: the predictor's, of the same shape."""
         rows = batch.may_skip()
         self.n_used += int(np.count_nonzero(active[rows]))
         self.n_neurons += int(rows.sum()) * active.shape[1]
+        if scores is not None:
+            self.n_predicted += int(np.count_nonzero(scores[rows] > 0))
 
     def __add__(self, other: "NeuronCounts") -> "NeuronCounts":
-        return NeuronCounts(self.n_used + other.n_used, self.n_neurons + other.n_neurons)
+        n_predicted = self.n_predicted + other.n_predicted
+        return NeuronCounts(self.n_used + other.n_used, self.n_neurons + other.n_neurons, n_predicted)
 
-    def since(self, before: "NeuronCounts") -> float | None:
-        """The share used since then; None where no token passed."""
+    def since(self, before: "NeuronCounts") -> tuple[float, float] | None:
+        """The shares used and predicted since then, the latter 0 without a predictor; None where no token passed."""
         n_neurons = self.n_neurons - before.n_neurons
-        return (self.n_used - before.n_used) / n_neurons if n_neurons else None
+        if not n_neurons:
+            return None
+        return (self.n_used - before.n_used) / n_neurons, (self.n_predicted - before.n_predicted) / n_neurons

@@ -32,6 +32,7 @@ class TextMeter:
         counted = executor.traffic
         return None if counted is None else TextTraffic(counted.n_bytes - self._moved_before, self._n_tokens)
 
-    def neuron_share(self, executor: Executor) -> float | None:
-        """Of the FFN neurons, what generated tokens used on average; None where FFNs are dense."""
+    def neuron_shares(self, executor: Executor) -> tuple[float, float] | None:
+        """Of the FFN neurons, what generated tokens used on average, and what a predictor let be computed for them, 0
+        without one; None where FFNs are dense."""
         return executor.neurons.since(self._neurons_before)

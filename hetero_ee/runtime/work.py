@@ -10,7 +10,15 @@ from enum import Enum
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, NeuronRows, is_multiplied, kv_bytes_per_token, neuron_rows
+from hetero_ee.planning.parts import (
+    ALL_NEURONS,
+    FLOAT_BYTES,
+    NeuronRows,
+    NeuronShares,
+    is_multiplied,
+    kv_bytes_per_token,
+    neuron_rows,
+)
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS
@@ -49,7 +57,7 @@ class Work:
     overhead: Overhead = Overhead.NONE
     disk_bytes: int = 0  # read from the disk meanwhile
     neurons: NeuronRows | None = None  # of a sparse FFN
-    active_share: float = 1.0  # of its neurons, that each token is expected to need
+    shares: NeuronShares = ALL_NEURONS  # of its neurons, that each token is expected to need
 
 
 def joined_name(works: Sequence[Work]) -> str:
@@ -83,7 +91,7 @@ def block_works(
         if block.kind is BlockKind.ATTENTION:
             attention = Attention(_positions_read(spec, block, m, context_tokens), kv_bytes_per_token)
         work = block_work(block, m, attention=attention, disk_bytes=disk_bytes(block))
-        works.append(replace(work, active_share=spec.active_shares[batch.is_prompt]) if work.neurons else work)
+        works.append(replace(work, shares=NeuronShares.of(spec, is_prompt=batch.is_prompt)) if work.neurons else work)
     return works
 
 
@@ -152,7 +160,7 @@ def work_s(work: Work, times: DeviceTimes, disk_bytes_per_s: float, spec: ModelS
     """
     seconds = sum(times.matmul_s(layout, n_rows, n_columns, work.m) for layout, n_rows, n_columns in work.products)
     if work.neurons is not None:
-        seconds += times.rows_s(work.neurons.n_rows, work.neurons.n_columns, work.m, work.active_share)
+        seconds += work.neurons.read_s(times, work.shares, work.m)
     if work.overhead is Overhead.HALF_LAYER:
         seconds += times.layer_overhead_s(spec.hidden_size, spec.ffn_size, work.m) / 2
     elif work.overhead is Overhead.PASS:

@@ -73,7 +73,7 @@ class SparsityFit:
         executor = self._executor(sparse)
         pairs = zip(self._dense, self._distributions(executor), strict=True)
         kl = torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs])
-        used = executor.neurons.since(NeuronCounts()) or 0.0
+        used, _ = executor.neurons.since(NeuronCounts()) or (0.0, 0.0)
         return Measurement(thresholds.target, 1 - used, max(0.0, float(kl.mean())))
 
     def _errors(self, thresholds: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_ee.errors import CheckpointError, DamagedStoreError
-from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks
+from hetero_ee.models.blocks import TensorRole, all_tensors, decoder_blocks, first_matrix
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.file_watch import FileWatch
@@ -50,8 +50,9 @@ def as_stored(spec: ModelSpec, weights: ModelWeights) -> ModelSpec:
     in_layers = {name: weight for name, weight in weights.matrices.items() if name.startswith("layers.")}
     tiles = {name: weight.layout for name, weight in in_layers.items() if isinstance(weight, TileWeight)}
     in_8_bits, with_zeros = (tuple(sorted(n for n, kind in tiles.items() if kind == its)) for its in ("int8", ZEROS))
-    neuron_major = any(isinstance(weight, RowWeight) for weight in in_layers.values())
-    return replace(spec, neuron_major=neuron_major, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
+    rows = {name.rpartition(".")[2] for name, weight in in_layers.items() if isinstance(weight, RowWeight)}
+    spec = replace(spec, neuron_major=bool(rows), first_in_rows=first_matrix(spec) in rows)
+    return replace(spec, int8_matrices=in_8_bits, zero_point_matrices=with_zeros)
 
 
 def load_dense(checkpoint: Checkpoint | GgufCheckpoint) -> ModelWeights:

@@ -1,6 +1,6 @@
 """Which quantizer makes which tensors of a store."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,9 +25,12 @@ class Quantization:
     # floats, or that tiles can't hold, are quantized all the same; in 8 bits where the model says that 4 are too few.
     own: str | None = None
     neuron_major: bool = False  # FFNs neuron by neuron, so that inactive ones need not be read
+    first_in_rows: bool = False  # the gate too: a predictor may spare its rows
 
     @classmethod
-    def of_model(cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False) -> Self:
+    def of_model(
+        cls, folder: Path, quantizer: str | None, *, neuron_major: bool = False, first_in_rows: bool = False
+    ) -> Self:
         """For the checkpoint in `folder`; None keeps its own bits and is else the default.
 
         Raises ModelError, and UsageError for a quantizer whose codes can't be neuron-major.
@@ -35,9 +38,10 @@ class Quantization:
         if neuron_major and quantizer in TABLE_QUANTIZERS:
             raise UsageError(f"sparse FFNs can't be in {quantizer}; leave out --sparsity, or take another quantizer.")
         own = None if neuron_major else GGUF if gguf_files(folder) else _saved_name(folder)
+        made = cls(own=own, neuron_major=neuron_major, first_in_rows=first_in_rows)
         if quantizer is None:
-            return cls(own=own, neuron_major=neuron_major)
-        return cls(matrices=quantizer, own=own if own == quantizer else None, neuron_major=neuron_major)
+            return made
+        return replace(made, matrices=quantizer, own=own if own == quantizer else None)
 
     @property
     def name(self) -> str:
@@ -51,8 +55,9 @@ class Quantization:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a store made so is told apart by; of one that is not neuron-major, as before there were such."""
-        return {name: value for name, value in asdict(self).items() if name != "neuron_major" or value}
+        """What a store made so is told apart by; of other layouts, as before there were neuron-major ones."""
+        laid_out = ("neuron_major", "first_in_rows")
+        return {name: value for name, value in asdict(self).items() if name not in laid_out or value}
 
     def quantizer_of(self, role: TensorRole) -> str:
         if role is TensorRole.MATRIX_8:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.model_weights import MATRIX_LAYOUTS, ModelWeights, is_quantized
 from hetero_ee.weights.rows import RowWeight, row_sizes
@@ -28,11 +28,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
         if is_quantized(tensor.role):
             plain = vocabulary if tensor.role is TensorRole.VOCABULARY else "int4"
             layout = MATRIX_LAYOUTS.get(tensor.role, plain)
-            random = (
-                _random_rows(tensor, block)
-                if tensor.role is TensorRole.NEURONS
-                else _random_tiles(tensor, layout, block)
-            )
+            random = _random_rows(tensor, block) if is_in_rows(tensor.role) else _random_tiles(tensor, layout, block)
             weights.matrices[tensor.name] = random
         else:
             is_scale = tensor.role is TensorRole.VECTOR and not tensor.name.endswith("bias")
@@ -41,7 +37,7 @@ def random_weights(spec: ModelSpec, vocabulary: str = "int8") -> ModelWeights:
 
 
 def random_rows(tensor: TensorSpec) -> RowWeight:
-    """Likewise, of an FFN's up or down."""
+    """Likewise, of an FFN's neurons."""
     return _random_rows(tensor, _random_block())
 
 
@@ -68,7 +64,7 @@ def _random_tiles(tensor: TensorSpec, layout: str, block: Tensor) -> TileWeight:
 
 
 def _random_rows(tensor: TensorSpec, block: Tensor) -> RowWeight:
-    """Of an FFN's up or down: rows are neurons, whose sum the other way is over as many as there are."""
+    """Rows are neurons; of down, the sum is the other way, over as many as there are."""
     n_rows, n_columns = tensor.shape
     codes_bytes, scales_bytes = row_sizes(1, n_columns)
     codes = _filled(torch.empty(n_rows, codes_bytes, dtype=torch.uint8), block)

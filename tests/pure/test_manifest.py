@@ -23,7 +23,17 @@ from hetero_ee.weights.store.manifest import (
     read_manifest,
 )
 from hetero_ee.weights.weight import LINEAR_CODEBOOK
-from tests.format_store import CODEBOOK, CONFIG, MATRIX, SOURCE, VECTOR, VOCABULARY, write_store, write_zeros_store
+from tests.format_store import (
+    CODEBOOK,
+    CONFIG,
+    MATRIX,
+    SOURCE,
+    VECTOR,
+    VOCABULARY,
+    write_rows_store,
+    write_store,
+    write_zeros_store,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,9 +113,21 @@ def test_a_store_of_version_3_has_the_golden_bytes(tmp_path: Path) -> None:
     assert matrix_bits(manifest) == 8 * (9 * (256 + 64) + 9 * (512 + 32)) / (40 * 70 + 48 * 96)
 
 
+def test_a_store_of_version_4_has_the_golden_bytes(tmp_path: Path) -> None:
+    """Of one whose FFNs lie in rows whole."""
+    store = write_rows_store(tmp_path)
+    assert (store / "manifest.json").read_text() == GOLDEN.with_name("manifest_rows.json").read_text()
+    manifest = read_manifest(store)
+    assert (manifest.version, manifest.entries[MATRIX].layout) == (4, "int4 rows")
+    assert manifest.neuron_major and manifest.first_in_rows
+    assert [region.n_bytes for region in manifest.entries[MATRIX].regions] == [40 * 64, 40 * 8]
+
+
 def test_a_version_that_does_not_fit_the_layouts_is_refused(shared_store: Path, tmp_path: Path) -> None:
     refuse_each(shared_store, [changed("version", 3)], word="version 3 does not fit the layouts")
-    refuse_each(write_zeros_store(tmp_path), [changed("version", 2)], word="version 2 does not fit the layouts")
+    zeros_store = write_zeros_store(tmp_path)
+    refuse_each(zeros_store, [changed("version", 2)], word="version 2 does not fit the layouts")
+    refuse_each(zeros_store, [changed("version", 4)], word="version 4 does not fit the layouts")
 
 
 def test_zero_points_go_with_linear_codes_alone(tmp_path: Path) -> None:
@@ -264,8 +286,8 @@ def test_regions_that_overlap_or_go_backwards_are_refused(shared_store: Path) ->
 
 
 def test_another_version_is_said_so(shared_store: Path) -> None:
-    for version in (1, 4):
-        word = f"has store format version {version}, this engine reads 2 and 3"
+    for version in (1, 5):
+        word = f"has store format version {version}, this engine reads 2, 3, 4"
         refuse_each(shared_store, [changed("version", version)], word=word)
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, fill_product, kv_bytes_per_token
+from hetero_ee.planning.parts import (
+    FLOAT_BYTES,
+    NeuronShares,
+    Part,
+    Product,
+    exit_map_products,
+    fill_product,
+    kv_bytes_per_token,
+)
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
@@ -53,8 +61,8 @@ class Costs:
         times = self._device(placement)
         seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
         if part.neurons is not None:
-            share = self.spec.active_shares[m > MAX_DECODE_TOKENS]
-            seconds += times.rows_s(part.neurons.n_rows, part.neurons.n_columns, m, share)
+            shares = NeuronShares.of(self.spec, is_prompt=m > MAX_DECODE_TOKENS)
+            seconds += part.neurons.read_s(times, shares, m)
         if part.layer is not None:
             seconds += times.layer_overhead_s(self.spec.hidden_size, self.spec.ffn_size, m) / 2
         else:
@@ -74,13 +82,15 @@ class Costs:
         first_rows = spec.ffn_size * (2 if spec.gated else 1)
         dense_s = times.matmul_s("int4", first_rows, spec.hidden_size, 1)
         dense_s += times.matmul_s("int4", spec.hidden_size, spec.ffn_size, 1)
-        gate_s = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in part.products)
+        whole_s = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, 1) for p in part.products)
+        shares = NeuronShares.of(spec, is_prompt=False)
 
-        def sparse_s(share: float) -> float:
-            return gate_s + times.rows_s(rows.n_rows, rows.n_columns, 1, share)
+        def sparse_s(active: float) -> float:
+            first = min(1.0, active * shares.first / max(shares.active, 1e-9))
+            return whole_s + rows.read_s(times, NeuronShares(active, first), 1)
 
         even = max((n for n in range(101) if sparse_s(n / 100) <= dense_s), default=0)
-        return sparse_s(spec.active_shares[0]) / dense_s, even / 100
+        return sparse_s(shares.active) / dense_s, even / 100
 
     def fill_s(self, part: Part, placement: str) -> float:
         """One token's keys and values alone, of an attention: see fill_works in runtime/work.py."""

@@ -7,7 +7,7 @@ from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
 from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
-from hetero_ee.planning.parts import Part, model_parts
+from hetero_ee.planning.parts import NeuronShares, Part, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
 from hetero_ee.planning.statistics import PromptReading, Statistics
 from hetero_ee.planning.times.costs import ON_GPU, Costs, reads_on_cpu
@@ -194,7 +194,7 @@ def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -
     for part, placement in zip(parts, placements, strict=True):
         n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
         if part.neurons is not None:
-            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(costs.spec.active_shares[0], 1)
+            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(NeuronShares.of(costs.spec, is_prompt=False), 1)
         if placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
         elif placement == "stream":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.parts import FLOAT_BYTES, Part, Product, exit_map_products, fill_product
+from hetero_ee.planning.parts import FLOAT_BYTES, NeuronShares, Part, Product, exit_map_products, fill_product
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.costs import N_CANDIDATES, ON_GPU, PARTIAL_ROWS, STREAMED
 from hetero_ee.planning.times.early_exits import MAKES, Passes
@@ -86,7 +86,8 @@ def token_bytes(
             filled_bytes = fill_product(spec, part, on_gpu=False).n_bytes if way.fills(part) else 0
             found.add(
                 CPU_WEIGHTS,
-                way.passes[behind] * part.token_bytes(spec.active_shares[0]) + way.fills(part) * filled_bytes,
+                way.passes[behind] * part.token_bytes(NeuronShares.of(spec, is_prompt=False))
+                + way.fills(part) * filled_bytes,
             )
         if place and on_gpu[place - 1] != on_gpu[place]:
             rows = way.logits if part.kind is BlockKind.HEAD else way.rows[behind]

@@ -30,7 +30,7 @@ class Traffic:
             if work.name != CHOICE:
                 self.n_bytes[CPU_WEIGHTS] += self._known[work.products]
             if work.neurons is not None:
-                self.n_bytes[CPU_WEIGHTS] += work.neurons.read_bytes(work.active_share, work.m)
+                self.n_bytes[CPU_WEIGHTS] += work.neurons.read_bytes(work.shares, work.m)
 
 
 @dataclass(frozen=True, slots=True)

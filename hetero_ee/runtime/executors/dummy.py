@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, TensorRole, TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.blocks import Block, TensorSpec, all_tensors, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
@@ -70,7 +70,7 @@ def dummy_weights(spec: ModelSpec) -> ModelWeights:
     weights = ModelWeights({}, {}, DUMMY)
     for tensor in all_tensors(decoder_blocks(spec)):
         if is_quantized(tensor.role):
-            made = _dummy_rows if tensor.role is TensorRole.NEURONS else _dummy_tiles
+            made = _dummy_rows if is_in_rows(tensor.role) else _dummy_tiles
             weights.matrices[tensor.name] = made(tensor)
         else:
             weights.vectors[tensor.name] = torch.zeros(1).expand(tensor.n_elements).view(tensor.shape)

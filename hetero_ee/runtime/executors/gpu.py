@@ -160,7 +160,7 @@ class GpuExecutor(BlockExecutor):
     @property
     def neurons(self) -> NeuronCounts:
         """See BlockExecutor.neurons. The host waits for the GPU."""
-        return NeuronCounts(int(self._room.n_used.item()), self._room.n_neurons)
+        return NeuronCounts(int(self._room.n_used.item()), self._room.n_neurons, int(self._room.n_predicted.item()))
 
     def draft_rows(self, hidden: Tensor, noise: Sequence[DraftNoise], end: DraftEnd) -> Tensor:
         """See BlockExecutor.draft_rows. On the GPU, valid until the next call."""

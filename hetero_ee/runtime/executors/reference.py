@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hetero_ee.models.blocks import Block, BlockKind, least_activations
+from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import default_kv_type
 from hetero_ee.runtime.batch import Batch
@@ -142,12 +142,16 @@ class ReferenceExecutor(HostExecutor):
         return self.linear(active, block.tensors["down"].name)
 
     def _summed_neurons(self, block: Block, x: Tensor, batch: Batch) -> Tensor:
-        first = block.tensors["gate" if self.spec.gated else "up"]
-        active = self._ops.activate(self.linear(x, first.name), self.spec)
+        first, scores = self.linear(x, block.tensors[first_matrix(self.spec)].name), None
+        if self.spec.predictor_rank:
+            low = self.linear(x, block.tensors["predictor_in"].name)
+            scores = self.linear(low, block.tensors["predictor_out"].name)
+            first[torch.from_numpy(batch.may_skip())[:, None] & ~(scores > 0)] = 0.0
+        active = self._ops.activate(first, self.spec)
         least = self.weights.vectors.get(least_activations(block))
         if least is not None:
             active[torch.from_numpy(batch.may_skip())[:, None] & (active.abs() < least)] = 0.0
-        self._neurons.count(active.numpy(), batch)
+        self._neurons.count(active.numpy(), batch, None if scores is None else scores.numpy())
         up = self.weights.matrices[block.tensors["up"].name] if self.spec.gated else None
         bias = self._vector(block, "down_bias")
         summed = self._ops.neurons(x, active, up, self.weights.matrices[block.tensors["down"].name])

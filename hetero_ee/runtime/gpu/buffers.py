@@ -43,7 +43,7 @@ class SegmentRoom:
 
     n_rows: of one pass, more follow in further ones: MAX_ROWS or a prompt's whole chunk. turns: tables of rotary
     angles, None for layers without; workspace: of attention; turned_by: of the rows in the buffers, see Batch. n_used,
-    n_neurons: see NeuronCounts; the former is counted on the device.
+    n_predicted, n_neurons: see NeuronCounts; the former two are counted on the device.
     """
 
     def __init__(self, spec: ModelSpec, cache: GpuKvCache, n_rows: int = MAX_ROWS) -> None:
@@ -53,7 +53,8 @@ class SegmentRoom:
         self.workspace = attention_workspace(cache.pages, n_rows, spec.n_heads)
         self.buffers = _buffers(spec, self.device, n_rows)
         self.turned_by: Tensor | None = None
-        self.n_used, self.n_neurons = torch.zeros(1, dtype=torch.int64, device=self.device), 0
+        self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.n_neurons = 0
 
     def place(
         self,

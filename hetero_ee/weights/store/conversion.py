@@ -12,7 +12,7 @@ from torch import Tensor
 from hetero_ee.config import Progress
 from hetero_ee.errors import DiskFullError, UsageError
 from hetero_ee.hub.model_id import model_name
-from hetero_ee.models.blocks import TensorRole, TensorSpec, all_tensors, decoder_blocks
+from hetero_ee.models.blocks import TensorSpec, all_tensors, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.weights.checkpoint import Checkpoint
 from hetero_ee.weights.gguf_checkpoint import GgufCheckpoint, open_checkpoint
@@ -138,7 +138,7 @@ def stored_spec(spec: ModelSpec, quantization: Quantization) -> ModelSpec:
             f"{spec.architecture} has biases beside its gates, which neuron-major FFNs don't; leave out --sparsity."
         )
     kept = spec if quantization.own else spec.in_plain_int4
-    return replace(kept, neuron_major=quantization.neuron_major)
+    return replace(kept, neuron_major=quantization.neuron_major, first_in_rows=quantization.first_in_rows)
 
 
 def _write_tensor(
@@ -161,7 +161,7 @@ def _write_tensor(
         if values is None and checkpoint.rounded(tensor.name):
             values = checkpoint.tensor(tensor.name)
         report.add(checkpoint.types(tensor.name), tensor, weight, values)
-    writer.add_matrix(tensor.name, in_rows(weight) if tensor.role is TensorRole.NEURONS else weight)
+    writer.add_matrix(tensor.name, in_rows(weight) if is_in_rows(tensor.role) else weight)
 
 
 def _values(checkpoint: Checkpoint | GgufCheckpoint, tensor: TensorSpec, quantization: Quantization) -> Tensor:
@@ -189,7 +189,7 @@ def planned_bytes(tensors: list[TensorSpec], quantization: Quantization) -> int:
 def _layout(tensor: TensorSpec, quantization: Quantization) -> str:
     if not is_quantized(tensor.role):
         return "fp32"
-    if tensor.role is TensorRole.NEURONS:
+    if is_in_rows(tensor.role):
         return ROWS
     return MATRIX_LAYOUTS.get(tensor.role, "int8" if quantization.quantizer_of(tensor.role) == "int8" else "int4")
 

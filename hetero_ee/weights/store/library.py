@@ -105,6 +105,7 @@ def make_store(
     output: Path | None = None,
     quantizer: str | None = None,
     neuron_major: bool = False,
+    first_in_rows: bool = False,
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Path:
@@ -118,7 +119,8 @@ def make_store(
     if quantizer not in (None, *INT4_QUANTIZERS):
         raise UsageError(f"quantizer is {shown(quantizer)}; a store is made by one of {', '.join(INT4_QUANTIZERS)}.")
     require_tokenizer(folder)
-    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
+    laid_out = {"neuron_major": neuron_major, "first_in_rows": first_in_rows}
+    spec, quantization = read_spec(folder), Quantization.of_model(folder, quantizer, **laid_out)
     if output is None:
         return open_cached(folder, spec, quantization, cache, threads=threads, progress=progress)[0]
     output = expanded(str(output), "the output folder")
@@ -135,7 +137,8 @@ def _is_made_from(store: Path, folder: Path, spec: ModelSpec, quantization: Quan
     quantizers = (manifest.quantizer, manifest.vocabulary_quantizer)
     is_alike = quantizers == (quantization.name, quantization.vocabulary)
     known = {key: value for key, value in manifest.source.items() if key not in MADE_FIELDS}
-    is_alike = is_alike and manifest.neuron_major == quantization.neuron_major
+    layouts = (quantization.neuron_major, quantization.first_in_rows)
+    is_alike = is_alike and (manifest.neuron_major, manifest.first_in_rows) == layouts
     return is_alike and known == Source.of(folder).provenance(spec, quantization)
 
 

@@ -28,7 +28,8 @@ ALIGNMENT_BYTES = 4096  # a page: regions start on one, so that a mapping can be
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_VALUES = 2 * 10**6
 ROWS = "int4 rows"
-VERSIONS = (FORMAT_VERSION, ZEROS_VERSION)
+FIRST_ROWS_VERSION = 4  # of stores whose FFNs lie in rows whole, likewise
+VERSIONS = (FORMAT_VERSION, ZEROS_VERSION, FIRST_ROWS_VERSION)
 LAYOUTS = (*layout.TILE_BYTES, ROWS, "fp32")
 END = "\n}"
 CHECKSUM_FIELD = ',\n "sha256": "'  # what the manifest's last field begins with; the checksum is that of all before it
@@ -156,6 +157,11 @@ class Manifest:
         """Whether FFN weights lie neuron by neuron."""
         return any(entry.layout == ROWS for entry in self.entries)
 
+    @property
+    def first_in_rows(self) -> bool:
+        """Whether all of them do, the gate too."""
+        return _first_in_rows(self.entries)
+
     def to_json(self) -> bytes:
         """The file's bytes; its last field is the checksum of everything before."""
         text = json.dumps(asdict(self), indent=1).removesuffix(END).encode()
@@ -173,7 +179,15 @@ def region_sizes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def version_of(entries: Iterable[Entry]) -> int:
     """The version of a store of these tensors."""
+    entries = list(entries)
+    if _first_in_rows(entries):
+        return FIRST_ROWS_VERSION
     return ZEROS_VERSION if any(entry.layout == layout.ZEROS for entry in entries) else FORMAT_VERSION
+
+
+def _first_in_rows(entries: Iterable[Entry]) -> bool:
+    of_ffns = {entry.layout for entry in entries if ".ffn." in entry.name}
+    return ROWS in of_ffns and of_ffns <= {ROWS, "fp32"}
 
 
 def matrix_bits(manifest: Manifest) -> float | None:
@@ -245,7 +259,7 @@ def _checked_text(folder: Path, body: Any, data: bytes) -> bytes:
     version = body.get("version")
     if type(version) is not int or version not in VERSIONS:
         raise DamagedStoreError(
-            f"{folder} has store format version {version!r:.20}, this engine reads {' and '.join(map(str, VERSIONS))}; "
+            f"{folder} has store format version {version!r:.20}, this engine reads {', '.join(map(str, VERSIONS))}; "
             "delete it and convert the model again."
         )
     text, _, _ = data.rpartition(CHECKSUM_FIELD.encode())
