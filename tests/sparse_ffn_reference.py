@@ -128,3 +128,15 @@ def reference(x: Any, active: Any, up: Rows | None, down: Rows, section: int | N
             total = total + part
         rows.append(total * F32(2.0**down.exponent if section is None else 1))
     return np.array(rows, F32).reshape(len(active), -1)[:, : down.n_columns]
+
+
+@np.errstate(all="ignore")
+def masked_reference(x: Any, scores: Any, first: Rows, bias: Any = None, may_skip: Any = None) -> Any:
+    """The first matrix times x, 0 where a score of a token that may skip is not positive (masked_linear.py)."""
+    out = np.zeros((len(x), len(first.codes)), F32)
+    for token, row in enumerate(x):
+        values = products(row, first) * F32(2.0**first.exponent)
+        values = values if bias is None else values + bias
+        is_wanted = scores[token] > 0 if may_skip is not None and may_skip[token] else True
+        out[token] = np.where(is_wanted, values, F32(0))
+    return out

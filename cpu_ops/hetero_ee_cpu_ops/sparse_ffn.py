@@ -21,46 +21,40 @@ Source: derived; skipping after the gate as in PowerInfer (arXiv 2312.12456) and
 from typing import Any
 
 import numpy as np
-from numba.core.registry import cpu_target
 
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.quantize import (
-    BYTES_A_GROUP,
-    CODE_SCALES,
-    CODES,
-    GROUP,
-    INPUT,
-    OFFSETS_8,
-    OFFSETS_32,
-    OFFSETS_128,
-    quantize_row_block,
+from hetero_ee_cpu_ops.listed_rows import (
+    BLOCK,
+    FIRST_TOKEN,
+    LISTS,
+    N_NEURONS,
+    N_TOKENS,
+    N_UNITS,
+    OFFSET_BYTES,
+    PASS_TOKENS,
+    QUANTIZE,
+    offset_bytes,
+    place_codes,
+    whole_units,
+    workspace_bytes,
 )
-from hetero_ee_cpu_ops.quantize import N_COLUMNS as N_INPUTS
+from hetero_ee_cpu_ops.quantize import INPUT
 from hetero_ee_cpu_ops.row_sums import add_sums, in_order
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS, RowMatrix
 from hetero_ee_cpu_ops.simd.bytes import word, zeros
 from hetero_ee_cpu_ops.simd.floats import multiply, read_float, spread, store16, store_lanes
 from hetero_ee_cpu_ops.sparse_section import (
     ACTIVE,
-    BLOCK,
     BLOCKS_A_SECTION,
     DOWN,
     F32,
     FIRST_SECTION,
-    FIRST_TOKEN,
     FOUR,
-    INPUT_OFFSETS,
-    LISTS,
     N_ARGUMENTS,
     N_COLUMNS,
-    N_NEURONS,
     N_SECTIONS,
-    N_TOKENS,
-    N_UNITS,
-    OFFSET_BYTES,
     OUTPUT,
-    PASS_TOKENS,
     RESULT_FACTOR,
     SECTIONS,
     SECTIONS_A_CHUNK,
@@ -72,7 +66,6 @@ from hetero_ee_cpu_ops.sparse_section import (
     list_bytes,
 )
 from hetero_ee_cpu_ops.thread_pool import ThreadPool, lead
-from hetero_ee_cpu_ops.tile_group import adds_in_16_bits
 
 MAX_SECTIONS = 32
 CHUNKS_A_THREAD = 4  # of sections, at least: the first rows of each are waited for
@@ -84,10 +77,6 @@ def n_blocks_a_section(n_neurons: int) -> int:
     """Section s holds the blocks of 128 neurons from s times this on."""
     n_blocks = -(-n_neurons // BLOCK)
     return -(-n_blocks // MAX_SECTIONS)
-
-
-def _quantize(arguments: int, index: int) -> None:
-    quantize_row_block(arguments, index, word(arguments, N_TOKENS), 2 * word(arguments, N_UNITS))
 
 
 def _fold(arguments: int, index: int) -> None:
@@ -114,7 +103,7 @@ def _fold(arguments: int, index: int) -> None:
             column += 16
 
 
-QUANTIZE, FOLD = Chunk(_quantize), Chunk(_fold)
+FOLD = Chunk(_fold)
 
 
 @compiled(nogil=True)
@@ -122,20 +111,13 @@ def _compute(x: Any, active: Any, out: Any, arguments: Any, codes: Any, sums: An
     """Pass after pass; `arguments` comes with the matrices' part filled."""
     n_units, n_sections, address = arguments[N_UNITS], arguments[N_SECTIONS], arguments.ctypes.data
     arguments[ACTIVE], arguments[OUTPUT] = active.ctypes.data, out.ctypes.data
-    arguments[N_INPUTS] = UNIT_COLUMNS * n_units
     arguments[SUMS_STRIDE] = UNIT_SUMS * n_units + 64
-    most = 2 * n_units * min(PASS_TOKENS, out.shape[0])  # groups of a pass
-    arguments[CODES] = codes.ctypes.data
-    arguments[CODE_SCALES] = arguments[CODES] + GROUP * most
-    arguments[OFFSETS_8] = arguments[CODE_SCALES] + 4 * most
-    arguments[OFFSETS_128] = arguments[OFFSETS_8] + 4 * most
-    arguments[OFFSETS_32] = arguments[OFFSETS_128] + 4 * most
-    arguments[INPUT_OFFSETS] = arguments[OFFSETS_32 if arguments[OFFSET_BYTES] == 8 else OFFSETS_128]
+    place_codes(arguments, codes.ctypes.data, min(PASS_TOKENS, out.shape[0]))
     arguments[USED], arguments[SUMS] = sums.ctypes.data, sums.ctypes.data + 8 * MAX_SECTIONS
     n_slices = (n_units + FOLD_UNITS - 1) // FOLD_UNITS
     for first in range(0, out.shape[0], PASS_TOKENS):
         n_tokens = min(PASS_TOKENS, out.shape[0] - first)
-        arguments[INPUT] = x.ctypes.data + 4 * first * arguments[N_INPUTS]
+        arguments[INPUT] = x.ctypes.data + 4 * first * UNIT_COLUMNS * n_units
         arguments[FIRST_TOKEN], arguments[N_TOKENS] = first, n_tokens
         is_small = arguments[N_NEURONS] * UNIT_BYTES * n_units * n_tokens < MIN_SHARED_BYTES
         team = 0 if is_small else shared
@@ -178,12 +160,12 @@ class SparseFfn:
         arguments[[N_NEURONS, N_UNITS, N_COLUMNS]] = down.n_rows, down.n_units, down.n_columns
         arguments[[BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS]] = size, section, n_sections
         arguments[RESULT_FACTOR] = int(np.float32(factor).view(np.int32))
-        x = active if up is None else _whole_units(x, down.n_units)
+        x = active if up is None else whole_units(x, down.n_units)
         arguments[SECTIONS_A_CHUNK] = a_chunk = max(1, n_sections // (CHUNKS_A_THREAD * self._pool.n_threads))
         tokens, n_listed = min(m, PASS_TOKENS), -(-n_sections // a_chunk) * a_chunk * size * BLOCK
-        codes = np.empty(2 * down.n_units * tokens * BYTES_A_GROUP + list_bytes(n_listed, tokens), np.uint8)
-        arguments[OFFSET_BYTES] = 8 if adds_in_16_bits(cpu_target.target_context) else 4
-        arguments[LISTS] = codes.ctypes.data + 2 * down.n_units * tokens * BYTES_A_GROUP
+        n_bytes = workspace_bytes(down.n_units, tokens)
+        codes = np.empty(n_bytes + list_bytes(n_listed, tokens), np.uint8)
+        arguments[OFFSET_BYTES], arguments[LISTS] = offset_bytes(), codes.ctypes.data + n_bytes
         sums = np.empty(8 * MAX_SECTIONS + n_sections * tokens * (UNIT_SUMS * down.n_units + 64), np.uint8)
         out = np.empty((m, down.n_columns), np.float32)
         functions = self._functions or self.compile()
@@ -198,15 +180,6 @@ class SparseFfn:
         """Addresses of the chunk functions."""
         self._functions = QUANTIZE.address, SECTIONS.address, FOLD.address
         return self._functions
-
-
-def _whole_units(x: Any, n_units: int) -> Any:
-    """x with zeros up to whole units."""
-    if x.shape[1] == n_units * UNIT_COLUMNS:
-        return x
-    padded = np.zeros((x.shape[0], n_units * UNIT_COLUMNS), np.float32)
-    padded[:, : x.shape[1]] = x
-    return padded
 
 
 def _check(x: Any, active: Any, up: RowMatrix | None, down: RowMatrix) -> int:

@@ -11,8 +11,37 @@ import numpy as np
 
 from hetero_ee_cpu_ops.kernel_files import compiled
 from hetero_ee_cpu_ops.lazy import Chunk
-from hetero_ee_cpu_ops.quantize import CODE_SCALES, GROUP
-from hetero_ee_cpu_ops.quantize import CODES as INPUT_CODES
+from hetero_ee_cpu_ops.listed_rows import (
+    AHEAD,
+    BLOCK,
+    FACTOR,
+    FIRST,
+    FIRST_TOKEN,
+    LIMIT,
+    LINES,
+    LISTS,
+    N_NEURONS,
+    N_ROWS,
+    N_TOKENS,
+    N_UNITS,
+    OTHERS,
+    PASS_TOKENS,
+    ROW_CODES,
+    ROWS,
+    SCALE_BITS,
+    SCALES,
+    SCALES_END,
+    SECOND,
+    STRIP_GROUPS,
+    STRIP_UNITS,
+    TABLE,
+    TILE,
+    ask,
+    ask_for_tile,
+    begin_list,
+    meet,
+    point_at,
+)
 from hetero_ee_cpu_ops.row_sums import (
     add_quad,
     finish_sums,
@@ -23,9 +52,9 @@ from hetero_ee_cpu_ops.row_sums import (
     store_offsets,
     weigh_quad,
 )
-from hetero_ee_cpu_ops.row_unit import add_unit, gate_rows, unpack_scales
+from hetero_ee_cpu_ops.row_unit import gate_rows
 from hetero_ee_cpu_ops.rows import UNIT_BYTES, UNIT_COLUMNS
-from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, prefetch_far, word, zeros
+from hetero_ee_cpu_ops.simd.bytes import lowest_bit, nonzero_lanes, word, zeros
 from hetero_ee_cpu_ops.simd.floats import (
     load16,
     load_lanes,
@@ -37,35 +66,23 @@ from hetero_ee_cpu_ops.simd.floats import (
     write_integer,
 )
 
-BLOCK = 128  # neurons whose weights share their steps
-TILE = 16  # neurons that meet up together
-PASS_TOKENS = 8  # their rows are read once; more pass after pass
-STRIP_GROUPS = 16  # a register of scales
-STRIP_UNITS = STRIP_GROUPS // 2
-AHEAD, PIECE = 64, 256  # rows that are asked for before they are needed; bytes that are asked for at once
 ONE, TWO, FOUR, EIGHT, SIXTEEN = (0,), (0,) * 2, (0,) * 4, (0,) * 8, (0,) * 16
 F32, F16 = np.float32(0), np.uint16(0)  # say what a load finds
-# Offsets in a chunk's frame, in bytes.
+# Offsets in a chunk's frame, in bytes, after listed_rows.py's.
 FACTOR_BYTES = 4 * STRIP_GROUPS
 WEIGHT_BYTES = BLOCK // 4 * FACTOR_BYTES  # of a token in 16 groups
 UNIT_SUMS = 4 * UNIT_COLUMNS
-CURSOR, ASKED, LIMIT = 0, 16, 24  # what to ask for next and where its row ends; rows asked for, and to ask for by now
-ROWS, N_ROWS, RESULT = 32, 40, 48  # the section's list, its length, its sums
-LINES = 64  # addresses of rows' codes
-SCALE_LINES = LINES + 8 * BLOCK  # of 16 rows' scales
-SCALES = SCALE_LINES + 8 * TILE  # as fp32: 16 groups of a block's rows, or of 16 rows
+RESULT = 48  # the section's sums
 HIDDEN = SCALES + BLOCK * FACTOR_BYTES
 FACTORS = HIDDEN + PASS_TOKENS * 4 * BLOCK
 OFFSETS = FACTORS + PASS_TOKENS * FACTOR_BYTES
 WEIGHTS = OFFSETS + PASS_TOKENS * FACTOR_BYTES
 FRAME_BYTES = WEIGHTS + PASS_TOKENS * WEIGHT_BYTES
-# Indices in the argument array: RowMatrix.words of up and of down, quantize.py's from 12 on, and others.
-UP, DOWN = 0, 5
-CODES, SCALE_BITS, SCALES_END, TABLE, FACTOR = range(5)
-N_NEURONS, N_UNITS, N_COLUMNS, BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS = 10, 11, *range(19, 23)
-ACTIVE, OUTPUT, FIRST_TOKEN, N_TOKENS, SUMS, USED, LISTS = range(23, 30)
-INPUT_OFFSETS, OFFSET_BYTES, SUMS_STRIDE, RESULT_FACTOR, SECTIONS_A_CHUNK = range(30, 35)
-N_ARGUMENTS = 35
+# Indices in the argument array, after listed_rows.py's.
+UP, DOWN = FIRST, SECOND
+N_COLUMNS, BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS, ACTIVE, OUTPUT, SUMS, USED = range(OTHERS, OTHERS + 8)
+SUMS_STRIDE, RESULT_FACTOR, SECTIONS_A_CHUNK = range(OTHERS + 8, OTHERS + 11)
+N_ARGUMENTS = OTHERS + 11
 
 
 @compiled(nogil=True)
@@ -105,32 +122,6 @@ def _list(arguments: int, first: int, end: int, rows: int, hidden: int, stride: 
 
 
 @compiled(nogil=True)
-def _ask(arguments: int, frame: int, n_pieces: int) -> None:
-    """Asks for pieces of the rows that come next, of up and then of down, row after row: as memory has them, its
-    prefetcher helps."""
-    at, end = word(frame + CURSOR, 0), word(frame + CURSOR, 1)
-    n_units, n_listed = word(arguments, N_UNITS), word(frame + N_ROWS, 0)
-    for _ in range(n_pieces):
-        if at >= end:
-            row = word(frame + ASKED, 0)
-            if row >= word(frame + LIMIT, 0):
-                break
-            is_up = row < n_listed and word(arguments, UP + CODES) != 0
-            matrix = arguments + 8 * (UP if is_up else DOWN)
-            neuron = word(word(frame + ROWS, 0), row if row < n_listed else row - n_listed)
-            for line in range(0, 4 * n_units, 64):
-                prefetch_far(word(matrix, SCALE_BITS) + neuron * 4 * n_units + line)
-            at = word(matrix, CODES) + neuron * UNIT_BYTES * n_units
-            end = at + UNIT_BYTES * n_units
-            write_integer(row + 1, frame + ASKED)
-        for line in range(0, PIECE, 64):
-            prefetch_far(at + line)
-        at += PIECE
-    write_integer(at, frame + CURSOR)
-    write_integer(end, frame + CURSOR + 8)
-
-
-@compiled(nogil=True)
 def _scales(address: int, end: int) -> Any:
     """16 scales as f32x16; nothing is read from `end` on."""
     if address + 2 * STRIP_GROUPS <= end:
@@ -139,52 +130,31 @@ def _scales(address: int, end: int) -> Any:
 
 
 @compiled(nogil=True)
-def _products(tokens: Any, arguments: int, frame: int, first: int, at: int, hidden: int, stride: int) -> None:
-    """h of the 16 neurons at LINES, the list's `at` and on, for len(tokens) tokens from `first` on."""
-    n_units, r, table = word(arguments, N_UNITS), word(arguments, N_TOKENS), word(arguments, UP + TABLE)
-    offset_bytes = word(arguments, OFFSET_BYTES)
-    x, scale = word(arguments, INPUT_CODES) + GROUP * first, word(arguments, CODE_SCALES) + 4 * first
-    offset = word(arguments, INPUT_OFFSETS) + offset_bytes * first
-    totals = zeros(tokens)
-    for start in range(0, n_units, STRIP_UNITS):
-        n = min(STRIP_UNITS, n_units - start)
-        unpack_scales(frame + SCALE_LINES, 4 * start, n, frame + SCALES)
-        for unit in range(n):
-            if unit & 1 == 0:
-                _ask(arguments, frame, 6)  # four would be as many as are read
-            here, scales = UNIT_BYTES * (start + unit), frame + SCALES + 2 * 64 * unit
-            totals = add_unit(totals, frame + LINES, here, table, scales, x, scale, offset, r)
-            x += 2 * GROUP * r
-            scale += 8 * r
-            offset += 2 * offset_bytes * r
-    gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first + 4 * at, stride)
+def _products(tokens: Any, arguments: int, frame: int, first: int, hidden: int, stride: int) -> None:
+    """h of the 16 neurons that meet, whose activations are at `hidden`, for len(tokens) tokens from `first` on."""
+    totals = meet(tokens, arguments, frame, first)
+    gate_rows(totals, read_float(arguments + 8 * (UP + FACTOR)), hidden + stride * first, stride)
 
 
 @compiled(nogil=True)
-def _meet_up(arguments: int, frame: int, rows: int, count: int, hidden: int, stride: int) -> None:
+def _meet_up(arguments: int, frame: int, count: int, hidden: int, stride: int) -> None:
     """Makes h of the listed neurons' activations."""
-    n_units, n_tokens = word(arguments, N_UNITS), word(arguments, N_TOKENS)
-    codes, scales = word(arguments, UP + CODES), word(arguments, UP + SCALE_BITS)
-    write_integer(min(count, TILE), frame + LIMIT)
-    _ask(arguments, frame, TILE * ((n_units * UNIT_BYTES + PIECE - 1) // PIECE))
+    n_tokens = word(arguments, N_TOKENS)
+    ask_for_tile(arguments, frame)
     for at in range(0, count, TILE):
-        for row in range(TILE):
-            neuron = word(rows, at + row)
-            write_integer(codes + neuron * UNIT_BYTES * n_units, frame + LINES + 8 * row)
-            write_integer(scales + neuron * 4 * n_units, frame + SCALE_LINES + 8 * row)
-        write_integer(min(at + TILE + AHEAD, 2 * count), frame + LIMIT)
-        token = 0
+        point_at(arguments, frame, at, 2 * count)
+        h, token = hidden + 4 * at, 0
         if n_tokens >= 8:
-            _products(EIGHT, arguments, frame, 0, at, hidden, stride)
+            _products(EIGHT, arguments, frame, 0, h, stride)
             token = 8
         if n_tokens - token >= 4:
-            _products(FOUR, arguments, frame, token, at, hidden, stride)
+            _products(FOUR, arguments, frame, token, h, stride)
             token += 4
         if n_tokens - token >= 2:
-            _products(TWO, arguments, frame, token, at, hidden, stride)
+            _products(TWO, arguments, frame, token, h, stride)
             token += 2
         if n_tokens - token >= 1:
-            _products((0,), arguments, frame, token, at, hidden, stride)
+            _products(ONE, arguments, frame, token, h, stride)
 
 
 @compiled(nogil=True)
@@ -210,7 +180,7 @@ def _units(cells: Any, tokens: Any, arguments: int, frame: int, n_rows: int, uni
     weights, lines, sums = frame + WEIGHTS + WEIGHT_BYTES * token + 8 * at, frame + LINES, zeros(cells)
     for first in range(0, n_rows, 32):
         n_quads = (min(32, n_rows - first) + 3) // 4
-        _ask(arguments, frame, n_quads)
+        ask(arguments, frame, n_quads)
         for _ in range(n_quads):
             sums = add_quad(sums, tokens, lines, here, table, weights, WEIGHT_BYTES)
             weights += FACTOR_BYTES
@@ -249,11 +219,11 @@ def _block(arguments: int, frame: int, first: int, count: int, hidden: int, stri
     n_rows = (count + 3) & -4
     for at in range(n_rows):
         neuron = word(rows, min(at, count - 1))
-        write_integer(word(arguments, DOWN + CODES) + neuron * UNIT_BYTES * n_units, frame + LINES + 8 * at)
+        write_integer(word(arguments, DOWN + ROW_CODES) + neuron * UNIT_BYTES * n_units, frame + LINES + 8 * at)
         for token in range(n_tokens):
             h = read_float(hidden + stride * token + 4 * (first + at)) if at < count else F32
             write_float(h, frame + HIDDEN + 4 * (BLOCK * token + at))
-    n_met, n_listed = word(frame + N_ROWS, 0) if word(arguments, UP + CODES) else 0, word(frame + N_ROWS, 0)
+    n_met, n_listed = word(frame + N_ROWS, 0) if word(arguments, UP + ROW_CODES) else 0, word(frame + N_ROWS, 0)
     write_integer(n_met + min(first + count + AHEAD, n_listed), frame + LIMIT)
     scales, end = word(arguments, DOWN + SCALE_BITS), word(arguments, DOWN + SCALES_END)
     for start in range(0, n_units, STRIP_UNITS):
@@ -281,13 +251,9 @@ def _sections(arguments: int, index: int) -> None:
     before = word(arguments, FIRST_SECTION)
     first = before + index * n_sections
     count = _list(arguments, first * size, min((first + n_sections) * size, n_neurons), rows, hidden, stride)
-    write_integer(rows, frame + ROWS)
-    write_integer(count, frame + N_ROWS)
-    write_integer(0, frame + CURSOR)
-    write_integer(0, frame + CURSOR + 8)
-    write_integer(0, frame + ASKED)
-    if count and word(arguments, UP + CODES):
-        _meet_up(arguments, frame, rows, count, hidden, stride)
+    begin_list(frame, rows, count)
+    if count and word(arguments, UP + ROW_CODES):
+        _meet_up(arguments, frame, count, hidden, stride)
     begin = 0
     for section in range(first, min(first + n_sections, before + word(arguments, N_SECTIONS))):
         sums = word(arguments, SUMS) + (section - before) * sums_bytes
