@@ -8,12 +8,13 @@ import torch
 
 from hetero_ee.calibration.stages import Chunk
 from hetero_ee.hub.config_file import read_spec
-from hetero_ee.models.blocks import BlockKind, all_tensors, decoder_blocks, least_activations
+from hetero_ee.models.blocks import BlockKind, all_tensors, decoder_blocks, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves
 from hetero_ee.sparsity.dealing import SHARES
 from hetero_ee.weights.model_weights import ModelWeights, as_stored, is_quantized
 from hetero_ee.weights.quantization import Quantization
+from hetero_ee.weights.quantizers import quantize
 from hetero_ee.weights.store.conversion import convert
 from hetero_ee.weights.store.reader import open_store
 from hetero_ee.weights.weight import DenseWeight
@@ -21,6 +22,7 @@ from tests.executor_support import Model
 from tests.families import config_of
 
 NEURONS = Quantization(matrices="rtn", neuron_major=True)
+WHOLE_NEURONS = replace(NEURONS, first_in_rows=True)
 
 
 def sparse_model(family: str, seed: int = 0) -> tuple[ModelSpec, ModelWeights]:
@@ -39,11 +41,28 @@ def sparse_model(family: str, seed: int = 0) -> tuple[ModelSpec, ModelWeights]:
     return spec, weights
 
 
-def stored_by_neurons(folder: Path) -> Model:
+def stored_by_neurons(folder: Path, quantization: Quantization = NEURONS) -> Model:
     """The checkpoint in `folder` as a store in it, int4 and neuron-major."""
     spec = read_spec(folder)
-    weights = open_store(convert(folder, spec, folder / "store", NEURONS), spec)
+    store = folder / ("whole" if quantization.first_in_rows else "store")
+    weights = open_store(convert(folder, spec, store, quantization), spec)
     return as_stored(spec, weights), weights
+
+
+def with_predictor(model: Model, bias: float = 0.0, rank: int = 32) -> Model:
+    """A predictor whose scores are the gate's as far as this rank has them, plus the bias."""
+    spec, weights = model
+    spec = replace(spec, predictor_rank=rank)
+    matrices, vectors = {}, {}
+    for block in decoder_blocks(spec):
+        if block.kind is BlockKind.FFN:
+            gate = weights.matrices[block.tensors[first_matrix(spec)].name].dequantize()
+            left, sizes, right = torch.linalg.svd(gate, full_matrices=False)
+            low, high = sizes[:rank, None] ** 0.5 * right[:rank], left[:, :rank] * sizes[:rank] ** 0.5
+            matrices[block.tensors["predictor_in"].name] = quantize(low.contiguous(), "rtn")
+            matrices[block.tensors["predictor_out"].name] = quantize(high.contiguous(), "rtn")
+            vectors[block.tensors["predictor_out_bias"].name] = torch.full((spec.ffn_size,), bias)
+    return spec, replace(weights, matrices=weights.matrices | matrices, vectors=weights.vectors | vectors)
 
 
 def with_least(model: Model, share: float) -> Model:

@@ -3,9 +3,11 @@
     python tests/bench/bench_sparsity.py [--json] [--quick]
 
 A gated FFN of Llama-2-7B's shape, 4096 x 11008, random weights, in layers that take turns, so that no cache holds them.
-sparse_ms: the gate in full by the tile matmul, the activation, then the rows of up and down of random active neurons;
-dense_ms: the same FFN by tile matmuls alone, in the same turns. ideal: bytes read over the dense bytes.
-over_ideal: sparse_ms / dense_ms / ideal. rows_ms, tiles_ms: up and down alone, every neuron active, for m tokens.
+sparse: the gate in full by the tile matmul, the activation, then the rows of up and down of random active neurons;
+predicted: of the gate, too, the rows of random neurons alone, twice as many, those active among them, after the two
+small products of a predictor of rank 512. dense_ms: the same FFN by tile matmuls alone, in the same turns. ideal: bytes
+read over the dense bytes, of the sparse one and of the predicted one.
+over_ideal: ms / dense_ms / ideal. rows_ms, tiles_ms: up and down alone, every neuron active, for m tokens.
 Medians over layers and turns; run it on a quiet machine.
 """
 
@@ -23,13 +25,14 @@ import numpy as np
 from hetero_ee.runtime.kernel_cache import use_kernel_cache
 from hetero_ee.weights.random_weights import CODEBOOK
 from hetero_ee_cpu_ops.activate import activate
+from hetero_ee_cpu_ops.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from hetero_ee_profiles.host.process import physical_core_count
 
-WIDTH, N_NEURONS = 4096, 11008
+WIDTH, N_NEURONS, RANK = 4096, 11008, 512
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 TOKENS = (1, 4, 8, 128)
 
@@ -41,7 +44,8 @@ class Layer:
         self.random = random
         self.gate, self.gate_up = self._tiles(N_NEURONS, WIDTH), self._tiles(2 * N_NEURONS, WIDTH)
         self.up_tiles, self.down_tiles = self._tiles(N_NEURONS, WIDTH), self._tiles(WIDTH, N_NEURONS)
-        self.up, self.down = self._rows(), self._rows()
+        self.up, self.down, self.gate_rows = self._rows(), self._rows(), self._rows()
+        self.predictor = self._tiles(RANK, WIDTH), self._tiles(N_NEURONS, RANK)
 
     def _scales(self, shape: tuple[int, ...]) -> Any:
         return (self.random.random(shape, np.float32) * 0.01).astype(np.float16)
@@ -73,7 +77,7 @@ def main() -> None:
 
 def measured(n_threads: int, layers: list[Layer], n_turns: int) -> dict[str, Any]:
     pool = ThreadPool(n_threads)
-    matmul, sparse_ffn = Matmul(pool), SparseFfn(pool)
+    matmul, sparse_ffn, masked_linear = Matmul(pool), SparseFfn(pool), MaskedLinear(pool)
     random = np.random.default_rng(1)
     x = random.standard_normal((1, WIDTH), np.float32)
     values = random.standard_normal((1, N_NEURONS), np.float32)
@@ -89,13 +93,30 @@ def measured(n_threads: int, layers: list[Layer], n_turns: int) -> dict[str, Any
 
         return run
 
-    times = in_turns([dense, *(sparse(active) for active in sets.values())], layers, n_turns)
+    def predicted(active: Any) -> Callable[[Layer], None]:
+        others = random.random(active.shape) < float((active != 0).mean())
+        scores, may_skip = np.where((active != 0) | others, np.float32(1), np.float32(-1)), np.array([True])
+
+        def run(layer: Layer) -> None:
+            matmul(matmul(x, layer.predictor[0]), layer.predictor[1])
+            first = masked_linear(x, scores, layer.gate_rows, None, may_skip)
+            activate(first, "relu", gated=False, pool=pool)
+            sparse_ffn(x, active, layer.up, layer.down)
+
+        return run
+
+    runs = [make(active) for make in (sparse, predicted) for active in sets.values()]
+    dense_s, *times = in_turns([dense, *runs], layers, n_turns)
     rows = []
-    for share, seconds in zip(SHARES, times[1:], strict=True):
-        ideal = (1 + 2 * float((sets[share] != 0).mean())) / 3
-        rows.append({"active": share, "sparse_ms": seconds * 1e3, "ideal": ideal})
-        rows[-1] |= {"over_dense": seconds / times[0], "over_ideal": seconds / times[0] / ideal}
-    result = {"dense_ms": times[0] * 1e3, "gated": rows, "tokens": {}}
+    for number, share in enumerate(SHARES):
+        active = float((sets[share] != 0).mean())
+        spared = min(1.0, 1 - (1 - active) ** 2) + RANK * (WIDTH + N_NEURONS) / (WIDTH * N_NEURONS)
+        rows.append({"active": share})
+        for name, gate, seconds in zip(("sparse", "predicted"), (1.0, spared), times[number :: len(SHARES)], strict=True):
+            ideal, over_dense = (gate + 2 * active) / 3, seconds / dense_s
+            rows[-1][name] = {"ms": seconds * 1e3, "ideal": ideal}
+            rows[-1][name] |= {"over_dense": over_dense, "over_ideal": over_dense / ideal}
+    result = {"dense_ms": dense_s * 1e3, "gated": rows, "tokens": {}}
     for m in TOKENS:
         result["tokens"][str(m)] = tokens_ms(matmul, sparse_ffn, layers, m, max(2, n_turns // m))
     pool.close()
@@ -131,12 +152,16 @@ def in_turns(actions: list[Callable[[Layer], None]], layers: list[Layer], n_turn
 
 
 def print_tables(document: dict[str, Any]) -> None:
-    print("| threads | active | sparse ms | dense ms | of dense | ideal | over ideal |")
-    print("|---|---|---|---|---|---|---|")
+    print("| threads | active | gate | ms | dense ms | of dense | ideal | over ideal |")
+    print("|---|---|---|---|---|---|---|---|")
     for threads, result in document.items():
-        for row in result["gated"]:
-            shares = f"{row['over_dense']:.2f} | {row['ideal']:.2f} | {row['over_ideal']:.2f}"
-            print(f"| {threads} | {row['active']:.0%} | {row['sparse_ms']:.2f} | {result['dense_ms']:.2f} | {shares} |")
+        for gate in ("sparse", "predicted"):
+            for row in result["gated"]:
+                of = row[gate]
+                print(
+                    f"| {threads} | {row['active']:.0%} | {gate} | {of['ms']:.2f} | {result['dense_ms']:.2f} "
+                    f"| {of['over_dense']:.2f} | {of['ideal']:.2f} | {of['over_ideal']:.2f} |"
+                )
     print("\n| threads | tokens | up and down, rows ms | tiles ms |")
     print("|---|---|---|---|")
     for threads, result in document.items():

@@ -78,6 +78,7 @@ def main() -> None:
         models: dict[str, Model] = {OURS: OurModel(spec, random_weights(spec, "int4"), room, arguments.kv_type)}
         if arguments.active:
             models[f"ours, {arguments.active:.0%} of neurons"] = sparse_model(spec, arguments, room)
+            models[f"ours, {arguments.active:.0%} predicted"] = predicted_model(spec, arguments, room)
         for setting in FLASH_ATTENTION[arguments.flash_attention]:
             theirs = LlamaCpp(file, max(arguments.threads), room, flash_attention=setting == "on")
             models[f"flash attention {setting}"] = theirs
@@ -118,6 +119,18 @@ def sparse_model(spec: ModelSpec, arguments: argparse.Namespace, room_tokens: in
     for block in decoder_blocks(spec):
         if block.kind is BlockKind.FFN:
             weights.vectors[least_activations(block)] = torch.full((spec.ffn_size,), least)
+    return OurModel(spec, weights, room_tokens, arguments.kv_type)
+
+
+def predicted_model(spec: ModelSpec, arguments: argparse.Namespace, room_tokens: int) -> "OurModel":
+    """A random predictor, of the rank that calibration fits, lets twice as many neurons pass as are active: half of
+    random gates are above 0, whatever it says."""
+    laid_out = {"neuron_major": True, "first_in_rows": True, "predictor_rank": spec.hidden_size // 8}
+    spec = replace(spec, activation="relu", **laid_out)
+    weights = random_weights(spec, "int4")
+    for name, vector in weights.vectors.items():
+        if name.endswith("predictor_out_bias"):
+            vector.fill_(statistics.NormalDist().inv_cdf(min(0.999, 2 * arguments.active)))
     return OurModel(spec, weights, room_tokens, arguments.kv_type)
 
 

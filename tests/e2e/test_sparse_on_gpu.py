@@ -45,10 +45,10 @@ def run(model: Model, places: str, log: Log, make: Callable[..., PlannedExecutor
     plan = planned(model[0], overrides=PLACES[places], context_tokens=64)
     executor = make(*model, plan, wrap=log.machine)
     before = executor.neurons
-    found, share = read(executor), executor.neurons.since(before)
+    found, shares = read(executor), executor.neurons.since(before)
     executor.close()
-    assert share is not None
-    return found, share
+    assert shares is not None
+    return found, shares[0]
 
 
 @pytest.mark.parametrize("places", PLACES)

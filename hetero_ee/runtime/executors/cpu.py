@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hetero_ee_cpu_ops.masked_linear import MaskedLinear
 from torch import Tensor
 
 from hetero_ee.config import Progress
-from hetero_ee.models.blocks import Block, BlockKind, least_activations
+from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.executors.executor import HostExecutor
@@ -48,7 +49,7 @@ class _Linear:
 
 
 class CpuExecutor(HostExecutor):
-    """Runs one model whose matrices are all in tiles. cache: see HostExecutor.
+    """Runs one model whose matrices are in tiles, or rows of neurons. cache: see HostExecutor.
 
     threads: how many to start, 1 or more, or a pool; close() ends them.
     """
@@ -72,7 +73,7 @@ class CpuExecutor(HostExecutor):
         self._attention = Attention(shape[0], spec.n_heads, *shape[1:], kind, self._pool, scale=scale, cap=cap)
         n_positions = self.cache.max_tokens
         self._ropes = {rope: Rope(rope.inverse_frequencies(n_positions), rope.scaling.magnitude) for rope in spec.ropes}
-        self._sparse_ffn = SparseFfn(self._pool)
+        self._sparse_ffn, self._masked_linear = SparseFfn(self._pool), MaskedLinear(self._pool)
         self._linears, self._rows = self._taken(weights)
         self._vectors = {name: vector.numpy() for name, vector in weights.vectors.items()}
         self._foreign: dict[Weight, _Linear] = {}
@@ -240,16 +241,28 @@ class CpuExecutor(HostExecutor):
     def _summed_neurons(self, block: Block, normed: Any, batch: Batch) -> Any:
         """An FFN whose inactive neurons are not read."""
         spec, rows = self.spec, self._rows
-        first = self._multiplied(normed, block, "gate" if spec.gated else "up")
+        first, scores = self._first(block, normed, batch)
         active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
         least = self._vectors.get(least_activations(block))
         if least is not None:
             active[batch.may_skip()[:, None] & (np.abs(active) < least)] = 0.0
-        self._neurons.count(active, batch)
+        self._neurons.count(active, batch, scores)
         up = rows[block.tensors["up"].name] if spec.gated else None
         summed = self._sparse_ffn(normed, active, up, rows[block.tensors["down"].name])
         bias = self._vector(block, "down_bias")
         return summed if bias is None else summed + bias
+
+    def _first(self, block: Block, normed: Any, batch: Batch) -> tuple[Any, Any]:
+        """What says which neurons are active, before its activation, and a predictor's scores, None without one."""
+        name = first_matrix(self.spec)
+        if not self.spec.first_in_rows:
+            return self._multiplied(normed, block, name), None
+        scores, may_skip = None, None
+        if self.spec.predictor_rank:
+            low = self._multiplied(normed, block, "predictor_in")
+            scores, may_skip = self._multiplied(low, block, "predictor_out"), batch.may_skip()
+        rows, bias = self._rows[block.tensors[name].name], self._vector(block, f"{name}_bias")
+        return self._masked_linear(normed, scores, rows, bias, may_skip), scores
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
         """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
