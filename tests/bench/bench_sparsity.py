@@ -112,7 +112,9 @@ def measured(n_threads: int, layers: list[Layer], n_turns: int) -> dict[str, Any
         active = float((sets[share] != 0).mean())
         spared = min(1.0, 1 - (1 - active) ** 2) + RANK * (WIDTH + N_NEURONS) / (WIDTH * N_NEURONS)
         rows.append({"active": share})
-        for name, gate, seconds in zip(("sparse", "predicted"), (1.0, spared), times[number :: len(SHARES)], strict=True):
+        for name, gate, seconds in zip(
+            ("sparse", "predicted"), (1.0, spared), times[number :: len(SHARES)], strict=True
+        ):
             ideal, over_dense = (gate + 2 * active) / 3, seconds / dense_s
             rows[-1][name] = {"ms": seconds * 1e3, "ideal": ideal}
             rows[-1][name] |= {"over_dense": over_dense, "over_ideal": over_dense / ideal}

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hetero_ee_cpu_ops.masked_linear import MaskedLinear
 from torch import Tensor
 
 from hetero_ee.config import Progress
@@ -29,6 +28,7 @@ from hetero_ee_cpu_ops.attention import Attention
 from hetero_ee_cpu_ops.embed import embed_int4, embed_int8
 from hetero_ee_cpu_ops.kv_table import SequenceCache, kv_table
 from hetero_ee_cpu_ops.kv_write import KvWrite
+from hetero_ee_cpu_ops.masked_linear import MaskedLinear
 from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 from hetero_ee_cpu_ops.rope import Rope
