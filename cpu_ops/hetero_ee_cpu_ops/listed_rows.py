@@ -4,6 +4,7 @@ The rows that come next are asked for meanwhile. sparse_section.py and masked_li
 arguments and their chunks' frames begin.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ def workspace_bytes(n_units: int, n_tokens: int) -> int:
     return 2 * n_units * n_tokens * BYTES_A_GROUP
 
 
+@cache
 def offset_bytes() -> int:
     """Of a group's offset as add_unit reads it."""
     return 8 if adds_in_16_bits(cpu_target.target_context) else 4

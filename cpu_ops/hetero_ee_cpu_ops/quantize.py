@@ -37,16 +37,18 @@ def quantize_group(typing: Any, x: Any, codes: Any, scale: Any, offset_8: Any, o
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x_, codes_, scale_, offset_8_, offset_128_, offsets_32_ = arguments
         halves = [load(builder, x_, F32X16, offset) for offset in (0, 64)]
-        sizes = [call(builder, "llvm.fabs.v16f32", F32X16, [half]) for half in halves]
-        largest = call(builder, "llvm.maximum.v16f32", F32X16, sizes)  # `maximum` keeps a NaN
-        largest = call(builder, "llvm.vector.reduce.fmaximum.v16f32", F32, [largest])
+        signs = constant(I32X16, 0x7FFFFFFF)
+        sizes = [builder.and_(builder.bitcast(half, I32X16), signs) for half in halves]  # as integers, NaN before all
+        larger = builder.select(builder.icmp_signed(">", *sizes), *sizes)
+        largest = builder.bitcast(call(builder, "llvm.vector.reduce.smax.v16i32", I32, [larger]), F32)
         tiny = builder.fcmp_ordered("<", largest, ir.Constant(F32, SMALLEST))
         zero = ir.Constant(F32, 0.0)
         inverse = builder.select(tiny, zero, builder.fdiv(ir.Constant(F32, 127.0), largest))
         total = constant(I32X16, 0)
         for index, half in enumerate(halves):
             rounded = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(half, splat(builder, F32X16, inverse))])
-            whole = call(builder, "llvm.fptosi.sat.v16i32.v16f32", I32X16, [rounded])
+            is_number = builder.fcmp_ordered("ord", rounded, rounded)  # then it is within +-127
+            whole = builder.fptosi(builder.select(is_number, rounded, constant(F32X16, 0.0)), I32X16)
             total = builder.add(total, whole)
             _store(builder, builder.trunc(whole, ir.VectorType(I8, 16)), codes_, 16 * index)
         summed = call(builder, "llvm.vector.reduce.add.v16i32", I32, [total])
