@@ -27,11 +27,10 @@ from hetero_ee_cpu_ops.simd.bytes import (
     I64,
     call,
     constant,
+    entries16,
     f32x16,
     joined,
     load,
-    lookup16,
-    nibbles,
     parts,
     splat,
     target_has,
@@ -100,8 +99,8 @@ def _quad(context: Any, builder: Any, lines: Any, here: Any, table: Any) -> list
     entries = load(builder, table, I8X64, 0 if target_has(context, "avx2") else SIGNED_TABLE)
     found: list[list[Any]] = [[], []]
     for at in (0, 2):
-        for nibble, codes in enumerate(nibbles(builder, joined(builder, quarters[at : at + 2]))):
-            found[nibble].append(lookup16(context, builder, entries, codes))
+        for nibble, part in enumerate(entries16(context, builder, entries, joined(builder, quarters[at : at + 2]))):
+            found[nibble].append(part)
     return found[0] + found[1]
 
 

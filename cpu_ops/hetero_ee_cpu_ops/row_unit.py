@@ -21,11 +21,10 @@ from hetero_ee_cpu_ops.simd.bytes import (
     I64,
     call,
     constant,
+    entries16,
     half_to_float,
     joined,
     load,
-    lookup16,
-    nibbles,
     splat,
 )
 from hetero_ee_cpu_ops.simd.floats import pointer
@@ -75,8 +74,8 @@ def _operands(emitter: Emitter, words: list[Any], table: Any, half: int) -> Iter
     bytes_type = ir.VectorType(I8, emitter.lanes)
     entries = load(emitter.builder, table, bytes_type, 64 if emitter.signed else 0)
     for number in COLUMN_ORDER:
-        codes = nibbles(emitter.builder, emitter.builder.bitcast(words[number], bytes_type))[half]
-        yield [lookup16(emitter.context, emitter.builder, entries, codes)], 4 * number
+        line = emitter.builder.bitcast(words[number], bytes_type)
+        yield [entries16(emitter.context, emitter.builder, entries, line)[half]], 4 * number
 
 
 @intrinsic

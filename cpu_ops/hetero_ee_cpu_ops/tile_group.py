@@ -38,10 +38,10 @@ from hetero_ee_cpu_ops.simd.bytes import (
     broadcast4,
     call,
     constant,
+    entries16,
     half_to_float,
     joined,
     load,
-    lookup16,
     nibbles,
     parts,
     splat,
@@ -108,12 +108,13 @@ class Emitter:
         if self.kind != len(LINEAR):
             entries = load(self.builder, table, bytes_type, 64 if self.signed else 0)
         for line in range(4):
-            halves = [nibbles(self.builder, part) for part in self._line(tile, line)]
+            halves = [self._nibbles(part, entries) for part in self._line(tile, line)]
             for half in range(2):
-                codes = [pair[half] for pair in halves]
-                if entries is not None:
-                    codes = [lookup16(self.context, self.builder, entries, code) for code in codes]
-                yield codes, 4 * line + 16 * half
+                yield [pair[half] for pair in halves], 4 * line + 16 * half
+
+    def _nibbles(self, line: Any, entries: Any) -> Any:
+        """Of its low and its high nibbles the entries, where there are any, else the codes."""
+        return nibbles(self.builder, line) if entries is None else entries16(self.context, self.builder, entries, line)
 
     def unpacked(self, buffer: Any) -> Iterator[tuple[list[Any], int]]:
         """The same from where unpack_group left them."""

@@ -117,6 +117,15 @@ def nibbles(builder: Any, line: Any) -> tuple[Any, Any]:
     return builder.and_(line, mask), builder.and_(builder.bitcast(shifted, line.type), mask)
 
 
+def entries16(context: Any, builder: Any, table: Any, line: Any) -> list[Any]:
+    """table[nibble] for the low and for the high nibbles of a vector of bytes; table: as lookup16's."""
+    if line.type.count == 64 and target_has(context, "avx512vbmi"):  # takes six bits, of 64 entries that repeat
+        words = ir.VectorType(I16, 32)
+        high = builder.bitcast(builder.lshr(builder.bitcast(line, words), constant(words, 4)), line.type)
+        return [call(builder, "llvm.x86.avx512.permvar.qi.512", line.type, [table, part]) for part in (line, high)]
+    return [lookup16(context, builder, table, codes) for codes in nibbles(builder, line)]
+
+
 def broadcast4(builder: Any, address: Any, offset: int, lanes: int) -> Any:
     """The 4 bytes at address + offset, repeated over `lanes` bytes."""
     words = splat(builder, ir.VectorType(I32, lanes // 4), load(builder, address, I32, offset))
