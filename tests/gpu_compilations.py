@@ -267,7 +267,7 @@ def _sparse_ffn() -> list[Compilation]:
     fold |= dict.fromkeys(("m", "n_columns", "n_padded", "n_sections"), "i32")
     size, n_neurons = {"UNITS": sparse_ffn.UNITS, "ROWS": sparse_ffn.ROWS}, {"N": 11008}
     of_hidden = {"NEURONS": sparse_ffn.NEURONS, "UNROLLED": sparse_ffn.UNROLLED}
-    n_warps = sparse_ffn.N_WARPS
+    n_warps, folded = sparse_ffn.N_WARPS, {"FOLDED": sparse_ffn.FOLDED}
     return [
         Compilation("sparse_list", sparse_ffn.list_kernel, listing, n_neurons | dict.fromkeys(skipping), 1),
         Compilation("sparse_list_by_thresholds", sparse_ffn.list_kernel, listing | skipping, n_neurons, 1),
@@ -279,5 +279,6 @@ def _sparse_ffn() -> list[Compilation]:
                 Compilation(f"sparse_sections{ending}", sparse_ffn.sections_kernel, sections, size, n_warps, True, isa),
             )
         ),
-        Compilation("sparse_fold", sparse_ffn.fold_kernel, fold, {"FOLDED": sparse_ffn.FOLDED}, 2),
+        Compilation("sparse_fold", sparse_ffn.fold_kernel, fold, folded | {"rest_ptr": None}, 2),
+        Compilation("sparse_fold_onto", sparse_ffn.fold_kernel, fold | {"rest_ptr": "*fp32"}, folded, 2),
     ]

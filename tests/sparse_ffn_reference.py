@@ -4,7 +4,7 @@ Written apart from the kernel: the bits must agree.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,9 @@ class Rows:
         """Codes as they are stored, and scales."""
         units = self.codes.reshape(len(self.codes), -1, 2, 32)
         return np.ascontiguousarray((units[:, :, 0] | units[:, :, 1] << 4).reshape(len(self.codes), -1)), self.scales
+
+    def first(self, n_rows: int) -> "Rows":
+        return replace(self, codes=self.codes[:n_rows], scales=self.scales[:n_rows])
 
     def matrix(self) -> RowMatrix:
         return RowMatrix(*self.packed(), self.exponent, self.codebook, self.n_columns)

@@ -139,21 +139,32 @@ class SparseFfn:
 
         Raises ValueError where shapes don't fit.
         """
-        return self._run(x, active, up, down, 0, down.factor)
+        return self._run(x, active, up, down, 0, None, down.factor)
 
     def from_section(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
         """The sections from `section` on alone, added up, not times 2^d; of `active` nothing before them is read.
 
         Raises ValueError for a section that is not there, too.
         """
-        return self._run(x, active, up, down, section, np.float32(1))
+        return self._run(x, active, up, down, section, None, np.float32(1))
 
-    def _run(self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int, factor: Any) -> Any:
+    def onto(self, rest: Any, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int) -> Any:
+        """The whole sum, of what from_section gives for `section` (fp32 (m, K)) and the sections before it."""
+        total = rest
+        for each in reversed(range(section)):
+            total = total + self._run(x, active, up, down, each, each + 1, np.float32(1))
+        return total * np.float32(down.factor)
+
+    def _run(
+        self, x: Any, active: Any, up: RowMatrix | None, down: RowMatrix, section: int, end: int | None, factor: Any
+    ) -> Any:
+        """The sections from `section` to `end`, all where None."""
         arguments = np.zeros(N_ARGUMENTS, np.int64)
         m, size = _check(x, active, up, down), n_blocks_a_section(down.n_rows)
-        n_sections = -(-down.n_rows // (BLOCK * size)) - section
-        if section < 0 or n_sections <= 0:
-            raise ValueError(f"section {section} is none of the {n_sections + section} of {down.n_rows} neurons.")
+        n_there = -(-down.n_rows // (BLOCK * size))
+        if not 0 <= section < n_there:
+            raise ValueError(f"section {section} is none of the {n_there} of {down.n_rows} neurons.")
+        n_sections = (n_there if end is None else end) - section
         if up is not None:
             arguments[UP : UP + 5] = up.words
         arguments[DOWN : DOWN + 5] = down.words

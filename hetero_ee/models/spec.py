@@ -51,6 +51,7 @@ class ModelSpec:
     active_shares: tuple[float, float] = (1.0, 1.0)  # of their neurons, that a text's and a prompt's tokens should need
     first_in_rows: bool = False  # in neuron-major FFNs the gate too (without one, up): a predictor may spare its rows
     predictor_rank: int = 0  # of what says which neurons to compute the gate of; 0 for none
+    hot_curve: tuple[float, ...] = ()  # of neurons that a text needs, how many are among the first 1/n, 2/n, ... of all
     predicted_share: float = 1.0  # of neurons, that it is expected to let a text's tokens compute the gate of
     int8_matrices: tuple[str, ...] = ()  # names of the layers' matrices that are in 8 bits in place of 4
     zero_point_matrices: tuple[str, ...] = ()  # of those whose 4-bit codes have zero points: 5 bits a weight

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import BlockKind
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.placement import Option, PartOptions, chain_bytes, place_chain
 from hetero_ee.planning.plan import SEQUENCE
@@ -175,9 +176,10 @@ def _rooms(
         stream_buffer_bytes(problem.layers, [placement] * len(options), problem.context_tokens)
         for placement in ("stream", "visit")
     ]
-    if not any(set(option) == {"stream"} for option in options):  # nothing is pinned to it
+    streamed = {"stream", *SPLITS}  # by prompts at least
+    if not any(streamed.issuperset(option) for option in options):  # nothing is pinned to it
         buffers = [0, *buffers]
-    resident = [{name: option for name, option in part.items() if name != "stream"} for part in options]
+    resident = [{name: option for name, option in part.items() if name not in streamed} for part in options]
     for buffer_bytes in buffers:
         if budget >= buffer_bytes:
             yield options if buffer_bytes else resident, budget - buffer_bytes
@@ -275,7 +277,7 @@ def _ram_bytes(problem: Problem, decode: Sequence[str], chunk: int) -> int:
 
 def _ram_terms(problem: Problem, chunk: int, decode: Sequence[str], prefill: Sequence[str]) -> list[MemoryTerm]:
     pairs = list(zip(problem.parts, decode, strict=True))
-    weights = sum(part.weight_bytes for part, placement in pairs if placement in ("cpu", "stream"))
+    weights = sum(part.weight_bytes for part, placement in pairs if placement in ("cpu", "stream", *SPLITS))
     kv_bytes = sum(part.kv_bytes(problem.context_tokens) for part, placement in pairs if placement not in ON_GPU)
     pinned = max(pinned_buffer_bytes(problem.parts, each) for each in (decode, prefill))
     return [
@@ -297,7 +299,7 @@ def _memory_terms(problem: Problem, decode: Placement, prefill: Placement, chunk
     if not any(placement in ON_GPU for placement in decode):
         return terms
     layers = [(part, placement) for part, placement in pairs if part.layer is not None]
-    weights = sum(rounded(part.weight_bytes) for part, placement in layers if placement == "gpu")
+    weights = sum(part_gpu_bytes(part, placement, 0) for part, placement in layers)
     kv_bytes = sum(part_gpu_bytes(part, "stream", problem.context_tokens) for part, p in layers if p in ON_GPU)
     buffers = max(stream_buffer_bytes(problem.parts, each, problem.context_tokens) for each in (decode, prefill))
     terms += [MemoryTerm("gpu", "weights", weights), MemoryTerm("gpu", "keys and values", kv_bytes)]
@@ -316,7 +318,7 @@ def _prefill_placements(problem: Problem, decode: Placement, chunk: int) -> list
 
     What fits into the buffers' room decides who may: all, the FFNs alone, which have no keys and values, or none.
     """
-    found = [decode]
+    found = [tuple("visit" if placement in SPLITS else placement for placement in decode)]
     may_visit = any(placement in ON_GPU for placement in decode)
     for kinds in ((BlockKind.ATTENTION, BlockKind.FFN), (BlockKind.FFN,)) if may_visit else ():
         tried = _visiting(problem, decode, chunk, kinds)
@@ -335,6 +337,7 @@ def _visiting(problem: Problem, decode: Placement, chunk: int, kinds: Sequence[B
         key = part.shape, placement
         if key not in known:
             allowed = [placement, "visit"] if placement == "cpu" and part.kind in kinds else [placement]
+            allowed = ["visit"] if placement in SPLITS else allowed
             known[key] = {each: _prefill_option(problem, part, each, chunk) for each in allowed}
         options.append(known[key])
     chain = place_chain(options, 0, problem.costs.transfer_s(chunk), ends_on_gpu=decode[-1] in ON_GPU)

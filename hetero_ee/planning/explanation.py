@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, SEQUENCE, PlacedPart, Plan, TimeTerm
 
 GIB, MIB = 2**30, 2**20
 LINE_COLUMNS, HASH_DIGITS = 100, 16
 NO_BREAK = "\N{NO-BREAK SPACE}"
-LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d"}
+LETTERS = {"gpu": "G", "cpu": "C", "stream": "s", "disk": "d", **dict.fromkeys(SPLITS, "h")}
 LEGEND = {
     "gpu": "G GPU",
     "cpu": "C CPU",
     "stream": "s streamed to the GPU",
     "disk": "d read from the disk",
+    **dict.fromkeys(SPLITS, "h hot neurons on the GPU, the others on the CPU"),
 }
 
 
@@ -59,7 +61,8 @@ def _map(plan: Plan) -> list[str]:
     n_streamed = sum(part.prefill_placement == "visit" for part in plan.parts)
     if n_streamed:
         lines.append(f"{'prompts':10} {n_streamed} parts on the CPU are streamed to the GPU while a prompt is read")
-    return [*lines, f"{'':10} {', '.join(LEGEND[each] for each in LETTERS if each in used)}"]
+    legend = dict.fromkeys(LEGEND[each] for each in LETTERS if each in used)
+    return [*lines, f"{'':10} {', '.join(legend)}"]
 
 
 def _letters(parts: Sequence[PlacedPart]) -> str:

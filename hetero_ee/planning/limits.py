@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.parts import KV_BYTES
 
-PLACEMENTS = ("gpu", "cpu", "stream")
+PLACEMENTS = ("gpu", "cpu", "stream")  # and of sparse FFNs SPLITS
 CERTIFIED = "certified"
 # Tokens may be given out before the last layer, unverified: named by the policy that decides. Never chosen unasked.
 EARLY_EXIT_MODES = ("specee", CERTIFIED, "calm", "skipdecode", "q-exit", "patience", "joint-gate")
@@ -26,8 +27,8 @@ class Limits:
     ram_budget_bytes: int | None = None  # None: what is free
     # First layers, whole, on the GPU; 0: no GPU; more than there are: all; None: free. Without a GPU it means nothing.
     gpu_layers: int | None = None
-    # Regular expressions and the placement ("gpu", "cpu" or "stream") of the parts whose whole names they match; the
-    # first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
+    # Regular expressions and the placement ("gpu", "cpu", "stream"; "hot-N", see hot.py) of the parts whose whole names
+    # they match; the first that matches counts. A part on the CPU may still be read from the disk where RAM is short.
     overrides: tuple[tuple[str, str], ...] = ()
     context_tokens: int = 0  # 0: chosen to fit, and grows when a text needs it, up to the model's own
     kv_type: str | None = None  # of KV_BYTES; None: see parts.default_kv_type
@@ -95,7 +96,7 @@ def parse_override(text: str) -> tuple[str, str]:
     """`REGEX=PLACEMENT` as the command line takes it. Raises UsageError."""
     pattern, equals, placement = text.rpartition("=")
     if not equals:
-        raise UsageError(f"override {shown(text)} has no '='; expected REGEX=gpu, REGEX=cpu or REGEX=stream.")
+        raise UsageError(f"override {shown(text)} has no '='; expected REGEX=gpu, =cpu, =stream or =hot-N.")
     _check_override(pattern, placement)
     return pattern, placement
 
@@ -110,9 +111,10 @@ def _check_overrides(overrides: object) -> None:
 
 
 def _check_override(pattern: str, placement: str) -> None:
-    if placement not in PLACEMENTS:
+    if placement not in (*PLACEMENTS, *SPLITS):
         raise UsageError(
-            f"override {shown(f'{pattern}={placement}')} names no placement; expected one of {', '.join(PLACEMENTS)}."
+            f"override {shown(f'{pattern}={placement}')} names no placement; expected one of {', '.join(PLACEMENTS)}, "
+            "or hot-N."
         )
     try:
         re.compile(pattern)

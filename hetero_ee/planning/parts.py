@@ -53,6 +53,7 @@ class NeuronRows:
     n_rows: int  # of up and down
     n_columns: int
     n_first_rows: int = 0
+    n_neurons: int = 0  # that share them
 
     @property
     def n_bytes(self) -> int:
@@ -135,7 +136,8 @@ def neuron_rows(block: Block) -> NeuronRows | None:
     if not rows:
         return None
     n_first = sum(tensor.shape[0] for tensor in rows if tensor.role is TensorRole.FIRST_ROWS)
-    return NeuronRows(sum(tensor.shape[0] for tensor in rows) - n_first, rows[0].shape[1], n_first)
+    n_neurons, n_columns = rows[0].shape
+    return NeuronRows(sum(tensor.shape[0] for tensor in rows) - n_first, n_columns, n_first, n_neurons)
 
 
 def exit_map_products(hidden_size: int, rank: int) -> list[Product]:

@@ -5,6 +5,7 @@ from itertools import count, groupby
 
 from hetero_ee.planning.limits import Limits
 from hetero_ee.planning.plan import PlacedPart, Plan
+from hetero_ee.planning.times.costs import ON_GPU
 
 GIB = 2**30
 KINDS = ("attention", "ffn")
@@ -38,7 +39,7 @@ def placement_pins(parts: Sequence[PlacedPart]) -> list[Pin]:
     """The shortest of: the first layers by -ngl and what differs from that, a rule for each kind, each group alone."""
     layers, head = [part for part in parts if part.layer is not None], _target(parts[-1])
     n_whole = next((part.layer or 0 for part in layers if _target(part) != "gpu"), len(layers) // 2)
-    uses_gpu = any(_target(part) in ("gpu", "stream") for part in layers)
+    uses_gpu = any(_target(part) in ON_GPU for part in layers)
     outer = [] if (head == "gpu") == uses_gpu else [("-ot", f"head={head}")]  # where layers are, unless it is said
     ways = [[*_patterns(layers, dict.fromkeys(KINDS)), *outer]]
     usual = {kind: _most_common([_target(part) for part in layers if part.name.endswith(kind)]) for kind in KINDS}

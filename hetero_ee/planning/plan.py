@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hetero_ee.errors import UsageError, shown
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.limits import (
     CERTIFIED,
     EARLY_EXIT_MODES,
@@ -31,6 +32,7 @@ PREFILL_PLACEMENTS = {
     "cpu": ("cpu", "visit"),  # visit: as stream, for a prompt alone; keys and values come along
     "stream": ("stream",),  # weights wait in RAM, the GPU computes
     "disk": ("disk",),  # mapped, read when used
+    **dict.fromkeys(SPLITS, ("visit",)),  # so many sections of an FFN's neurons on the GPU, the others on the CPU
 }
 PLACEMENTS = (*PREFILL_PLACEMENTS, "visit")
 DECIDED = (
@@ -56,7 +58,7 @@ class PlacedPart:
     def __post_init__(self) -> None:
         for placement in (self.decode_placement, self.prefill_placement):
             if placement not in PLACEMENTS:
-                raise ValueError(f"placement is {placement[:40]!r}, expected one of {', '.join(PLACEMENTS)}")
+                raise ValueError(f"placement is {placement[:40]!r}, expected gpu, cpu, stream, disk, visit or hot-N")
         if min(self.weight_bytes, self.kv_bytes, self.decode_s, self.prefill_s) < 0:
             raise ValueError("bytes and seconds must be 0 or more")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hetero_ee.errors import UsageError, shown
 from hetero_ee.models.context_limit import check_context
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import SPLITS, splits
 from hetero_ee.planning.limits import EXIT_KV, Limits
 from hetero_ee.planning.parts import KV_TYPE, Part, model_parts
 from hetero_ee.planning.placement import Option, PartOptions
@@ -76,7 +77,7 @@ class Problem:
     def _options(self, part: Part, pinned: str | None, batches: Sequence[float], context_tokens: int) -> PartOptions:
         """batches[m - 1]: passes of m tokens."""
         found: dict[str, Option] = {}
-        for placement in ("gpu", "stream", "cpu") if self.has_gpu else ("cpu",):
+        for placement in ("gpu", "stream", "cpu", *self._splits(part, pinned)) if self.has_gpu else ("cpu",):
             if pinned not in (None, placement):
                 continue
             least_s = self.costs.copy_s(part, beside_cpu=True) if placement == "stream" else 0.0  # as beside others
@@ -91,6 +92,11 @@ class Problem:
                 f"{part.name} is pinned to {pinned}, and this machine or budget has no GPU; drop that pin."
             )
         return found
+
+    def _splits(self, part: Part, pinned: str | None) -> list[str]:
+        """Where it is known which neurons are active how often, or one is asked for."""
+        is_known = bool(self.spec.hot_curve) or pinned in SPLITS
+        return splits(part.neurons.n_neurons, every=pinned is not None) if part.neurons and is_known else []
 
     def is_pinned(self, part: Part) -> bool:
         """Whether the user has said where the part goes."""
@@ -188,5 +194,16 @@ def _check_overrides(limits: Limits, parts: Sequence[Part]) -> None:
                 f"override {shown(pattern)} matches no part; there are layers.0.attention, layers.0.ffn, ... and head."
             )
         outer = next((name for name in ("embedding", "head") if name in names), None)
+        if placement in SPLITS:
+            _check_split(pattern, placement, [part for part in parts if part.name in names])
         if placement == "stream" and outer is not None:
             raise UsageError(f"the {outer} can't be streamed; pin it to gpu or cpu, or let the override leave it out.")
+
+
+def _check_split(pattern: str, placement: str, parts: Sequence[Part]) -> None:
+    for part in parts:
+        if part.neurons is None or placement not in splits(part.neurons.n_neurons, every=True):
+            raise UsageError(
+                f"override {shown(f'{pattern}={placement}')} divides the neurons of {part.name}, which has not so many "
+                "sections of them; let it name sparse FFNs alone, and fewer sections."
+            )

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from statistics import mean
 
 from hetero_ee.errors import UsageError
 from hetero_ee.planning.candidates import REQUEST_PROMPT_TOKENS, REQUEST_TEXT_TOKENS, Candidate, best_candidate
 from hetero_ee.planning.explanation import sized
+from hetero_ee.planning.hot import SPLITS, hot_activations, hot_neurons
 from hetero_ee.planning.limits import EARLY_EXIT_MODES
 from hetero_ee.planning.plan import EXIT, Prediction
 from hetero_ee.planning.problem import resolve
@@ -31,6 +33,7 @@ def reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:
     yield from _crossing_reasons(best, prediction)
     yield from _prompt_reasons(best)
     yield from _sparse_reasons(best)
+    yield from _hot_reasons(best)
     yield from _mode_reasons(best, prediction)
 
 
@@ -127,6 +130,19 @@ def _sparse_reasons(best: Candidate) -> Iterator[str]:
             f"On the {device} an FFN with {spec.active_shares[0]:.0%} of its neurons active takes {gain:.2f} of a "
             f"dense one's time; {pays}."
         )
+
+
+def _hot_reasons(best: Candidate) -> Iterator[str]:
+    """How many neurons of the split FFNs are on the GPU."""
+    spec, found = best.problem.spec, [placement for placement in best.decode if placement in SPLITS]
+    if not found:
+        return
+    shares = [hot_neurons(spec.ffn_size, placement) / spec.ffn_size for placement in found]
+    taken = [hot_activations(spec.hot_curve, share) for share in shares]
+    yield (
+        f"{len(found)} FFNs are computed on both devices at once: the GPU has {mean(shares):.0%} of their neurons, the "
+        f"ones most often active, which is {mean(taken):.0%} of what a token needs."
+    )
 
 
 def _mode_reasons(best: Candidate, prediction: Prediction) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero_ee.models.blocks import Block, attentions
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import ON_GPU, STREAMED
 from hetero_ee.planning.times.overlap import overlap
@@ -25,6 +26,11 @@ class Segment:
     def on_gpu(self) -> bool:
         """Whether the GPU computes it."""
         return self.place in ON_GPU
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the CPU computes some neurons of it meanwhile."""
+        return self.place in SPLITS
 
     @property
     def is_streamed(self) -> bool:

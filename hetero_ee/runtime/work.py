@@ -4,17 +4,19 @@ From the profile alone, so that an emulated machine checks the planner's predict
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from hetero_ee.models.blocks import Block, BlockKind, TensorRole, TensorSpec
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import halves
 from hetero_ee.planning.parts import (
     ALL_NEURONS,
     FLOAT_BYTES,
     NeuronRows,
     NeuronShares,
+    Product,
     is_multiplied,
     kv_bytes_per_token,
     neuron_rows,
@@ -120,6 +122,22 @@ def block_work(block: Block, m: int, *, attention: Attention | None = None, disk
     else:
         overhead = Overhead.PASS if block.kind is BlockKind.HEAD else Overhead.NONE
     return Work(block.name, m, products, attention, overhead, disk_bytes, neuron_rows(block))
+
+
+def split_works(spec: ModelSpec, block: Block, batch: Batch, placement: str) -> tuple[Work, Work, Work]:
+    """Of a split FFN: what the GPU does first, what it does of its neurons, and the CPU of the others."""
+    work, shares = block_work(block, len(batch)), NeuronShares.of(spec, is_prompt=batch.is_prompt)
+    assert work.neurons is not None, "not a sparse FFN"
+    products = [Product(*product) for product in work.products]
+    whole, hot, cold = halves(products, work.neurons, placement, shares, spec.hot_curve)
+    first = replace(work, products=_numbers(whole), neurons=None)
+    mine = replace(work, products=_numbers(hot.products), neurons=hot.neurons, shares=hot.shares)
+    other = replace(work, products=_numbers(cold.products), neurons=cold.neurons, shares=cold.shares)
+    return first, replace(mine, overhead=Overhead.NONE), other
+
+
+def _numbers(products: Iterable[Product]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((product.layout, product.n_rows, product.n_columns) for product in products)
 
 
 def logits_works(block: Block, m: int, end: DraftEnd) -> list[Work]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero_ee_kernels.pages import PAGE_TOKENS, Pages
-from hetero_ee_kernels.row_matrix import RowMatrix
+from hetero_ee_kernels.row_matrix import UNIT_COLUMNS, RowMatrix
 from hetero_ee_kernels.tile_matrix import TileMatrix
 
 FP16_LARGEST = 65504.0
@@ -281,18 +281,59 @@ def sparse_ffn(
 ) -> Any:
     """One row at a time, its active neurons alone; what the definition rounds is rounded, all sums are in float64."""
     out = active.new_empty(len(active), down.n_columns) if out is None else out
-    for row, token in enumerate(active):
-        is_active, skips = token != 0, may_skip is not None and bool(may_skip[row])
-        if least is not None and skips:
-            is_active &= ~(token.abs() < least)
-        neurons = is_active.nonzero()[:, 0]
-        if n_used is not None and skips:
-            n_used += len(neurons)
-        h = token[neurons]
-        if up is not None:
-            h = h * (_row_products(x[row : row + 1], up, neurons).float() * up.factor)
+    for row in range(len(active)):
+        h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
         out[row] = _neurons_sum(h, down, neurons).float() * down.factor
     return out
+
+
+def first_sections(
+    x: Any,
+    active: Any,
+    up: RowMatrix | None,
+    down: RowMatrix,
+    n_section_blocks: int,
+    out: Any = None,
+    *,
+    least: Any = None,
+    may_skip: Any = None,
+    n_used: Any = None,
+) -> Any:
+    """Likewise, section by section, without down's factor."""
+    size, width = 128 * n_section_blocks, UNIT_COLUMNS * down.n_units
+    out = active.new_empty(down.n_rows // size, len(active), width) if out is None else out
+    out.zero_()
+    for row in range(len(active)):
+        h, neurons = _needed(row, x, active, up, least, may_skip, n_used)
+        for section in range(len(out)):
+            mine = neurons // size == section
+            out[section, row, : down.n_columns] = _neurons_sum(h[mine], down, neurons[mine]).float()
+    return out
+
+
+def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
+    """The kernel's sums, in its order."""
+    total = torch.zeros_like(out) if rest is None else rest
+    for section in range(len(sums) - 1, -1, -1):
+        total = total + sums[section, :, : down.n_columns]
+    return torch.mul(total, down.factor, out=out)
+
+
+def _needed(
+    row: int, x: Any, active: Any, up: RowMatrix | None, least: Any, may_skip: Any, n_used: Any
+) -> tuple[Any, Any]:
+    """h of a token's active neurons, and their numbers, which are counted."""
+    token, skips = active[row], may_skip is not None and bool(may_skip[row])
+    is_active = token != 0
+    if least is not None and skips:
+        is_active &= ~(token.abs() < least)
+    neurons = is_active.nonzero()[:, 0]
+    if n_used is not None and skips:
+        n_used += len(neurons)
+    h = token[neurons]
+    if up is not None:
+        h = h * (_row_products(x[row : row + 1], up, neurons).float() * up.factor)
+    return h, neurons
 
 
 def _row_products(x: Any, up: RowMatrix, rows: Any) -> Any:

@@ -6,8 +6,9 @@ what a token gets depends neither on m nor on the other tokens, nor on the devic
 
 Four launches, whatever is active: `list` writes which neurons of each block of 128 a token needs, and how many;
 `hidden` multiplies their rows of up with x; `sections` adds up their rows of down, blocks in order, integer sums inside
-a block; `fold` adds the sections up. Every token has programs of its own, which read its own neurons. Those of the same
-weights follow each other, so that what several tokens need comes from the L2 cache.
+a block; `fold` adds the sections up. `first_sections` and `fold_sections` do so in two steps, of an FFN whose other
+sections another device adds up meanwhile. Every token has programs of its own, which read its own neurons. Those of the
+same weights follow each other, so that what several tokens need comes from the L2 cache.
 """
 
 from typing import Any
@@ -236,6 +237,7 @@ def sections_kernel(
 @triton.jit(do_not_specialize=["m", "n_columns", "n_padded", "n_sections"])
 def fold_kernel(
     sums_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
     out_ptr: tl.tensor,
     factor: tl.tensor,
     m: tl.tensor,
@@ -244,11 +246,13 @@ def fold_kernel(
     n_sections: tl.tensor,
     FOLDED: tl.constexpr,
 ) -> None:
-    """A token's sections, from the last to the first."""
+    """A token's sections, from the last to the first, after the sum of those behind them, if there are any."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * FOLDED + tl.arange(0, FOLDED)
     inside = column < n_columns
     total = tl.zeros((FOLDED,), tl.float32)
+    if rest_ptr is not None:
+        total = tl.load(rest_ptr + token * n_columns + column, mask=inside, other=0.0)
     for back in range(1, n_sections + 1):
         total += tl.load(sums_ptr + ((n_sections - back) * m + token) * n_padded + column, mask=inside, other=0.0)
     tl.store(out_ptr + token * n_columns + column, total * factor, mask=inside)
@@ -280,8 +284,57 @@ def sparse_ffn(
         listed = _listed(active[rows], least, skip, n_used)
         if up is not None:
             _multiply(x[rows], up, *listed)
-        _add_up(down, *listed, out[rows])
+        fold_sections(_section_sums(down, *listed, n_blocks_a_section(down.n_rows)), down, out[rows])
     return out
+
+
+def first_sections(
+    x: Any,
+    active: Any,
+    up: RowMatrix | None,
+    down: RowMatrix,
+    n_section_blocks: int,
+    out: Any = None,
+    *,
+    least: Any = None,
+    may_skip: Any = None,
+    n_used: Any = None,
+) -> Any:
+    """Sums of the first sections of an FFN that has more neurons than these matrices: fp32 (sections, m, Kp), Kp whole
+    units, to be folded. n_section_blocks: in a section of that FFN, see n_blocks_a_section. out: for the sums.
+
+    The rest as in sparse_ffn; m is PASS_TOKENS at most, and N whole sections. Raises ValueError, too.
+    """
+    check_operands(x, active, up, down, active.new_empty(len(active), down.n_columns), least, may_skip, n_used)
+    if len(active) > PASS_TOKENS or down.n_rows % (n_section_blocks * BLOCK.value):
+        raise ValueError(
+            f"{len(active)} tokens and {down.n_rows} neurons, expected at most {PASS_TOKENS} and a multiple of "
+            f"{n_section_blocks * BLOCK.value}."
+        )
+    listed = _listed(active, least, may_skip, n_used)
+    if up is not None:
+        _multiply(x, up, *listed)
+    return _section_sums(down, *listed, n_section_blocks, out)
+
+
+def fold_sections(sums: Any, down: RowMatrix, out: Any, rest: Any = None) -> Any:
+    """Sections' sums fp32 (sections, m, Kp), from the last to the first, times down's factor: fp32 (m, K). Returns out.
+
+    rest: fp32 (m, K), the sum of the sections behind them, without the factor; may be out.
+    """
+    n_sections, m, n_padded = sums.shape
+    if rest is not None:
+        check("rest", rest, (m, down.n_columns))
+    fold_kernel[(m, -(-down.n_columns // FOLDED))](
+        sums, rest, out, down.factor, m, down.n_columns, n_padded, n_sections, FOLDED=FOLDED, num_warps=2, **UNFUSED
+    )
+    return out
+
+
+def n_blocks_a_section(n_neurons: int) -> int:
+    """Of 128 neurons."""
+    n_blocks = -(-n_neurons // BLOCK.value)
+    return -(-n_blocks // MAX_SECTIONS)
 
 
 def _listed(active: Any, least: Any, may_skip: Any, n_used: Any) -> tuple[Any, Any, Any]:
@@ -321,11 +374,12 @@ def _multiply(x: Any, up: RowMatrix, neurons: Any, hidden: Any, counts: Any) -> 
     )
 
 
-def _add_up(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, out: Any) -> None:
+def _section_sums(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, size: int, out: Any = None) -> Any:
+    """Of sections of `size` blocks: fp32 (sections, m, Kp)."""
     m, n_blocks = counts.shape
-    size = -(-n_blocks // MAX_SECTIONS)
-    n_sections, n_padded = -(-n_blocks // size), UNIT_COLUMNS * down.n_units
-    sums = torch.empty((n_sections, m, n_padded), dtype=torch.float32, device=out.device)
+    n_sections = -(-n_blocks // size)
+    shape = n_sections, m, UNIT_COLUMNS * down.n_units
+    sums = torch.empty(shape, dtype=torch.float32, device=counts.device) if out is None else out
     sections_kernel[(m * n_sections * -(-down.n_units // UNITS),)](
         down.words,
         down.scale_pairs,
@@ -346,10 +400,7 @@ def _add_up(down: RowMatrix, neurons: Any, hidden: Any, counts: Any, out: Any) -
         num_warps=N_WARPS,
         **UNFUSED,
     )
-    grid = (m, -(-down.n_columns // FOLDED))
-    fold_kernel[grid](
-        sums, out, down.factor, m, down.n_columns, n_padded, n_sections, FOLDED=FOLDED, num_warps=2, **UNFUSED
-    )
+    return sums
 
 
 def check_operands(

@@ -10,7 +10,7 @@ from hetero_ee_cpu_ops.rows import RowMatrix
 from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 from tests.cpu_support import assert_same_bits, teams
-from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference, section_sums
+from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, reference
 
 SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056), (4200, 128))  # the last: two blocks a section
 
@@ -129,12 +129,14 @@ def test_the_sections_from_one_on_are_a_prefix_of_the_sum(operations: list[Spars
             operations[0].from_section(case.x, active, case.up_matrix, case.down_matrix, section)
 
 
-def test_the_first_sections_can_be_added_elsewhere(operation: SparseFfn) -> None:
-    case = Case((2500, 96), 1, is_gated=False)
-    total = operation.from_section(None, case.active, None, case.down_matrix, 5)[0]
-    for part in section_sums(case.active[0], case.down)[4::-1]:
-        total = total + part[:96]
-    assert_same_bits(total * np.float32(2.0**-11), case.run(operation, case.active)[0])
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_the_first_sections_can_be_added_elsewhere(operation: SparseFfn, is_gated: bool) -> None:
+    """Wherever the sum is cut, its bits are the same."""
+    case = Case((2500, 96), 2, is_gated=is_gated)
+    active, matrices = case.random_share(0.3), (case.up_matrix, case.down_matrix)
+    for section in range(1, 20):
+        rest = operation.from_section(case.x, active, *matrices, section)
+        assert_same_bits(operation.onto(rest, case.x, active, *matrices, section), case.run(operation, active))
 
 
 def test_nans_infinities_and_very_small_values(operation: SparseFfn) -> None:

@@ -9,24 +9,35 @@ import torch
 
 from hetero_ee import Engine
 from hetero_ee.hub.config_file import read_spec
+from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
-from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.runtime.executors.cpu import CpuExecutor
+from hetero_ee.runtime.executors.executor import Executor, HostExecutor
 from hetero_ee.runtime.executors.planned import PlannedExecutor
+from hetero_ee.runtime.kv.cpu import CpuKvCache
+from hetero_ee.weights.model_weights import ModelWeights
 from tests.emulation import LAPTOP, emulated, planned, prompt_of
 from tests.executor_support import Model, on_kernels, reference
 from tests.families import random_model, save_checkpoint
 from tests.logged_machine import Log
 from tests.sparse_models import stored_by_neurons, with_least
-from tests.stand_in_machine import on_stand_in, stand_in_gpu, torch_operations
+from tests.stand_in_machine import on_stand_in, reference_cpu, stand_in_gpu, torch_operations
 
 HALF = ((r"layers\.0\..*", "gpu"), ("layers.*", "cpu"))
-PLACES = {"split": HALF, "all on the GPU": (("layers.*|head", "gpu"),), "streamed": (("layers.*", "stream"),)}
+HOT = ((r"layers\.0\.ffn", "hot-1"), (r"layers\.1\.ffn", "hot-2"), (".*", "gpu"))
+PLACES = {
+    "split": HALF,
+    "hot neurons": HOT,
+    "all on the GPU": (("layers.*|head", "gpu"),),
+    "streamed": (("layers.*", "stream"),),
+}
 TEXT = [1, 17, 30, 3, 99, 42, 7, 12, 9, 31]
 
 
 @pytest.fixture(scope="module", params=["llama-relu", "opt"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = save_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
+    size = {"ffn_dim" if request.param == "opt" else "intermediate_size": 300}  # three sections
+    folder = save_checkpoint(random_model(request.param, **size), tmp_path_factory.mktemp(request.param))
     return with_least(stored_by_neurons(folder), 0.5)
 
 
@@ -51,17 +62,23 @@ def run(model: Model, places: str, log: Log, make: Callable[..., PlannedExecutor
     return found, shares[0]
 
 
+def kernels_cpu(spec: ModelSpec, weights: ModelWeights, cache: CpuKvCache) -> HostExecutor:
+    return CpuExecutor(spec, weights, cache.max_tokens, 1, cache=cache)
+
+
 @pytest.mark.parametrize("places", PLACES)
-def test_a_gpu_computes_what_the_cpu_does(model: Model, places: str) -> None:
+def test_a_gpu_computes_what_the_cpu_does(model: Model, places: str, kernels: Path) -> None:
     alone, log, charged = reference(model), Log(), Log()
     expected, gpu = read(alone), stand_in_gpu(operations=log.gpu_operations(torch_operations()))
-    found, share = run(model, places, log, lambda *a, **k: on_stand_in(*a, gpu, **k))
+    make_cpu = kernels_cpu if places == "hot neurons" else reference_cpu
+    found, share = run(model, places, log, lambda *a, **k: on_stand_in(*a, gpu, make_cpu=make_cpu, **k))
     assert (found - expected).norm() < 0.06 * expected.norm()  # as the CPU's kernels, see test_sparse_models.py
     assert share == pytest.approx(alone.neurons.n_used / alone.neurons.n_neurons, abs=0.02) and share < 0.8
     run(model, places, charged, emulated)
     assert charged.names == log.names, "an emulated GPU is charged for other steps"
     ffns = [each for each in log.runs if any(name.endswith("ffn") for name in each.names) and each.operations]
-    assert ffns and all({"matmul_int4", "activate", "sparse_ffn"} <= set(each.operations) for each in ffns)
+    steps = {"matmul_int4", "activate", "first_sections" if places == "hot neurons" else "sparse_ffn"}
+    assert ffns and any(steps <= set(each.operations) for each in ffns)
 
 
 def test_an_emulated_gpu_changes_no_bit(model: Model, kernels: Path) -> None:

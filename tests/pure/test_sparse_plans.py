@@ -11,8 +11,11 @@ from hetero_ee.decoding.simulation import of_shapes
 from hetero_ee.errors import UsageError
 from hetero_ee.models.known_shapes import known_spec
 from hetero_ee.models.spec import ModelSpec
-from hetero_ee.planning.limits import Limits
+from hetero_ee.planning.explanation import explained
+from hetero_ee.planning.hot import hot_sections
+from hetero_ee.planning.limits import Limits, parse_override
 from hetero_ee.planning.parts import model_parts
+from hetero_ee.planning.pins import placement_pins
 from hetero_ee.planning.planner import check_fits
 from hetero_ee.planning.planner import plan as make_plan
 from hetero_ee.planning.times.costs import Costs
@@ -39,6 +42,9 @@ PLACES = {
     "GPU": Limits(gpu_layers=32, context_tokens=1024),
     "streamed": Limits(overrides=((r"layers\.([0-9]|1\d)\..*", "stream"), ("layers.*", "cpu")), context_tokens=1024),
 }
+CURVE = tuple((i / 32) ** 0.2 for i in range(1, 33))  # a third of the neurons takes 0.8 of the activations
+HOT = replace(SPARSE, hot_curve=CURVE, active_shares=(0.1, 1.0))
+PREDICTED = replace(HOT, first_in_rows=True, predictor_rank=512, predicted_share=0.2)
 FACTOR = 1.4  # of rows over tiles
 
 
@@ -73,6 +79,33 @@ def test_the_emulated_machine_takes_what_was_predicted(place: str, profile: Hard
     simulation, _ = of_shapes(SPARSE, made, profile, 512, 16)
     assert simulation.prompt_s == pytest.approx(simulation.predicted_prompt_s, rel=0.05)
     assert simulation.generation_s == pytest.approx(simulation.predicted_generation_s, rel=0.05)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, measured()], ids=["derived", "measured"])
+@pytest.mark.parametrize("spec", [HOT, PREDICTED], ids=["exact", "predicted"])
+def test_hot_neurons_on_the_gpu_beat_whole_ffns_there(spec: ModelSpec, profile: HardwareProfile) -> None:
+    """As predicted, and as emulated; the plan says what it does, and its pins make it again."""
+    limits = Limits(vram_budget_bytes=int(2.4 * 2**30), context_tokens=1024, mode="full")
+    whole, made = (make_plan(replace(spec, hot_curve=curve), profile, limits) for curve in ((), CURVE))
+    n_split = sum(hot_sections(each) > 0 for each in made.decode_placements)
+    assert n_split > 8 and f"{n_split} FFNs are computed on both devices at once" in " ".join(made.reasons)
+    assert "h hot neurons on the GPU" in explained(made)
+    simulations = [of_shapes(spec, each, profile, 512, 16)[0] for each in (whole, made)]
+    for simulation in simulations:
+        assert simulation.prompt_s == pytest.approx(simulation.predicted_prompt_s, rel=0.05)
+        assert simulation.generation_s == pytest.approx(simulation.predicted_generation_s, rel=0.05)
+    assert simulations[1].generation_s < (0.97 if spec is PREDICTED else 1) * simulations[0].generation_s
+    overrides = tuple(parse_override(value) for option, value in placement_pins(made.parts) if option == "-ot")
+    again = make_plan(spec, profile, replace(limits, overrides=overrides))
+    assert again.decode_placements == made.decode_placements and again.sha256 == made.sha256
+
+
+def test_only_sparse_ffns_of_enough_sections_are_divided() -> None:
+    for spec, pattern, placement in ((SPARSE, r"layers\.0\.attention", "hot-1"), (SPARSE, r".*\.ffn", "hot-29")):
+        with pytest.raises(UsageError, match="not so many sections"):
+            make_plan(spec, PROFILE, Limits(overrides=((pattern, placement),), context_tokens=64))
+    with pytest.raises(UsageError, match="names no placement"):
+        Limits(overrides=((".*", "hot-32"),))
 
 
 @pytest.mark.parametrize("place", ["CPU", "GPU"])

@@ -58,7 +58,7 @@ class LimitOptions:
             "-ot",
             "--override",
             "--override-tensor",
-            help="Pin parts by name: REGEX=gpu, REGEX=cpu or REGEX=stream; can be given more than once.",
+            help="Pin parts by name: REGEX=gpu, =cpu, =stream, or =hot-N of a sparse FFN; can be given more than once.",
         ),
     ] = None
     kv_type: Annotated[

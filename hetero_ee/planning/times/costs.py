@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import SPLITS, Half, crossing_values, halves
 from hetero_ee.planning.parts import (
     FLOAT_BYTES,
     NeuronShares,
@@ -17,7 +18,7 @@ from hetero_ee.planning.parts import (
 from hetero_ee_profiles.hardware import DeviceTimes, HardwareProfile
 
 STREAMED = ("stream", "visit")  # weights wait in RAM and are copied at each use
-ON_GPU = ("gpu", *STREAMED)  # the GPU computes the part
+ON_GPU = frozenset(("gpu", *STREAMED, *SPLITS))  # the GPU computes the part, or leads in it
 MAX_DECODE_TOKENS = 16  # up to so many, attention takes reading keys and values once, and a little for each more
 PREDICTOR_UNITS, PREDICTOR_FEATURES = 64, 12  # of the network that judges a token at an exit layer
 N_CANDIDATES = 4  # tokens whose logits alone judge where candidates were taken
@@ -57,9 +58,33 @@ class Costs:
             self._known[key] = self._part_s(part, placement, m, context_tokens)
         return self._known[key]
 
+    def split_s(self, part: Part, placement: str, m: int) -> tuple[float, float, float]:
+        """m tokens of a split FFN: what the GPU does first, its neurons after that, and meanwhile the CPU's from the
+        input on its way until its sum has arrived."""
+        spec, gpu, cpu = self.spec, self._device(placement), self.cpu
+        assert part.neurons is not None, "not a sparse FFN"
+        shares = NeuronShares.of(spec, is_prompt=False)
+        whole, hot, cold = halves(part.products, part.neurons, placement, shares, spec.hot_curve)
+        n_values = crossing_values(part.neurons, placement, is_predicted=bool(whole))
+
+        def half_s(half: Half, times: DeviceTimes) -> float:
+            return self._products_s(half.products, times, m) + half.neurons.read_s(times, half.shares, m)
+
+        overheads_s = [times.layer_overhead_s(spec.hidden_size, spec.ffn_size, m) / 2 for times in (gpu, cpu)]
+        ways_s = self._way_s(m, n_values) + self.transfer_s(m)
+        first_s = overheads_s[0] + self._products_s(whole, gpu, m)
+        return first_s, half_s(hot, gpu), ways_s + overheads_s[1] + half_s(cold, cpu)
+
+    @staticmethod
+    def _products_s(products: Sequence[Product], times: DeviceTimes, m: int) -> float:
+        return sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in products)
+
     def _part_s(self, part: Part, placement: str, m: int, context_tokens: int) -> float:
+        if placement in SPLITS:
+            first_s, hot_s, cold_s = self.split_s(part, placement, m)
+            return first_s + max(hot_s, cold_s)
         times = self._device(placement)
-        seconds = sum(times.matmul_s(p.layout, p.n_rows, p.n_columns, m) for p in part.products)
+        seconds = self._products_s(part.products, times, m)
         if part.neurons is not None:
             shares = NeuronShares.of(self.spec, is_prompt=m > MAX_DECODE_TOKENS)
             seconds += part.neurons.read_s(times, shares, m)

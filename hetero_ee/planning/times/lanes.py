@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 
 from hetero_ee.models.blocks import BlockKind
+from hetero_ee.planning.hot import SPLITS
 from hetero_ee.planning.parts import Part
 from hetero_ee.planning.statistics import PromptReading
 from hetero_ee.planning.times.costs import N_STREAM_BUFFERS, ON_GPU, STREAMED, Costs, reads_on_cpu
@@ -85,6 +86,12 @@ class Lanes:
                 n_transfers += 1
                 ready = (max(cpu, gpu) if computes_on_gpu else max(cpu, ready)) + transfer_s
             on_gpu = computes_on_gpu
+            if placement in SPLITS:
+                first_s, hot_s, cold_s = costs.split_s(part, placement, m)
+                start = max(cpu, gpu, ready) + first_s
+                gpu = ready = start + max(hot_s, cold_s)
+                cpu = start + cold_s - transfer_s
+                continue
             if not on_gpu:
                 cpu = ready = max(cpu, ready) + seconds
                 continue

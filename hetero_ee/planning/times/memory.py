@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import SPLITS, halves
 from hetero_ee.planning.parts import FLOAT_BYTES, Part, exit_map_products
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, N_STREAM_BUFFERS, STREAMED
 
@@ -37,6 +38,9 @@ def part_gpu_bytes(part: Part, placement: str, context_tokens: int) -> int:
     """GPU memory of the part itself: weights where they stay there, keys and values wherever the GPU attends."""
     if placement == "gpu":
         return rounded(part.weight_bytes) + rounded(part.kv_bytes(context_tokens))
+    if placement in SPLITS:
+        assert part.neurons is not None, "not a sparse FFN"
+        return rounded(part.weight_bytes - halves(part.products, part.neurons, placement)[2].n_bytes)
     return rounded(part.kv_bytes(context_tokens)) if placement == "stream" else 0
 
 
@@ -100,12 +104,16 @@ def stream_buffer_bytes(parts: Sequence[Part], placements: Sequence[str], contex
     streamed = [
         part.weight_bytes + (part.kv_bytes(context_tokens) if placement == "visit" else 0)
         for part, placement in zip(parts, placements, strict=True)
-        if placement in STREAMED
+        if placement in STREAMED or placement in SPLITS  # which prompts stream
     ]
     return N_STREAM_BUFFERS * rounded(max(streamed)) if streamed else 0
 
 
 def pinned_buffer_bytes(parts: Sequence[Part], placements: Sequence[str]) -> int:
     """The buffers in RAM that streamed weights pass, alternately."""
-    streamed = [part.weight_bytes for part, placement in zip(parts, placements, strict=True) if placement in STREAMED]
+    streamed = [
+        part.weight_bytes
+        for part, placement in zip(parts, placements, strict=True)
+        if placement in STREAMED or placement in SPLITS
+    ]
     return N_PINNED_BUFFERS * max(streamed, default=0)

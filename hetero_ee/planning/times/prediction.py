@@ -6,6 +6,7 @@ from functools import partial
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.candidates import Candidate
+from hetero_ee.planning.hot import SPLITS, halves
 from hetero_ee.planning.limits import EXIT_KV, MAX_DRAFT_LENGTH
 from hetero_ee.planning.parts import NeuronShares, Part, model_parts
 from hetero_ee.planning.plan import EXIT, SEQUENCE, BytesTerm, PlacedPart, Plan, Prediction, TimeTerm
@@ -165,7 +166,7 @@ def _terms(
     for part, placement in zip(parts, placements, strict=True):
         if part.kind is BlockKind.EMBEDDING:
             continue
-        where = "the GPU" if placement in ON_GPU else "the CPU"
+        where = "both" if placement in SPLITS else "the GPU" if placement in ON_GPU else "the CPU"
         name = f"{part.kind.value} on {where}"
         seconds[name] = seconds.get(name, 0.0) + costs.part_s(part, placement, m, context_tokens)
     seconds["transfers"] = whole.transfer_s
@@ -194,8 +195,13 @@ def _reading_s(costs: Costs, parts: Sequence[Part], placements: Sequence[str]) -
     for part, placement in zip(parts, placements, strict=True):
         n_bytes = part.weight_bytes if part.layer is not None else part.product_bytes  # of the embedding one row
         if part.neurons is not None:
-            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(NeuronShares.of(costs.spec, is_prompt=False), 1)
-        if placement == "gpu" and gpu is not None:
+            shares = NeuronShares.of(costs.spec, is_prompt=False)
+            n_bytes -= part.neurons.n_bytes - part.neurons.read_bytes(shares, 1)
+        if placement in SPLITS and part.neurons is not None and gpu is not None:
+            _, _, cold = halves(part.products, part.neurons, placement, shares, costs.spec.hot_curve)
+            there_s = (n_bytes - cold.token_bytes) / gpu.read_bytes_per_s.value
+            seconds += max(there_s, cold.token_bytes / cpu.read_bytes_per_s.value)
+        elif placement == "gpu" and gpu is not None:
             seconds += n_bytes / gpu.read_bytes_per_s.value
         elif placement == "stream":
             seconds += costs.copy_s(part)

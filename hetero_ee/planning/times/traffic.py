@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hetero_ee.models.blocks import BlockKind
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import SPLITS, crossing_values, halves
 from hetero_ee.planning.parts import FLOAT_BYTES, NeuronShares, Part, Product, exit_map_products, fill_product
 from hetero_ee.planning.statistics import DepthStatistics
 from hetero_ee.planning.times.costs import N_CANDIDATES, ON_GPU, PARTIAL_ROWS, STREAMED
@@ -82,6 +83,14 @@ def token_bytes(
         behind = way.behind((place - 1) // 2 if part.layer is None else part.layer)
         if placement in STREAMED:
             found.over_link(WEIGHTS, (way.passes[behind] + way.fills(part)) * part.weight_bytes, to_gpu=True)
+        elif placement in SPLITS:
+            assert part.neurons is not None, "not a sparse FFN"
+            shares = NeuronShares.of(spec, is_prompt=False)
+            whole, _, cold = halves(part.products, part.neurons, placement, shares, spec.hot_curve)
+            n_values = crossing_values(part.neurons, placement, is_predicted=bool(whole))
+            found.add(CPU_WEIGHTS, way.passes[behind] * cold.token_bytes)
+            found.over_link(HIDDEN, way.rows[behind] * FLOAT_BYTES * n_values, to_gpu=False)
+            found.over_link(HIDDEN, way.rows[behind] * row_bytes, to_gpu=True)
         elif placement not in ON_GPU:
             filled_bytes = fill_product(spec, part, on_gpu=False).n_bytes if way.fills(part) else 0
             found.add(

@@ -9,6 +9,7 @@ import torch
 
 from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import hot_neurons
 from hetero_ee.planning.parts import FLOAT_BYTES
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS
@@ -26,6 +27,7 @@ from hetero_ee.runtime.gpu.registry import Registry, Warn
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee.runtime.streaming.block_source import PinnedBlocks
 from hetero_ee.runtime.trace import SpanRecorder
+from hetero_ee.weights.first_neurons import with_first_neurons
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee_profiles.gpu.platform import cuda_platform
 from hetero_ee_profiles.host.host import this_host
@@ -101,6 +103,10 @@ def gpu_executor(gpu: Gpu, spec: ModelSpec, weights: ModelWeights, plan: Plan, l
     """What computes the plan's parts on the GPU, where these layers' keys and values lie. Raises DeviceMemoryError."""
     places = {part.name: part.decode_placement for part in plan.parts}
     kept = [block for block in decoder_blocks(spec) if places.get(block.name) == GPU]
+    hot = {block.name: hot_neurons(spec.ffn_size, places.get(block.name, "")) for block in decoder_blocks(spec)}
+    split = [block for block in decoder_blocks(spec) if hot[block.name]]
+    weights = with_first_neurons(weights, [(block, hot[block.name]) for block in split])
+    kept += split
     if places["head"] == GPU:
         kept += [block for block in decoder_blocks(spec) if block.kind is BlockKind.FINAL_NORM]
     visits = any(part.prefill_placement == VISIT and part.kv_bytes for part in plan.parts)

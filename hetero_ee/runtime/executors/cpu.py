@@ -17,7 +17,7 @@ from hetero_ee.config import Progress
 from hetero_ee.models.blocks import Block, BlockKind, first_matrix, least_activations
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.rows import RowWeight
@@ -33,7 +33,7 @@ from hetero_ee_cpu_ops.matmul import Matmul, TileMatrix
 from hetero_ee_cpu_ops.norm import layer_norm, rms_norm, rms_norm_heads
 from hetero_ee_cpu_ops.rope import Rope
 from hetero_ee_cpu_ops.rows import RowMatrix
-from hetero_ee_cpu_ops.sparse_ffn import SparseFfn
+from hetero_ee_cpu_ops.sparse_ffn import SparseFfn, n_blocks_a_section
 from hetero_ee_cpu_ops.thread_pool import ThreadPool
 
 COMPILING = "Compiling the CPU kernels"
@@ -130,6 +130,9 @@ class CpuExecutor(HostExecutor):
                 delta = self._fed_forward(block, self._normed(block, x, delta), batch)
             delta = self._scaled(block, delta)
         return torch.from_numpy(x if delta is None else x + delta)
+
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        return _CpuSplit(self, block, n_first)
 
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
         """See BlockExecutor.write_kv. Of a matrix whose queries end with a row block only what follows is read."""
@@ -240,29 +243,57 @@ class CpuExecutor(HostExecutor):
 
     def _summed_neurons(self, block: Block, normed: Any, batch: Batch) -> Any:
         """An FFN whose inactive neurons are not read."""
-        spec, rows = self.spec, self._rows
-        first, scores = self._first(block, normed, batch)
-        active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
-        least = self._vectors.get(least_activations(block))
-        if least is not None:
-            active[batch.may_skip()[:, None] & (np.abs(active) < least)] = 0.0
-        self._neurons.count(active, batch, scores)
-        up = rows[block.tensors["up"].name] if spec.gated else None
-        summed = self._sparse_ffn(normed, active, up, rows[block.tensors["down"].name])
+        active = self._active(block, normed, batch, self._scores(block, normed))
+        return self._biased(block, self._sparse_ffn(normed, active, *self._neuron_rows(block)))
+
+    def _neuron_rows(self, block: Block) -> tuple[RowMatrix | None, RowMatrix]:
+        """Up, where there is a gate, and down."""
+        up, down = (self._rows.get(block.tensors[short].name) for short in ("up", "down"))
+        assert down is not None, "not a sparse FFN"
+        return up if self.spec.gated else None, down
+
+    def _biased(self, block: Block, summed: Any) -> Any:
         bias = self._vector(block, "down_bias")
         return summed if bias is None else summed + bias
 
-    def _first(self, block: Block, normed: Any, batch: Batch) -> tuple[Any, Any]:
-        """What says which neurons are active, before its activation, and a predictor's scores, None without one."""
+    def _scores(self, block: Block, normed: Any) -> Any:
+        """A predictor's, None without one."""
+        if not self.spec.predictor_rank:
+            return None
+        return self._multiplied(self._multiplied(normed, block, "predictor_in"), block, "predictor_out")
+
+    def _active(
+        self, block: Block, normed: Any, batch: Batch, scores: Any, begin: int = 0, end: int | None = None
+    ) -> Any:
+        """Activations (m, ffn), 0 where a neuron is not active, or is none of those from begin to end."""
+        spec, neurons = self.spec, slice(begin, end)
+        first = self._first(block, normed, batch, scores, begin)
+        if end is not None:
+            first = np.ascontiguousarray(first[:, : end - begin])
+        active = activate(first, spec.activation, gated=False, threshold=spec.activation_threshold, pool=self._pool)
+        least = self._vectors.get(least_activations(block))
+        if least is not None:
+            active[batch.may_skip()[:, None] & (np.abs(active) < least[neurons])] = 0.0
+        self._neurons.count(active, batch, None if scores is None else scores[:, neurons])
+        if active.shape[1] == spec.ffn_size:
+            return active
+        whole = np.zeros((len(active), spec.ffn_size), np.float32)
+        whole[:, neurons] = active
+        return whole
+
+    def _first(self, block: Block, normed: Any, batch: Batch, scores: Any, begin: int) -> Any:
+        """What says which neurons are active, before its activation, of those from `begin` on."""
         name = first_matrix(self.spec)
         if not self.spec.first_in_rows:
-            return self._multiplied(normed, block, name), None
-        scores, may_skip = None, None
-        if self.spec.predictor_rank:
-            low = self._multiplied(normed, block, "predictor_in")
-            scores, may_skip = self._multiplied(low, block, "predictor_out"), batch.may_skip()
+            return self._product(normed, self._linears[block.tensors[name].name], begin)
         rows, bias = self._rows[block.tensors[name].name], self._vector(block, f"{name}_bias")
-        return self._masked_linear(normed, scores, rows, bias, may_skip), scores
+        may_skip = None if scores is None else batch.may_skip()
+        if begin:  # every row has its own score: none of those before, and all of a token that may not skip
+            scores = np.ones((len(normed), rows.n_rows), np.float32) if scores is None else scores.copy()
+            scores[~batch.may_skip()] = 1
+            scores[:, :begin] = -1
+            may_skip = np.ones(len(normed), bool)
+        return np.ascontiguousarray(self._masked_linear(normed, scores, rows, bias, may_skip)[:, begin:])
 
     def _normed(self, block: Block, x: Any, delta: Any) -> Any:
         """The block's norm of x, x itself where it has none; first adds delta, the block before's output, to x."""
@@ -324,3 +355,37 @@ def _row_matrix(weight: RowWeight) -> RowMatrix:
 def _sequence_cache(*parts: Tensor) -> SequenceCache:
     arrays = (part.numpy() for part in parts)
     return SequenceCache(*(array.view(np.uint16) if array.dtype == np.float16 else array for array in arrays))
+
+
+class _CpuSplit(SplitFfn):
+    """Of a sparse FFN. On an emulated GPU end() adds the first neurons up, section by section."""
+
+    def __init__(self, of: CpuExecutor, block: Block, n_first: int) -> None:
+        self._of, self._block, self._n_first, self._width = of, block, n_first, of.spec.hidden_size
+        self._section = n_first // (128 * n_blocks_a_section(of.spec.ffn_size))
+
+    def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
+        x = self._of._normed(self._block, np.array(hidden.numpy(), order="C"), None)
+        scores = self._of._scores(self._block, x)
+        return torch.from_numpy(x if scores is None else np.hstack([x, scores[:, self._n_first :]]))
+
+    def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
+        normed = self._normed(x)
+        scores = self._of._scores(self._block, normed)
+        return torch.from_numpy(self._of._active(self._block, normed, batch, scores, end=self._n_first))
+
+    def rest(self, x: Tensor, batch: Batch) -> Tensor:
+        normed, scores = self._normed(x), None
+        if x.shape[1] > self._width:
+            scores = np.pad(x.numpy()[:, self._width :], ((0, 0), (self._n_first, 0)))
+        active = self._of._active(self._block, normed, batch, scores, self._n_first)
+        rows = self._of._neuron_rows(self._block)
+        return torch.from_numpy(self._of._sparse_ffn.from_section(normed, active, *rows, self._section))
+
+    def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
+        of, rows = self._of, self._of._neuron_rows(self._block)
+        summed = of._sparse_ffn.onto(rest.numpy(), self._normed(x), sums.numpy(), *rows, self._section)
+        return hidden + torch.from_numpy(of._scaled(self._block, of._biased(self._block, summed)))
+
+    def _normed(self, x: Tensor) -> Any:
+        return np.ascontiguousarray(x.numpy()[:, : self._width])

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hetero_ee.models.blocks import Block, TensorSpec, all_tensors, decoder_blocks, is_in_rows
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
-from hetero_ee.runtime.executors.executor import HostExecutor
+from hetero_ee.runtime.executors.executor import HostExecutor, SplitFfn
 from hetero_ee.runtime.kv.cpu import CpuKvCache
 from hetero_ee.runtime.work import stored_layout
 from hetero_ee.weights.model_weights import ModelWeights, is_quantized
@@ -46,6 +48,9 @@ class DummyExecutor(HostExecutor):
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         return hidden
 
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        return _DummySplit((self.spec.ffn_size - n_first) * (self.spec.predictor_rank > 0))
+
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
         """Nothing is kept."""
 
@@ -63,6 +68,25 @@ class DummyExecutor(HostExecutor):
 
     def sliced_head(self, x: Tensor, token_ids: Tensor) -> Tensor:
         return torch.zeros(token_ids.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _DummySplit(SplitFfn):
+    """n_scores: that go to the CPU with a token."""
+
+    n_scores: int
+
+    def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return pad(hidden, (0, self.n_scores))
+
+    def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def rest(self, x: Tensor, batch: Batch) -> Tensor:
+        return x[:, : x.shape[1] - self.n_scores]
+
+    def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
+        return hidden
 
 
 def dummy_weights(spec: ModelSpec) -> ModelWeights:

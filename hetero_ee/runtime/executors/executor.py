@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hetero_ee.config import Progress
+from hetero_ee.errors import UsageError
 from hetero_ee.models.blocks import Block, attentions, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.planning.parts import KV_TYPE
@@ -174,6 +175,29 @@ class Executor(HeadExecutor, Protocol):
         return self.to_logits(self.hidden(batch)[list(wanted)])
 
 
+class SplitFfn(Protocol):
+    """A sparse FFN of a batch on two devices, of which one has its first neurons, and calls all but `rest`.
+
+    x: (m, hidden), the FFN's input, and a predictor's scores of the other neurons beside it, (m, hidden + others).
+    """
+
+    def begin(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """The hidden states (m, hidden) before the FFN -> x."""
+        ...
+
+    def first_sums(self, x: Tensor, batch: Batch) -> Tensor:
+        """What end() takes of the first neurons: begun at once, as it needs nothing from the other device."""
+        ...
+
+    def rest(self, x: Tensor, batch: Batch) -> Tensor:
+        """(m, hidden): the sum of the other neurons, on the device that has them."""
+        ...
+
+    def end(self, hidden: Tensor, x: Tensor, sums: Tensor, rest: Tensor) -> Tensor:
+        """The hidden states (m, hidden) after the FFN."""
+        ...
+
+
 class BlockExecutor(HeadExecutor, Protocol):
     """Computes any blocks of a model on one device. cache: of the layers that are attended there."""
 
@@ -207,6 +231,10 @@ class BlockExecutor(HeadExecutor, Protocol):
 
     def forward_with(self, hidden: Tensor, batch: Batch, block: Block, weights: ModelWeights) -> Tensor:
         """The same through one block with borrowed weights in place of the executor's own of the same names."""
+        ...
+
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        """This device's part in an FFN of whose neurons the first are elsewhere, or the others, up to 16 tokens."""
         ...
 
     def write_kv(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> None:
@@ -256,6 +284,9 @@ class HostExecutor(Executor, BlockExecutor):
         if self.spec.logit_scale != 1:
             logits.mul_(self.spec.logit_scale)
         return self.capped(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
+
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        raise UsageError(f"{block.name} can't be split: its weights are not quantized; plan without hot neurons.")
 
     @abstractmethod
     def capped(self, logits: Tensor, cap: float) -> Tensor:

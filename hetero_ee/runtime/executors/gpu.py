@@ -13,11 +13,12 @@ from hetero_ee.models.blocks import Block, BlockKind, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import Batch
 from hetero_ee.runtime.drafted import DraftEnd, DraftNoise
-from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor
+from hetero_ee.runtime.executors.executor import BlockExecutor, HostExecutor, SplitFfn
 from hetero_ee.runtime.gpu.buffers import SegmentRoom
 from hetero_ee.runtime.gpu.draft_end import GpuDraftEnd
 from hetero_ee.runtime.gpu.operations import GpuOperations
 from hetero_ee.runtime.gpu.segment import GpuSegment, entered, recorder_for
+from hetero_ee.runtime.gpu.split import GpuSplit
 from hetero_ee.runtime.gpu.weights import GpuWeights
 from hetero_ee.runtime.kv.gpu import GpuKvCache, VisitingCache
 from hetero_ee.runtime.neurons import NeuronCounts
@@ -50,12 +51,14 @@ class GpuExecutor(BlockExecutor):
         self._recorder = recorder_for(self._device, operations)
         self._visiting = VisitingCache(spec, cache.max_tokens, visits, self._device) if visits else None
         self._segments: dict[tuple[str, ...], GpuSegment] = {}
+        self._splits: dict[str, GpuSplit] = {}
         self._ends: dict[DraftEnd, GpuDraftEnd] = {}
         self._borrowed: dict[tuple[str, int], tuple[ModelWeights, GpuSegment]] = {}
 
     def close(self) -> None:
         """Gives the memory back, whoever still holds this."""
         self._segments.clear()
+        self._splits.clear()
         self._ends.clear()
         self._borrowed.clear()
         self._resident.release()
@@ -83,6 +86,14 @@ class GpuExecutor(BlockExecutor):
     def forward(self, hidden: Tensor, batch: Batch, blocks: Sequence[Block]) -> Tensor:
         """See BlockExecutor.forward. Of the blocks whose weights stay."""
         return self._segment(blocks).run(hidden, batch)
+
+    def split(self, block: Block, n_first: int) -> SplitFfn:
+        """See BlockExecutor.split. Of a block whose first neurons alone are here."""
+        if block.name not in self._splits:
+            self._splits[block.name] = GpuSplit(
+                self._spec, self._resident, block, n_first, self.cache, self._operations, self._recorder, self._room
+            )
+        return self._splits[block.name]
 
     @torch.inference_mode()
     def normed(self, x: Tensor, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hetero_ee.errors import DeviceLostError
 from hetero_ee.models.blocks import Block, decoder_blocks
 from hetero_ee.models.spec import ModelSpec
+from hetero_ee.planning.hot import hot_neurons
 from hetero_ee.planning.parts import model_parts
 from hetero_ee.planning.plan import Plan
 from hetero_ee.planning.times.costs import MAX_DECODE_TOKENS, ON_GPU
@@ -38,6 +39,7 @@ from hetero_ee.runtime.work import (
     fill_works,
     logits_works,
     partial_works,
+    split_works,
 )
 from hetero_ee.weights.model_weights import ModelWeights
 
@@ -284,7 +286,7 @@ class PlannedExecutor(Executor):
             if segment.is_captured:
                 captured = (*captured, flow.hidden)
             flow = self._moved(flow, segment.on_gpu)
-            run = self._streamed if segment.is_streamed else self._computed
+            run = self._streamed if segment.is_streamed else self._split if segment.is_split else self._computed
             flow = run(batch, flow, segment)
         return replace(flow, captured=captured)
 
@@ -297,6 +299,20 @@ class PlannedExecutor(Executor):
 
         found, event = self._ran(device, self._works(batch, segment), compute, flow.ready)
         return _Flow(found, (event,) if segment.on_gpu else ())
+
+    def _split(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
+        """An FFN. The GPU is given its neurons before the host waits for their input and adds up the CPU's."""
+        (block,), (_, cpu), (_, gpu) = segment.blocks, self._executor(False), self._executor(True)
+        first, hot, cold = split_works(self.spec, block, batch, segment.place)
+        n_hot, to_gpu = hot_neurons(self.spec.ffn_size, segment.place), self.machine.copier.to_gpu
+        here, there = (executor.split(block, n_hot) for executor in self._executors)
+        x, begun = gpu.run([first], lambda: to_gpu(there.begin(flow.hidden, batch)), flow.ready)
+        sums, added = gpu.run([hot], lambda: there.first_sums(x, batch))
+        moved = self._moved(_Flow(x, (begun,)), False)
+        rest, _ = self._ran(cpu, [cold], lambda: here.rest(moved.hidden, batch), moved.ready)
+        back = self._moved(_Flow(rest), True)
+        found, event = gpu.run([], lambda: to_gpu(there.end(flow.hidden, x, sums, back.hidden)), (added, *back.ready))
+        return _Flow(found, (event,))
 
     def _streamed(self, batch: Batch, flow: _Flow, segment: Segment) -> _Flow:
         """Block by block: each waits for its weights and for the block before."""

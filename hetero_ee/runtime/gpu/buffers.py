@@ -55,6 +55,13 @@ class SegmentRoom:
         self.turned_by: Tensor | None = None
         self.n_used, self.n_predicted = (torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2))
         self.n_neurons = 0
+        self._section_sums: Tensor | None = None
+
+    def section_sums(self, width: int) -> Tensor:
+        """fp32 (MAX_ROWS x width,) for what split FFNs of up to MAX_ROWS rows keep between their steps."""
+        if self._section_sums is None:
+            self._section_sums = torch.empty(MAX_ROWS * width, device=self.device)
+        return self._section_sums
 
     def place(
         self,

@@ -16,6 +16,8 @@ NAMES = (
     "attention",
     "sliced_head",
     "sparse_ffn",
+    "first_sections",
+    "fold_sections",
     "draft",
     "matmul_int4",
     "matmul_int8",
@@ -39,6 +41,8 @@ class GpuOperations:
     attention: Callable[..., Any]
     sliced_head: Callable[..., Any]
     sparse_ffn: Callable[..., Any]
+    first_sections: Callable[..., Any]
+    fold_sections: Callable[..., Any]
     draft: Callable[..., Any]
     matmul_int4: Callable[..., Any]
     matmul_int8: Callable[..., Any]

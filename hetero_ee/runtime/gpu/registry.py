@@ -123,6 +123,8 @@ IMPLEMENTATIONS = (
     *_pair("matmul_int8", "matmul:matmul"),
     *_pair("sliced_head", "sliced_head:sliced_head"),
     *_pair("sparse_ffn", "sparse_ffn:sparse_ffn"),
+    *_pair("first_sections", "sparse_ffn:first_sections"),
+    *_pair("fold_sections", "sparse_ffn:fold_sections"),
     *_pair("draft", "draft:draft"),
     *_pair("embed", "embed:embed"),
     *_pair("rms_norm", "norm:rms_norm"),

@@ -161,12 +161,16 @@ class GpuSegment:
         for block in self._blocks:
             self._normed(block, b, delta)
             (self._attend if block.kind is BlockKind.ATTENTION else self._feed_forward)(block, b)
-            if block.has_post_norm:
-                self._norm(block, "post_norm", b.delta, b.delta)
-            if self.spec.residual_scale != 1:
-                b.delta.mul_(self.spec.residual_scale)
+            self._finish(block, b)
             delta = b.delta
         self._ops.add(b.x, b.delta)
+
+    def _finish(self, block: Block, b: SegmentBuffers) -> None:
+        """b.delta as it is added to the hidden state: normed, where it has such a norm, and scaled."""
+        if block.has_post_norm:
+            self._norm(block, "post_norm", b.delta, b.delta)
+        if self.spec.residual_scale != 1:
+            b.delta.mul_(self.spec.residual_scale)
 
     def _attend(self, block: Block, b: SegmentBuffers) -> None:
         self._multiply(b.normed, block, "qkv", b.qkv)
@@ -213,7 +217,10 @@ class GpuSegment:
         up = weights.neurons(block, "up") if spec.gated else None
         skips = {"least": weights.least(block), "may_skip": b.may_skip, "n_used": self._room.n_used}
         self._ops.sparse_ffn(b.normed, b.active, up, weights.neurons(block, "down"), b.delta, **skips)
-        bias = weights.vector(block, "down_bias")
+        self._add_down_bias(block, b)
+
+    def _add_down_bias(self, block: Block, b: SegmentBuffers) -> None:
+        bias = self._weights.vector(block, "down_bias")
         if bias is not None:
             self._ops.add(b.delta, bias)
 

@@ -17,7 +17,7 @@ from hetero_ee.runtime.gpu.segment import GpuSegment
 from hetero_ee.runtime.kv.gpu import GpuKvCache
 from hetero_ee_kernels import reference
 from hetero_ee_kernels.row_matrix import RowMatrix
-from hetero_ee_kernels.sparse_ffn import sparse_ffn
+from hetero_ee_kernels.sparse_ffn import first_sections, fold_sections, n_blocks_a_section, sparse_ffn
 from tests import sparse_ffn_reference as definition
 from tests.families import random_model, save_checkpoint
 from tests.gpu_support import DEVICE, Guarded, assert_same_bits, random
@@ -75,6 +75,24 @@ def test_sections_of_two_blocks() -> None:
     active = SETS["even blocks"](case.active).astype(np.float32)
     active[:, :2048] *= np.arange(2048) % 50 == 0
     assert_same_bits(case.run(active), case.expected(active))
+
+
+@pytest.mark.parametrize(("n_neurons", "is_gated"), [(700, True), (4200, False)])
+def test_the_first_sections_are_added_to_the_rest(n_neurons: int, is_gated: bool) -> None:
+    """Wherever the sum is cut, its bits are the same; only the first rows need to be there."""
+    case = Case((n_neurons, 32), 2, is_gated=is_gated)
+    active = SETS["another for each token"](case.active).astype(np.float32)
+    whole, size = case.run(active), n_blocks_a_section(n_neurons)
+    x, down = torch.tensor(case.x, device=DEVICE) if case.up else None, case.down_matrix
+    for section in (1, 2, 5):
+        rest = definition.reference(case.x, active, case.up, case.down, section)
+        here, n = torch.tensor(rest, device=DEVICE), section * size * 128
+        up, some = None if case.up is None else matrix(case.up.first(n)), matrix(case.down.first(n))
+        sums = first_sections(x, torch.tensor(active[:, :n], device=DEVICE), up, some, size)
+        assert len(sums) == section
+        assert_same_bits(fold_sections(sums, down, torch.empty_like(whole), here), whole)
+    with pytest.raises(ValueError, match="17 tokens"):
+        first_sections(None, torch.zeros(17, n, device=DEVICE), None, some, size)
 
 
 def test_a_tokens_bits_do_not_depend_on_the_others() -> None:
