@@ -17,6 +17,7 @@ from hetero_ee.weights.store.filesystem import FileSystem, remove_if_there, repl
 PARTIAL_TYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
+    "F16": np.float16,
     "I64": np.int64,
     "BOOL": np.bool_,
     "U8": np.uint8,

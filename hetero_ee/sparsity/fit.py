@@ -8,28 +8,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hetero_ee.calibration.stages import HELD_OUT, TRAIN, Chunk, first_numbers
+from hetero_ee.calibration.stages import TRAIN, Chunk, first_numbers
 from hetero_ee.config import Progress
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.runtime.batch import FIRST_SPARSE, Batch
 from hetero_ee.runtime.executors.reference import ReferenceExecutor
 from hetero_ee.runtime.neurons import NeuronCounts
-from hetero_ee.runtime.torch_ops import BatchedTorchOps
 from hetero_ee.sparsity.curves import Measurement, SparsityCurves, largest_within
 from hetero_ee.sparsity.dealing import SHARES
+from hetero_ee.sparsity.held_out import HeldOut
+from hetero_ee.sparsity.kept import KeptSteps
 from hetero_ee.sparsity.recorder import ErrorRecorder, FfnRecorder, ScoreRecorder, Scores
 from hetero_ee.sparsity.thresholds import Thresholds, down_norms, neuron_blocks
 from hetero_ee.weights.model_weights import ModelWeights
 
 PART_TOKENS = 1024  # to fit on, and to measure on
-FITTING, MEASURING = "Fitting sparsity", "Measuring sparsity"
+FITTING = "Fitting sparsity"
 
 
 class SparsityFit:
     """A model in neuron-major layout, and chunks of text: those of TRAIN to fit on, of HELD_OUT to measure on.
 
-    scores: of neurons; None for those that executors go by. A chunk's first tokens, which use all neurons, count for
-    nothing.
+    scores: of neurons; None for those that executors go by. kept: where both passes and every measurement are, once
+    done; the same model, chunks and scores are meant. A chunk's first tokens, which use all neurons, count for nothing.
     """
 
     def __init__(
@@ -40,27 +41,30 @@ class SparsityFit:
         scores: Scores | None = None,
         n_tokens: int = PART_TOKENS,
         progress: Progress | None = None,
+        kept: KeptSteps | None = None,
     ) -> None:
         self._spec, self._weights, self._progress = spec, weights, progress
         self._scores = scores or weighted_scores(spec, weights)
         self._fitted = [chunks[number] for number in first_numbers(chunks, TRAIN, n_tokens)]
-        self._held_out = [chunks[number] for number in first_numbers(chunks, HELD_OUT, n_tokens)]
-        self._dense: list[Tensor] = []
+        self._held_out = HeldOut(spec, weights, chunks, n_tokens, progress)
+        self._kept = kept or KeptSteps()
 
     def curves(self) -> SparsityCurves:
         """With nothing measured yet."""
-        spec = self._spec
-        counter = ScoreRecorder(spec, self._weights, self._scores)
-        for _ in self._passes(counter):
-            pass
-        thresholds = counter.quantiles(SHARES)
-        return SparsityCurves(thresholds, self._errors(thresholds), ())
+        thresholds = self._kept.once("thresholds", lambda: {"": self._thresholds()})[""]
+        errors = self._kept.once("errors", lambda: {"": self._errors(thresholds)})[""]
+        return SparsityCurves(thresholds, errors, ())
 
     def measured(self, curves: SparsityCurves, targets: Sequence[float] = ()) -> SparsityCurves:
         """With these targets measured, and those that show where `auto` is."""
 
+        def measured(target: float) -> NDArray[np.float64]:
+            found = self.measure(curves.at(target))
+            return np.array([found.share, found.kl_nats])
+
         def measure(target: float) -> Measurement:
-            return self.measure(curves.at(target))
+            share, kl_nats = self._kept.once(f"measured {target}", lambda: {"": measured(target)})[""].tolist()
+            return Measurement(target, share, kl_nats)
 
         found = [*map(measure, targets), *largest_within(measure)]
         return replace(curves, measured=tuple({each.target: each for each in found}.values()))
@@ -69,12 +73,15 @@ class SparsityFit:
         """What the thresholds leave out on the held-out chunks, and what it does to the next token's distribution."""
         least = thresholds.least(self._spec, self._weights)
         sparse = replace(self._weights, vectors=self._weights.vectors | least)
-        self._dense = self._dense or [*self._distributions(self._executor(self._weights))]
-        executor = self._executor(sparse)
-        pairs = zip(self._dense, self._distributions(executor), strict=True)
-        kl = torch.cat([(theirs.exp() * (theirs - ours)).sum(1) for theirs, ours in pairs])
-        used, _ = executor.neurons.since(NeuronCounts()) or (0.0, 0.0)
-        return Measurement(thresholds.target, 1 - used, max(0.0, float(kl.mean())))
+        kl_nats, neurons = self._held_out.divergence(self._spec, sparse)
+        used, _ = neurons.since(NeuronCounts()) or (0.0, 0.0)
+        return Measurement(thresholds.target, 1 - used, kl_nats)
+
+    def _thresholds(self) -> NDArray[np.float32]:
+        counter = ScoreRecorder(self._spec, self._weights, self._scores)
+        for _ in self._passes(counter):
+            pass
+        return counter.quantiles(SHARES)
 
     def _errors(self, thresholds: NDArray[np.float32]) -> NDArray[np.float32]:
         recorder = ErrorRecorder(self._spec, self._weights, self._scores, thresholds)
@@ -89,7 +96,8 @@ class SparsityFit:
         """Each fitted chunk's layers, with the states behind them (m, hidden)."""
         executor = ReferenceExecutor(self._spec, self._weights, max(map(len, self._fitted)), recorder)
         for number, chunk in enumerate(self._fitted):
-            self._tell(FITTING, number, len(self._fitted))
+            if self._progress:
+                self._progress(FITTING, number, len(self._fitted))
             sequence = executor.cache.open_new()
             batch = Batch.of_sequence(sequence, 0, list(chunk))
             hidden = executor.run(batch, None, range(0))
@@ -97,23 +105,6 @@ class SparsityFit:
                 hidden = executor.run(batch, hidden, range(layer, layer + 1))
                 yield layer, hidden
             executor.cache.close(sequence)
-
-    def _executor(self, weights: ModelWeights) -> ReferenceExecutor:
-        return ReferenceExecutor(self._spec, weights, max(map(len, self._held_out)), BatchedTorchOps())
-
-    def _distributions(self, executor: ReferenceExecutor) -> Iterator[Tensor]:
-        """Log-probabilities of what follows each token of each held-out chunk, fp64 (m, vocab)."""
-        for number, chunk in enumerate(self._held_out):
-            self._tell(MEASURING, number, len(self._held_out))
-            sequence = executor.cache.open_new()
-            rows = range(FIRST_SPARSE, len(chunk))
-            logits = executor.logits(Batch.of_sequence(sequence, 0, list(chunk)), rows)
-            executor.cache.close(sequence)
-            yield torch.log_softmax(logits.double(), -1)
-
-    def _tell(self, what: str, n_done: int, n_all: int) -> None:
-        if self._progress:
-            self._progress(what, n_done, n_all)
 
 
 def weighted_scores(spec: ModelSpec, weights: ModelWeights) -> Scores:

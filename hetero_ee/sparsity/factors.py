@@ -1,0 +1,98 @@
+"""Fits what says, of an FFN's input, which of its neurons may be active: two factors of low rank and a bias.
+
+As Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456) fit theirs, on the cross-entropy of "is active", but with
+nothing between the two factors; with a start of its own, the reduced-rank regression of the first matrix on the inputs;
+and with each active neuron counted by its score (see `thresholds.py`), so that those are found which add most.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_ee.calibration.predictor_fitting import EPSILON, FIRST_DECAY, SECOND_DECAY
+
+RANK_DIVISOR, RANK_MULTIPLE = 8, 32  # of hidden sizes; a multiple that int4 tiles hold without padding
+RIDGE = 1e-4  # of the inputs' mean square, so that directions which the text lacks can be divided by
+START_DEVIATION, START_BIAS = 2.0, -1.0  # of the logits that the fit begins with: few neurons are active
+RATE, BIAS_RATE = 0.1, 1e-2  # of Adam, of a factor's root mean square, and in logits; they fall to 0 in a straight line
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class FactorTraining:
+    """A number of steps, not of passes over the inputs: the time does not depend on the text."""
+
+    n_steps: int = 300
+    batch_tokens: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """The logits that neurons are active: outer (inner x) + bias; fp32 (rank, hidden), (ffn, rank), (ffn,)."""
+
+    inner: Tensor
+    outer: Tensor
+    bias: Tensor
+
+
+def rank_of(hidden_size: int) -> int:
+    """Of the factors of such a model."""
+    return min(hidden_size, -(-hidden_size // (RANK_DIVISOR * RANK_MULTIPLE)) * RANK_MULTIPLE)
+
+
+def fit_factors(
+    inputs: Tensor, scores: Tensor, first: Tensor, shift: Tensor, rank: int, training: FactorTraining
+) -> Factors:
+    """inputs: fp32 (m, hidden); scores: bf16 (m, ffn), 0 of inactive neurons. The same numbers for the same seed.
+
+    first, shift: (ffn, hidden) and (ffn,), a neuron is active where first x + shift is above 0.
+    """
+    start = _regressed(inputs, first, shift, rank)
+    parameters = [start.inner, start.outer, start.bias]
+    rates = [RATE * float(part.square().mean().sqrt()) for part in parameters[:2]] + [BIAS_RATE]
+    moments = [(torch.zeros_like(part), torch.zeros_like(part)) for part in parameters]
+    mean_score = float(scores.sum(dtype=torch.float64)) / max(1, int(scores.count_nonzero()))
+    random = torch.Generator().manual_seed(training.seed)
+    for step in range(training.n_steps):
+        chosen = torch.randint(len(inputs), (training.batch_tokens,), generator=random)
+        gradients = _gradients(parameters, inputs[chosen], scores[chosen].float() / max(TINY, mean_score))
+        falling = 1 - step / training.n_steps
+        for part, of_part, gradient, rate in zip(parameters, moments, gradients, rates, strict=True):
+            _step(part, of_part, gradient, falling * rate, step + 1)
+    return Factors(*parameters)
+
+
+def _gradients(parameters: list[Tensor], inputs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the cross-entropy summed over neurons, its mean over the tokens, for each parameter. counts: (m, ffn), how
+    much an active neuron does, 0 of others, which count 1."""
+    inner, outer, bias = parameters
+    low = inputs @ inner.T
+    chances = torch.addmm(bias, low, outer.T).sigmoid_()
+    error = torch.where(counts > 0, (chances - 1) * counts, chances) / len(inputs)
+    return (error @ outer).T @ inputs, error.T @ low, error.sum(0)
+
+
+def _step(part: Tensor, moments: tuple[Tensor, Tensor], gradient: Tensor, rate: float, step: int) -> None:
+    """One of Adam's, in place. torch's own loads its compiler: two seconds."""
+    first, second = moments
+    first.lerp_(gradient, 1 - FIRST_DECAY)
+    second.lerp_(gradient.square(), 1 - SECOND_DECAY)
+    corrected = rate * math.sqrt(1 - SECOND_DECAY**step) / (1 - FIRST_DECAY**step)
+    part.addcdiv_(first, second.sqrt().add_(EPSILON), value=-corrected)
+
+
+def _regressed(inputs: Tensor, first: Tensor, shift: Tensor, rank: int) -> Factors:
+    """The factors of this rank whose products differ least from the first matrix's on these inputs, scaled."""
+    inputs, first = inputs.double(), first.double()
+    moments = inputs.T @ inputs / len(inputs)
+    moments.diagonal().add_(RIDGE * moments.diagonal().mean() + TINY)
+    root = torch.linalg.cholesky(moments)  # root root^T; of |(first - outer inner) root| the least is what is sought
+    seen = first @ root
+    directions = torch.linalg.eigh(seen.T @ seen).eigenvectors[:, -rank:]
+    outer = seen @ directions
+    inner = torch.linalg.solve_triangular(root, directions.T, upper=False, left=False)
+    scale = START_DEVIATION / outer.square().sum(1).mean().sqrt().clamp_min(TINY)  # inner x has unit moments
+    return Factors(inner.float(), (scale * outer).float(), (scale * shift + START_BIAS).float())
