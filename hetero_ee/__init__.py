@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hetero_ee.runtime.executors.executor import Executor as Executor
     from hetero_ee.runtime.opening import Placement as Placement
     from hetero_ee.runtime.placement_request import FindProfile as FindProfile
+    from hetero_ee.sparsity.job import PredictorOutcome as PredictorOutcome
     from hetero_ee.sparsity.job import SparsityOutcome as SparsityOutcome
     from hetero_ee.speculation.drafting import Drafting as Drafting
     from hetero_ee.speculation.exit_statistics import ExitStatistics as ExitStatistics
@@ -80,7 +81,7 @@ _NAMES = {
     "hetero_ee.runtime.executors.executor": ("Executor",),
     "hetero_ee.runtime.opening": ("Placement",),
     "hetero_ee.runtime.placement_request": ("FindProfile",),
-    "hetero_ee.sparsity.job": ("SparsityOutcome",),
+    "hetero_ee.sparsity.job": ("PredictorOutcome", "SparsityOutcome"),
     "hetero_ee.speculation.drafting": ("Drafting",),
     "hetero_ee.speculation.exit_statistics": ("ExitStatistics",),
     "hetero_ee.speculation.statistics": ("DraftStatistics",),

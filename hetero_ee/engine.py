@@ -33,7 +33,13 @@ from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.runtime.opening import Placement
 from hetero_ee.runtime.placement_request import FindProfile, PlacementRequest
 from hetero_ee.runtime.text_meter import TextMeter
-from hetero_ee.sparsity.job import SparsityOutcome, calibrate_sparsity
+from hetero_ee.sparsity.job import (
+    PREDICTOR_TOKENS,
+    PredictorOutcome,
+    SparsityOutcome,
+    calibrate_predictor,
+    calibrate_sparsity,
+)
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.speculation.drafting import Drafting
 from hetero_ee.speculation.early_exit import generate_early
@@ -113,7 +119,9 @@ class Engine:
             (fp32, straight from the checkpoint). None keeps the codes of a quantized checkpoint (GPTQ, AWQ, GGUF, ...)
             where tiles can hold them, and is "codebook" for others. A store is opened as it is.
         sparsity: "exact" skips FFN neurons that are 0 (ReLU), a number that share of them, those that matter least,
-            "auto" what was calibrated, "dense" none; weights are then laid out neuron by neuron. None: FFNs are dense.
+            "auto" what was calibrated, "dense" none; weights are then laid out neuron by neuron. "predicted" is as
+            "exact", but computes the gates of those neurons alone that a calibrated predictor takes for active, in a
+            layout of its own; "unpredicted" is that layout without one. None: FFNs are dense.
         context_tokens: longest prompt and text together. 0: a plan chooses what fits, and it grows when a text needs
             more, up to the model's own; without a plan it is the model's own. threads: 0 for all physical cores; at
             most as many run as there are processors.
@@ -373,6 +381,20 @@ class Engine:
         executor, targets = self.executor, () if target is None else (target,)
         place, request = self.calibrations, CalibrationRequest.of(request)
         return calibrate_sparsity(executor, self._tokenizer, self._ending(executor), place, request, targets, progress)
+
+    def calibrate_predictor(
+        self, request: CalibrationRequest | None = None, progress: Progress | None = None
+    ) -> PredictorOutcome:
+        """Fits what predicts this model's active neurons and keeps it beside its store, for sparsity="predicted".
+
+        Of a model with ReLU opened with sparsity="unpredicted". request: as in `calibrate`, None for 16,384 tokens of
+        the model's own. What is there already is returned as it is. Raises as `calibrate` does.
+        """
+        if self.calibrations is None:
+            raise UsageError(f"sparsity belongs to a store, and quantizer {UNQUANTIZED} has none; leave that out.")
+        executor, place = self.executor, self.calibrations
+        request = CalibrationRequest(n_tokens=PREDICTOR_TOKENS) if request is None else CalibrationRequest.of(request)
+        return calibrate_predictor(executor, self._tokenizer, self._ending(executor), place, request, progress)
 
     def require_grammar(self, params: SamplingParams) -> None:
         """Compiles what the texts are to keep to; for servers, from any thread. Raises UsageError."""

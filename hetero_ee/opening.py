@@ -98,6 +98,7 @@ def read_model(
     made."""
     manifest = checked_manifest(folder) if is_store(folder) else None  # before anything in there is believed
     spec, neuron_major = read_spec(folder), sparsity is not None
+    first_in_rows = sparsity is not None and sparsity.first_in_rows
     if sparsity is not None:
         sparsity.check(spec)
     tokenizer = Tokenizer.load(folder, spec.vocab_size, warner(progress))
@@ -107,13 +108,15 @@ def read_model(
     if manifest is not None:
         if neuron_major and not manifest.neuron_major:
             raise UsageError(f"{folder} is a store without neuron-major FFNs; give the checkpoint it was made from.")
+        if first_in_rows and not manifest.first_in_rows:
+            raise UsageError(f"{folder} is a store that has no rows to predict; give the checkpoint it was made from.")
         weights, calibrations = open_store(folder, spec, manifest), CalibrationPlace(spec, folder)
     elif quantizer == UNQUANTIZED:
         if neuron_major:
             raise UsageError(f"quantizer {UNQUANTIZED} has no sparse FFNs; leave out one of both.")
         weights = load_dense(open_checkpoint(folder, spec))
     else:
-        quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major)
+        quantization = Quantization.of_model(folder, quantizer, neuron_major=neuron_major, first_in_rows=first_in_rows)
         store, weights = open_cached(folder, spec, quantization, cache_folder(), threads=threads, progress=progress)
         calibrations = CalibrationPlace(spec, store, folder, quantization)
     defaults.warn_of_ignored(spec.max_context_tokens, warner(progress))

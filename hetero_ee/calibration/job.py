@@ -161,7 +161,7 @@ class _Job:
             chunks = text_chunks(self.tokenizer, request.texts, n_tokens, context_tokens)
             identity = chunks_identity(chunks)
         partial = self._partial(PARTIAL_SUFFIX, run_identity(key, identity, request.settings))
-        with _resumable(partial, folder):
+        with resumable(partial, folder):
             run = CalibrationRun(self.executor, request.settings, partial, self.clock, self.progress)
             if chunks is None:
                 write = self._writer(chunk_tokens(context_tokens, n_tokens))
@@ -182,7 +182,7 @@ class _Job:
         prompts_of, prompts_identity = self._prompts()
         of = key, calibration.exits_digest, kv_type_of(self.executor), prompts_identity, n_prompts
         partial = self._partial(CERTIFICATE_PARTIAL_SUFFIX, certificate_identity(*of))
-        with _resumable(partial, folder):
+        with resumable(partial, folder):
             pause_s = self.request.settings.save_every_s
             run = CertificateRun(self.executor, self.ending, calibration, partial, self.clock, self.progress, pause_s)
             certificate = run.certify(prompts_of, n_prompts, key, self._description)
@@ -245,7 +245,7 @@ def require_enough(n_chunks: int) -> None:
 
 
 @contextmanager
-def _resumable(partial: PartialCalibration, folder: Path) -> Iterator[None]:
+def resumable(partial: PartialCalibration, folder: Path) -> Iterator[None]:
     """Adds a note on what is kept to an interrupt, for whoever reports it."""
     try:
         yield

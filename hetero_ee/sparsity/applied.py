@@ -8,7 +8,9 @@ from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.models.spec import ModelSpec
 from hetero_ee.sparsity.curves import SparsityCurves
 from hetero_ee.sparsity.file import WAY_OUT
-from hetero_ee.sparsity.job import found_sparsity
+from hetero_ee.sparsity.job import found_predictor, found_sparsity
+from hetero_ee.sparsity.predictor import NeuronPredictor
+from hetero_ee.sparsity.predictor_file import WAY_OUT as PREDICTOR_WAY_OUT
 from hetero_ee.sparsity.request import SparsityRequest
 from hetero_ee.weights.model_weights import ModelWeights
 from hetero_ee.weights.store.reader import is_store
@@ -17,10 +19,14 @@ from hetero_ee.weights.store.reader import is_store
 def made_sparse(
     spec: ModelSpec, weights: ModelWeights, place: CalibrationPlace, request: SparsityRequest
 ) -> tuple[ModelSpec, ModelWeights]:
-    """The same neuron-major model with the least activations that the request comes to, as calibrated for this store.
+    """The same neuron-major model with the least activations that the request comes to, or with the predictor that it
+    asks for, as calibrated for this store.
 
     Raises UsageError where nothing was calibrated, StoreError where that is damaged or of other weights.
     """
+    if request.is_predicted:
+        predictor, expected = _predicted(spec, found_predictor(place))
+        return expected, predictor.merged(expected, weights, predictor.chosen().margin)
     curves = _known(place, request)
     expected = expecting(spec, request, curves)
     if request.is_exact:
@@ -37,11 +43,14 @@ def planned_sparse(
     """What opening the model in the folder so would plan for; None for a model that is shapes alone. Raises like
     made_sparse, but plans a share on paper where nothing was calibrated."""
     request.check(spec)
-    curves = None
+    place = None
     if folder is not None and (is_store(folder) or any(folder.glob("*.safetensors"))):
-        place = CalibrationPlace.of_model(spec, folder, cache, quantizer, neuron_major=True)
-        curves = _known(place, request) if is_store(place.store) else None
-    return expecting(spec, request, curves)
+        layout = {"neuron_major": True, "first_in_rows": request.first_in_rows}
+        place = CalibrationPlace.of_model(spec, folder, cache, quantizer, **layout)
+        place = place if is_store(place.store) else None
+    if request.is_predicted:
+        return _predicted(spec, None if place is None else found_predictor(place))[1]
+    return expecting(spec, request, None if place is None else _known(place, request))
 
 
 def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves | None) -> ModelSpec:
@@ -56,7 +65,16 @@ def expecting(spec: ModelSpec, request: SparsityRequest, curves: SparsityCurves 
     if share is None:
         assert curves is not None
         share = curves.auto().target
-    return replace(spec, neuron_major=True, active_shares=(min(natural, 1 - share), natural))
+    first_in_rows = spec.first_in_rows or request.first_in_rows
+    shares = min(natural, 1 - share), natural
+    return replace(spec, neuron_major=True, first_in_rows=first_in_rows, active_shares=shares)
+
+
+def _predicted(spec: ModelSpec, predictor: NeuronPredictor | None) -> tuple[NeuronPredictor, ModelSpec]:
+    """The predictor that is there, and what to expect with it. Raises UsageError."""
+    if predictor is None:
+        raise UsageError(f"what this model's active neurons are was not calibrated yet; {PREDICTOR_WAY_OUT} for it.")
+    return predictor, predictor.expected(spec, predictor.chosen())
 
 
 def _known(place: CalibrationPlace, request: SparsityRequest) -> SparsityCurves | None:

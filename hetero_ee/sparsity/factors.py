@@ -1,8 +1,8 @@
 """Fits what says, of an FFN's input, which of its neurons may be active: two factors of low rank and a bias.
 
-As Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456) fit theirs, on the cross-entropy of "is active", but with
-nothing between the two factors; with a start of its own, the reduced-rank regression of the first matrix on the inputs;
-and with each active neuron counted by its score (see `thresholds.py`), so that those are found which add most.
+As Deja Vu (arXiv 2310.17157) and PowerInfer (arXiv 2312.12456) fit theirs, on the cross-entropy of "is active", but
+with nothing between the two factors; with a start of its own, the reduced-rank regression of the first matrix on the
+inputs; and with each active neuron counted by its score (see `thresholds.py`), so that those which add most are found.
 """
 
 import math

@@ -1,25 +1,39 @@
-"""A calibration of sparsity from text to its file beside the store."""
+"""Calibrations of sparsity, from text to their files beside the store."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from hetero_ee.calibration.job import OWN_TEXT, WAITING, CalibrationRequest, require_enough
+from hetero_ee.calibration.job import WAITING, CalibrationRequest
 from hetero_ee.calibration.location import CalibrationPlace
-from hetero_ee.calibration.run import CalibrationRun
-from hetero_ee.calibration.stages import SPLIT_CHUNKS, Chunk
-from hetero_ee.calibration.texts import chunk_tokens, own_writer, text_chunks
+from hetero_ee.calibration.stages import SPLIT_CHUNKS
 from hetero_ee.config import Progress
 from hetero_ee.decoding.texts import Ending
 from hetero_ee.errors import StoreError, UsageError
 from hetero_ee.runtime.executors.executor import Executor
 from hetero_ee.sparsity.curves import SparsityCurves
+from hetero_ee.sparsity.factors import FactorTraining
 from hetero_ee.sparsity.file import read_sparsity, write_sparsity
 from hetero_ee.sparsity.fit import PART_TOKENS, SparsityFit
+from hetero_ee.sparsity.material import Material
+from hetero_ee.sparsity.predictor import NeuronPredictor
+from hetero_ee.sparsity.predictor_file import read_predictor, write_predictor
+from hetero_ee.sparsity.predictor_fit import FITTED_TOKENS, PredictorFit
 from hetero_ee.text.tokenizer import Tokenizer
-from hetero_ee.weights.store.calibration_files import sparsity_file
+from hetero_ee.weights.store.calibration_files import (
+    PREDICTOR_SUFFIX,
+    SPARSITY_SUFFIX,
+    predictor_file,
+    sparsity_file,
+)
 from hetero_ee.weights.store.filesystem import FileSystem, store_lock
+
+ALGORITHM_VERSION = 1  # of everything that decides the numbers; fits of other versions are not resumed
+PREDICTOR_TOKENS = 2 * FITTED_TOKENS  # of a text: half of its chunks are fitted to
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +42,28 @@ class SparsityOutcome:
 
     curves: SparsityCurves
     file: Path
-    seconds: float  # 0 where it was found
+    seconds: float  # 0 where it was found, else without what an interrupted run had done before
+    is_new: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorOutcome:
+    """A predictor of active neurons that was written, or found."""
+
+    predictor: NeuronPredictor
+    file: Path
+    seconds: float  # as above
     is_new: bool = True
 
 
 def found_sparsity(place: CalibrationPlace) -> SparsityCurves | None:
     """The curves of the opened store, None where there are none. Raises StoreError."""
     return read_sparsity(sparsity_file(place.store), place.spec, place.key)
+
+
+def found_predictor(place: CalibrationPlace) -> NeuronPredictor | None:
+    """The predictor of the opened store's neurons, None where there is none. Raises StoreError."""
+    return read_predictor(predictor_file(place.store), place.spec, place.key)
 
 
 def calibrate_sparsity(
@@ -48,49 +77,69 @@ def calibrate_sparsity(
     clock: Callable[[], float] = time.perf_counter,
 ) -> SparsityOutcome:
     """Fits the model's sparsity curves and writes them beside its store, unless some that measured these targets are
-    there. executor: whose FFNs are neuron-major, with no neuron left out. One process does so at a time.
+    there. executor: whose FFNs are neuron-major, with no neuron left out. A fit that was killed is resumed. One process
+    does so at a time.
 
     Raises UsageError for dense FFNs and texts that are too short, ModelError for a model that writes none, StoreError
     and DiskFullError.
     """
-    if not executor.spec.neuron_major:
+    spec, weights, file = executor.spec, executor.weights, sparsity_file(place.store)
+    if not spec.neuron_major:
         raise UsageError("these FFNs are not neuron-major; open the model with sparsity='dense' to calibrate.")
-    files, file = FileSystem(), sparsity_file(place.store)
+    files = FileSystem()
     with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
-        found = None if request.force else _usable(place, progress)
+        found = None if request.force else _usable(found_sparsity, place, progress)
         if found is not None and {each.target for each in found.measured}.issuperset(targets):
             return SparsityOutcome(found, file, 0.0, is_new=False)
         start_s = clock()
-        chunks = _chunks(executor, tokenizer, ending, request, progress, clock)
-        fit = SparsityFit(executor.spec, executor.weights, chunks, progress=progress)
-        curves = fit.measured(fit.curves(), targets)
-        description = OWN_TEXT if request.texts is None else request.description
-        write_sparsity(curves, place.key, description, file, files)
+        material = Material(executor, tokenizer, ending, request, SPLIT_CHUNKS * PART_TOKENS, progress, clock)
+        with material.keeping(place, SPARSITY_SUFFIX, [ALGORITHM_VERSION]) as (chunks, kept):
+            fit = SparsityFit(spec, weights, chunks, progress=progress, kept=kept)
+            curves = fit.measured(fit.curves(), targets)
+        write_sparsity(curves, place.key, material.description, file, files)
+        kept.remove()
     return SparsityOutcome(curves, file, clock() - start_s)
 
 
-def _usable(place: CalibrationPlace, progress: Progress | None) -> SparsityCurves | None:
+def calibrate_predictor(
+    executor: Executor,
+    tokenizer: Tokenizer,
+    ending: Ending,
+    place: CalibrationPlace,
+    request: CalibrationRequest,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PredictorOutcome:
+    """Fits a predictor of the model's active neurons and writes it beside its store, unless one is there. executor:
+    whose FFNs are rows, all of them, with no neuron left out. Resumed, and alone, as calibrate_sparsity is.
+
+    Raises UsageError for other FFNs, for texts that are too short and where no predictor is good enough, else as
+    calibrate_sparsity does.
+    """
+    spec, weights, file = executor.spec, executor.weights, predictor_file(place.store)
+    if not spec.first_in_rows or spec.predictor_rank:
+        raise UsageError("these FFNs can't be predicted; open the model with sparsity='unpredicted' to calibrate.")
+    files, training = FileSystem(), FactorTraining()
+    with store_lock(place.folder, files, lambda: progress(WAITING, 0, 0) if progress else None):
+        found = None if request.force else _usable(found_predictor, place, progress)
+        if found is not None:
+            return PredictorOutcome(found, file, 0.0, is_new=False)
+        start_s = clock()
+        material = Material(executor, tokenizer, ending, request, PREDICTOR_TOKENS, progress, clock)
+        with material.keeping(place, PREDICTOR_SUFFIX, [ALGORITHM_VERSION, asdict(training)]) as (chunks, kept):
+            predictor = PredictorFit(spec, weights, chunks, training, progress=progress, kept=kept).predictor()
+        predictor.chosen()
+        write_predictor(predictor, place.key, material.description, file, files)
+        kept.remove()
+    return PredictorOutcome(predictor, file, clock() - start_s)
+
+
+def _usable(
+    find: Callable[[CalibrationPlace], Found], place: CalibrationPlace, progress: Progress | None
+) -> Found | None:
     try:
-        return found_sparsity(place)
+        return find(place)
     except StoreError as error:
         if progress:
             progress(f"Calibrating again: {error}", 0, 0)
         return None
-
-
-def _chunks(
-    executor: Executor,
-    tokenizer: Tokenizer,
-    ending: Ending,
-    request: CalibrationRequest,
-    progress: Progress | None,
-    clock: Callable[[], float],
-) -> list[Chunk]:
-    """As many as the fit looks at, of the texts or written by the model."""
-    n_tokens = min(request.n_tokens, SPLIT_CHUNKS * PART_TOKENS)
-    if request.texts is not None:
-        return text_chunks(tokenizer, request.texts, n_tokens, ending.context_tokens)
-    write = own_writer(executor, tokenizer, ending, chunk_tokens(ending.context_tokens, n_tokens), clock)
-    chunks = CalibrationRun(executor, request.settings, None, clock, progress).written(write, n_tokens)
-    require_enough(len(chunks))
-    return chunks

@@ -35,6 +35,11 @@ class KeptSteps:
             self._save_in_time()
         return found
 
+    def remove(self) -> None:
+        """For when the fit is complete."""
+        if self._partial is not None:
+            self._partial.remove()
+
     def _save_in_time(self) -> None:
         start_s = self._clock()
         if self._partial is not None and start_s - self._saved_s >= self._pause_s:

@@ -38,7 +38,8 @@ class PredictorMeasurement:
     def __post_init__(self) -> None:
         """Raises ValueError."""
         shares = self.recall, self.predicted_share, self.active_share
-        if self.margin not in MARGINS or not all(0 <= share <= 1 for share in shares) or not 0 <= self.kl_nats < math.inf:
+        is_possible = all(0 <= share <= 1 for share in shares) and 0 <= self.kl_nats < math.inf
+        if self.margin not in MARGINS or not is_possible:
             raise ValueError(f"it measures {shares} and {self.kl_nats} nats at {self.margin}")
 
 
@@ -59,8 +60,8 @@ class NeuronPredictor:
         if not within:
             least = min((each.kl_nats for each in self.measured), default=math.inf)
             raise UsageError(
-                f"this model's active neurons can't be predicted within {max_kl_nats} nats of KL divergence ({least:.2g} "
-                "at best); calibrate on more text, or use --sparsity exact."
+                f"this model's active neurons can't be predicted within {max_kl_nats} nats of KL divergence, "
+                f"{least:.2g} at best; calibrate on more text, or use --sparsity exact."
             )
         return min(within, key=lambda each: each.margin)
 

@@ -37,7 +37,7 @@ STATES = "states"  # of all chunks behind a layer, which the next one's fit begi
 
 
 class PredictorFit:
-    """A model whose FFNs are rows, all of them, and chunks of text: those of TRAIN to fit on, of HELD_OUT to measure on.
+    """A model whose FFNs are rows, all of them, and chunks: those of TRAIN to fit on, of HELD_OUT to measure on.
 
     Memory holds one layer's inputs and weights beside the model. kept: where every layer and measurement is, once done;
     the same model, chunks and training are meant. A chunk's first tokens, which use all neurons, count for nothing.
@@ -89,7 +89,7 @@ class PredictorFit:
         return PredictorMeasurement(**{name: float(value) for name, value in found.items()})
 
     def _layer(self, layer: int, before: NDArray[np.float32] | None) -> Arrays:
-        """The layer's part of the predictor, and the states (tokens, hidden) behind it. before: it, None for layer 0."""
+        """The layer's part, and the states (tokens, hidden) behind it. before: those before it, None for the first."""
         inputs = FfnInputs()
         states = self._through(layer, self._embedded() if before is None else torch.from_numpy(before), inputs)
         factors = self._factors(layer, torch.cat(inputs.inputs), torch.cat(inputs.scores))
@@ -98,7 +98,9 @@ class PredictorFit:
 
     def _factors(self, layer: int, inputs: Tensor, scores: Tensor) -> Factors:
         if not inputs.isfinite().all():
-            raise ModelError(f"layer {layer} of this model computes what is not finite; its neurons can't be predicted.")
+            raise ModelError(
+                f"layer {layer} of this model computes what is not finite; its neurons can't be predicted."
+            )
         block, name = neuron_blocks(self._spec)[layer], first_matrix(self._spec)
         first = self._weights.matrices[block.tensors[name].name].dequantize()
         shift = torch.full((len(first),), -self._spec.activation_threshold)
@@ -117,7 +119,7 @@ class PredictorFit:
         weights = expanded(ModelWeights(matrices, self._weights.vectors))
         cache = CpuKvCache(1, spec.n_kv_heads, spec.head_dim, longest, [layer], kind=ReferenceExecutor.kv_type)
         executor, behind = ReferenceExecutor(spec, weights, longest, inputs, cache=cache), []
-        for chunk, hidden in zip(self._fitted, states.split([*map(len, self._fitted)]), strict=True):
+        for chunk, hidden in zip(self._fitted, torch.split(states, [*map(len, self._fitted)]), strict=True):
             sequence = cache.open_new()
             behind.append(executor.run(Batch.of_sequence(sequence, 0, list(chunk)), hidden, range(layer, layer + 1)))
             cache.close(sequence)

@@ -8,6 +8,8 @@ from hetero_ee.models.spec import ModelSpec
 
 EXACT, AUTO = "exact", "auto"
 DENSE = "dense"  # neuron-major, but no neuron is left out: to calibrate which may be
+PREDICTED = "predicted"  # as EXACT, but for neurons that a predictor takes for inactive: theirs are left out unseen
+UNPREDICTED = "unpredicted"  # in the layout of PREDICTED, but nothing is predicted: to calibrate the predictor
 LARGEST_SHARE = 0.95  # of neurons left out
 ZERO_ACTIVATIONS = ("relu", "fatrelu")  # that make most neurons exactly 0
 
@@ -18,10 +20,12 @@ class SparsityRequest:
 
     share: float | None
     is_dense: bool = False  # none is left out but for those that are 0
+    first_in_rows: bool = False  # in the layout of PREDICTED
 
     @classmethod
     def parsed(cls, asked: str | float | None) -> Self | None:
-        """Of EXACT, AUTO, DENSE, a share as number or text, or None for FFNs that are not neuron-major.
+        """Of EXACT, AUTO, DENSE, PREDICTED, UNPREDICTED, a share as number or text, or None for FFNs that are not
+        neuron-major.
 
         Raises UsageError.
         """
@@ -33,14 +37,16 @@ class SparsityRequest:
             return cls(0.0, is_dense=True)
         if asked == AUTO:
             return cls(None)
+        if asked in (PREDICTED, UNPREDICTED):
+            return cls(0.0, is_dense=asked == UNPREDICTED, first_in_rows=True)
         try:
             share = float(asked)
         except (TypeError, ValueError):
             share = -1.0
         if isinstance(asked, bool) or not 0 < share <= LARGEST_SHARE:
             raise UsageError(
-                f"sparsity is {shown(asked)}; expected {EXACT}, {AUTO}, or the share of neurons to leave out, above 0 "
-                f"and at most {LARGEST_SHARE}."
+                f"sparsity is {shown(asked)}; expected {EXACT}, {PREDICTED}, {AUTO}, or the share of neurons to leave "
+                f"out, above 0 and at most {LARGEST_SHARE}."
             )
         return cls(share)
 
@@ -48,9 +54,13 @@ class SparsityRequest:
     def is_exact(self) -> bool:
         return self.share == 0
 
+    @property
+    def is_predicted(self) -> bool:
+        return self.first_in_rows and not self.is_dense
+
     def check(self, spec: ModelSpec) -> None:
         """Raises UsageError where no neuron of the model is ever exactly 0, and no others may be left out."""
-        if self.is_exact and not self.is_dense and spec.activation not in ZERO_ACTIVATIONS:
+        if self.is_exact and (self.first_in_rows or not self.is_dense) and spec.activation not in ZERO_ACTIVATIONS:
             raise UsageError(
                 f"{spec.architecture} has no neurons that are exactly 0 ({spec.activation}); give the share of neurons "
                 "to leave out, as --sparsity 0.4."

@@ -20,6 +20,8 @@ from hetero_ee_cli.terminal.text_file import read_text
 if TYPE_CHECKING:
     from hetero_ee.calibration.job import CalibrationOutcome, CalibrationRequest
     from hetero_ee.sparsity.curves import SparsityCurves
+    from hetero_ee.sparsity.predictor import NeuronPredictor
+    from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.speculation.exits.calibration import Calibration, ExitLayerCalibration
     from hetero_ee.speculation.exits.certificate import Certificate, CertifiedExit
     from hetero_ee_cli.reports.gain import Gain
@@ -56,7 +58,8 @@ def calibrate(
     interrupted, run it again: it resumes. A calibration that is there already is shown, not made again.
     With --certify, 1,500 prompts are then gone on with at full depth, and every exit layer judges each of their tokens:
     mode certified keeps its promise by that.
-    With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without.
+    With --sparsity, a share or auto, it is also measured which FFN neurons the model can do without; with --sparsity
+    predicted, what says which of them may be active is fitted, to 16,384 tokens where not --tokens says otherwise.
     """
     options = engine.arguments(model)
     if show and (force or certify or text or tokens is not None):
@@ -65,42 +68,51 @@ def calibrate(
     with ending_at_once():
         from hetero_ee.engine import Engine
     from hetero_ee.calibration.plot import picture_format, plot_exits, require_matplotlib
-    from hetero_ee.sparsity.request import DENSE, SparsityRequest
+    from hetero_ee.sparsity.job import PREDICTOR_TOKENS
+    from hetero_ee.sparsity.request import DENSE, UNPREDICTED, SparsityRequest
 
     if plot is not None:
         picture_format(plot)  # refused now, not after minutes of work
         require_matplotlib()
-    asked, sparsity = SparsityRequest.parsed(options["sparsity"]), None
+    asked, sparsity, predictor = SparsityRequest.parsed(options["sparsity"]), None, None
     if show:
-        outcome, sparsity = _existing(options)
+        outcome, sparsity, predictor = _existing(options, asked)
     else:
         request = _request(text, tokens, force=force, certify=certify)
-        alone = options | {"profile": OFF} | ({"sparsity": DENSE} if asked else {})  # a plan would be for other work
+        laid_out = {} if asked is None else {"sparsity": UNPREDICTED if asked.first_in_rows else DENSE}
+        alone = options | {"profile": OFF} | laid_out  # a plan would be for other work
         with stage_progress() as progress, Engine.from_pretrained(progress=progress, **alone) as opened:
             outcome = opened.calibrate(request, progress)
-            if asked is not None and not asked.is_exact:
+            if asked is not None and asked.is_predicted:
+                whole = request if tokens is not None else replace(request, n_tokens=PREDICTOR_TOKENS)
+                predictor = opened.calibrate_predictor(whole, progress).predictor
+            elif asked is not None and not asked.is_exact:
                 sparsity = opened.calibrate_sparsity(request, progress, asked.share).curves
     if not as_json:
         _print_table(outcome.calibration)
         _print_certificate(outcome.certificate)
         _print_sparsity(sparsity)
+        _print_predictor(predictor)
     if plot is not None:
         plot_exits(outcome.calibration, plot)
     gain = None if show or asked is not None else _gain(options)  # plans are of dense FFNs
     if as_json:
-        print_document(_document(options["model"], outcome, sparsity, gain), with_version=True)
+        document = _document(options["model"], outcome, sparsity, gain) | {"predictor": _predictor_document(predictor)}
+        print_document(document, with_version=True)
     elif gain is not None:
         print(gain.line)
     say(_closing_line(outcome, show=show))
 
 
-def _existing(options: dict[str, Any]) -> "tuple[CalibrationOutcome, SparsityCurves | None]":
+def _existing(
+    options: dict[str, Any], asked: "SparsityRequest | None"
+) -> "tuple[CalibrationOutcome, SparsityCurves | None, NeuronPredictor | None]":
     """What is there for the model. Raises UsageError where nothing is."""
     from hetero_ee.calibration.job import found_calibration
     from hetero_ee.calibration.location import CalibrationPlace
     from hetero_ee.config import cache_folder
     from hetero_ee.hub.config_file import read_spec
-    from hetero_ee.sparsity.job import found_sparsity
+    from hetero_ee.sparsity.job import found_predictor, found_sparsity
     from hetero_ee.weights.model_weights import UNQUANTIZED
     from hetero_ee.weights.store.library import model_folder
 
@@ -110,14 +122,15 @@ def _existing(options: dict[str, Any]) -> "tuple[CalibrationOutcome, SparsityCur
     with stage_progress() as progress:
         cache = cache_folder()
         folder = model_folder(options["model"], cache, **named, progress=progress, configuration_only=True)
-    neuron_major = options["sparsity"] is not None
-    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, neuron_major=neuron_major)
+    layout = {"neuron_major": asked is not None, "first_in_rows": asked is not None and asked.first_in_rows}
+    place = CalibrationPlace.of_model(read_spec(folder), folder, cache, quantizer, **layout)
     found = found_calibration(place)
     if found is None:
         model = options["model"]
         command = shlex.join(["hetero-ee", "calibrate", *(["-m", model] if model else [])])
         raise UsageError(f"there is no calibration of {model or 'the demo model'} yet; make one with {command}.")
-    return replace(found, certificate=place.certificate(found.calibration)), found_sparsity(place)
+    found = replace(found, certificate=place.certificate(found.calibration))
+    return found, found_sparsity(place), found_predictor(place)
 
 
 def _gain(options: dict[str, Any]) -> "Gain | None":
@@ -209,6 +222,20 @@ def _print_sparsity(curves: "SparsityCurves | None") -> None:
     print("\nneurons left out: asked  on held-out text  KL divergence (nats)")
     for each in sorted(curves.measured, key=lambda each: each.target):
         print(f"{each.target:23.0%}  {each.share:16.1%}  {each.kl_nats:20.5f}")
+
+
+def _print_predictor(predictor: "NeuronPredictor | None") -> None:
+    if predictor is None:
+        return
+    chosen = predictor.chosen()
+    print(
+        f"\npredicted: {chosen.predicted_share:.1%} of FFN neurons, with {chosen.recall:.1%} of the "
+        f"{chosen.active_share:.1%} that are active; KL divergence {chosen.kl_nats:.5f} nats (rank {predictor.rank})"
+    )
+
+
+def _predictor_document(predictor: "NeuronPredictor | None") -> dict[str, Any] | None:
+    return None if predictor is None else {"rank": predictor.rank, **asdict(predictor.chosen())}
 
 
 def _document(

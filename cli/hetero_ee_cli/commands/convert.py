@@ -63,9 +63,11 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
 
         from hetero_ee.weights.store.library import make_store
     from hetero_ee.config import cache_folder
+    from hetero_ee.sparsity.request import SparsityRequest
     from hetero_ee.weights.store.reader import is_store
     from hetero_ee_profiles.host.process import usable_threads
 
+    asked = SparsityRequest.parsed(options["sparsity"])
     torch.set_num_threads(1)
     with stage_progress() as progress:
         folder = engine.model_folder(model, progress)
@@ -76,7 +78,8 @@ def _converted(engine: EngineOptions, model: str | None, output: Path | None, *,
             cache=cache_folder(),
             output=output,
             quantizer=options["quantizer"],
-            neuron_major=options["sparsity"] is not None,
+            neuron_major=asked is not None,
+            first_in_rows=asked is not None and asked.first_in_rows,
             threads=usable_threads(options["threads"]),
             progress=progress,
         )

@@ -106,6 +106,7 @@ def _document(
         "quantizer": engine.quantizer,
         **run_document(engine.plan, engine.draft_statistics, engine.exit_statistics, engine.traffic),
         "neuron_share": engine.neuron_share,
+        "predicted_share": engine.predicted_share,
         "sampling": asdict(engine.default_sampling.changed(**changes)),
         "text": result.text if result else "",
         "token_ids": list(result.token_ids) if result else [],

@@ -165,9 +165,8 @@ def _own_statistics(
     if not is_store(folder) and not any(folder.glob("*.safetensors")):  # a configuration alone, to plan on paper
         return Statistics()
     try:
-        place = CalibrationPlace.of_model(
-            spec, folder, cache_folder(), subject.quantizer, neuron_major=spec.neuron_major
-        )
+        layout = {"neuron_major": spec.neuron_major, "first_in_rows": spec.first_in_rows}
+        place = CalibrationPlace.of_model(spec, folder, cache_folder(), subject.quantizer, **layout)
         calibration = place.find_or_warn(warn)
         knowledge = DraftKnowledge.found(calibration, None, folder, spec, warn)
         if limits.mode == CERTIFIED and calibration is not None:

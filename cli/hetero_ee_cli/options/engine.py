@@ -48,8 +48,8 @@ class EngineOptions:
     sparsity: Annotated[
         str | None,
         typer.Option(
-            help="exact: skip FFN neurons that are 0 (ReLU); a number: that share of them; auto: as calibrated. "
-            "[default: none]"
+            help="exact: skip FFN neurons that are 0 (ReLU); predicted: by a calibrated guess, without their gate; a "
+            "number: that share of them; auto: as calibrated. [default: none]"
         ),
     ] = None
     ctx_size: Annotated[int | None, _setting("ctx_size", "-c")] = None

@@ -213,8 +213,10 @@ def _mode(engine: "Engine") -> list[str]:
 
 
 def _neurons(engine: "Engine") -> list[str]:
-    share = engine.neuron_share
-    return [] if share is None else [f"{share:.0%} of FFN neurons used"]
+    share, predicted = engine.neuron_share, engine.predicted_share
+    if share is None:
+        return []
+    return [f"{share:.0%} of FFN neurons used" + ("" if predicted is None else f", {predicted:.0%} predicted")]
 
 
 def _declined(engine: "Engine") -> list[str]:

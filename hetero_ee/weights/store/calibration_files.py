@@ -10,6 +10,7 @@ FOLDER_SUFFIX, REPLACED_SUFFIX = ".calibration", ".old"
 PARTIAL_SUFFIX = ".partial"  # of the file of a calibration that was broken off
 CERTIFICATE_PARTIAL_SUFFIX = ".certificate" + PARTIAL_SUFFIX
 SPARSITY_SUFFIX = ".sparsity"  # of the file with what is known of the store's neurons
+PREDICTOR_SUFFIX = ".predictor"  # of the file with what says which of them may be active
 JSON_FILE, TENSORS_FILE, CERTIFICATE_FILE = "calibration.json", "calibration.safetensors", "certificate.bin"
 
 
@@ -21,6 +22,11 @@ def calibration_folder(store: Path) -> Path:
 def sparsity_file(store: Path) -> Path:
     """Where the sparsity curves of the store in `store` lie, or would lie."""
     return store.with_name(store.name + FOLDER_SUFFIX + SPARSITY_SUFFIX)
+
+
+def predictor_file(store: Path) -> Path:
+    """Where the predictor of the active neurons of the store in `store` lies, or would lie."""
+    return store.with_name(store.name + FOLDER_SUFFIX + PREDICTOR_SUFFIX)
 
 
 def has_calibration(store: Path) -> bool:
@@ -44,7 +50,8 @@ def remove_calibration(store: Path, files: FileSystem) -> None:
     """
     folder = calibration_folder(store)
     folders = [folder.with_name(folder.name + end) for end in ("", UNFINISHED_SUFFIX, REPLACED_SUFFIX)]
-    names = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX, SPARSITY_SUFFIX)]
+    of_neurons = [end + more for end in (SPARSITY_SUFFIX, PREDICTOR_SUFFIX) for more in ("", PARTIAL_SUFFIX)]
+    names = [folder.name + end for end in (PARTIAL_SUFFIX, CERTIFICATE_PARTIAL_SUFFIX, *of_neurons)]
     singles = [folder.with_name(name + end) for name in names for end in ("", UNFINISHED_SUFFIX)]
     certificates = CERTIFICATE_FILE, CERTIFICATE_FILE + UNFINISHED_SUFFIX
     if not any(map(os.path.lexists, [*folders, *singles])):

@@ -1,0 +1,85 @@
+"""What neurons are looked at on: chunks of texts, or of what the model writes by itself; and what is kept of a fit."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_ee.calibration.job import OWN_TEXT, CalibrationRequest, require_enough, resumable
+from hetero_ee.calibration.location import CalibrationPlace
+from hetero_ee.calibration.run import CalibrationRun
+from hetero_ee.calibration.stages import Chunk
+from hetero_ee.calibration.tensor_files import Arrays, PartialCalibration
+from hetero_ee.calibration.texts import chunk_tokens, chunks_identity, own_text_identity, own_writer, text_chunks
+from hetero_ee.config import Progress
+from hetero_ee.decoding.texts import Ending
+from hetero_ee.runtime.executors.executor import Executor
+from hetero_ee.sparsity.kept import KeptSteps
+from hetero_ee.text.tokenizer import Tokenizer
+from hetero_ee.weights.store.calibration_files import PARTIAL_SUFFIX
+from hetero_ee.weights.store.filesystem import FileSystem
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """As much text as a fit looks at. executor: writes it where the request has none."""
+
+    executor: Executor
+    tokenizer: Tokenizer
+    ending: Ending
+    request: CalibrationRequest
+    most_tokens: int
+    progress: Progress | None
+    clock: Callable[[], float]
+
+    @property
+    def description(self) -> str:
+        return OWN_TEXT if self.request.texts is None else self.request.description
+
+    @contextmanager
+    def keeping(self, place: CalibrationPlace, suffix: str, fit: object) -> Iterator[tuple[list[Chunk], KeptSteps]]:
+        """The chunks, and what an earlier run of the same fit to them has kept beside the store; an interrupt in here
+        is noted to be resumable. fit: what else decides its numbers, as JSON can have it.
+
+        Raises UsageError for texts that are too short, ModelError for a model that writes none, StoreError.
+        """
+        given = self._given()
+        identity = chunks_identity(given) if given else own_text_identity(self.tokenizer, *self._sizes)
+        run = hashlib.sha256(json.dumps([place.key, identity, fit]).encode()).hexdigest()
+        file = place.folder.with_name(place.folder.name + suffix + PARTIAL_SUFFIX)
+        partial = PartialCalibration(file, run, FileSystem())
+        with resumable(partial, place.folder):
+            kept = KeptSteps(partial, self.request.settings.save_every_s, self.clock)
+            yield given or self._written(kept), kept
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Tokens in all, and of a context."""
+        return min(self.request.n_tokens, self.most_tokens), self.ending.context_tokens
+
+    def _given(self) -> list[Chunk] | None:
+        texts = self.request.texts
+        return None if texts is None else text_chunks(self.tokenizer, texts, *self._sizes)
+
+    def _written(self, kept: KeptSteps) -> list[Chunk]:
+        n_tokens, context_tokens = self._sizes
+        size = chunk_tokens(context_tokens, n_tokens)
+        write = own_writer(self.executor, self.tokenizer, self.ending, size, self.clock)
+
+        def written(number: int) -> list[Chunk]:
+            found = kept.once(f"text {number}", lambda: _arrays(write(number)))
+            ends = found["lengths"].cumsum()[:-1]
+            return [tuple(part.tolist()) for part in np.split(found["tokens"], ends) if len(part)]
+
+        run = CalibrationRun(self.executor, self.request.settings, None, self.clock, self.progress)
+        chunks = run.written(written, n_tokens)
+        require_enough(len(chunks))
+        return chunks
+
+
+def _arrays(chunks: list[Chunk]) -> Arrays:
+    tokens = np.array([token for chunk in chunks for token in chunk], np.int64)
+    return {"tokens": tokens, "lengths": np.array([*map(len, chunks)], np.int64)}
