@@ -6,7 +6,7 @@ Its key is a checksum of the weights and of everything that gives them their mea
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -72,7 +72,7 @@ class CalibrationPlace:
         Raises StoreError for one that is damaged, or of other weights.
         """
         where = self.where()
-        return None if where is None else read_calibration(where, self.spec, self._key_in(where))
+        return None if where is None else read_calibration(where, self._spec_in(where), self._key_in(where))
 
     def certificate(self, calibration: Calibration) -> Certificate | None:
         """Of the calibration that `find` reads, None where there is none: made for this store, else shipped with both.
@@ -82,6 +82,13 @@ class CalibrationPlace:
         folders = dict.fromkeys(each for each in (self.folder, self.where()) if each is not None)
         where = next((each for each in folders if find_file(each, CERTIFICATE_FILE, StoreError)), None)
         return None if where is None else read_certificate(where, calibration, self._key_in(where))
+
+    def _spec_in(self, folder: Path) -> ModelSpec:
+        """With FFNs laid out as those were that the calibration in the folder watched."""
+        is_own = folder == self.folder or self.quantization is None
+        like = read_manifest(self.store) if is_own else self.quantization
+        assert like is not None
+        return replace(self.spec, neuron_major=like.neuron_major, first_in_rows=like.first_in_rows)
 
     def _key_in(self, folder: Path) -> str:
         if folder == self.folder or self.checkpoint is None or self.quantization is None:

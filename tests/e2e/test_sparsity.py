@@ -73,3 +73,4 @@ def test_the_command_line_calibrates_and_generates(cli: Cli, tiny: Path, tmp_pat
     assert sparsity_file(store).is_file()
     ended = cli("generate", PROMPT, "-m", tiny, "-n", 12, "-t", 1, "--sparsity", 0.4, "--json")
     assert ended.code == 0 and json.loads(ended.out)["neuron_share"] == pytest.approx(0.6, abs=0.15)
+    assert "damaged" not in ended.err  # what calibrate wrote of exits, too, is of FFNs laid out so
