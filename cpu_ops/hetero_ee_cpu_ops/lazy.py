@@ -27,19 +27,19 @@ def array_out(element: Any, dimensions: int) -> Any:
 
 
 class Entry:
-    """A function called from Python. Holds the interpreter's lock: releasing it for a few microseconds of work invites
-    another thread to keep it for milliseconds."""
+    """A function called from Python. Holds the interpreter's lock unless `nogil`: releasing it for a few microseconds
+    of work invites another thread to keep it for milliseconds."""
 
-    __slots__ = ("_compiled", "_function", "_signature")
+    __slots__ = ("_compiled", "_function", "_nogil", "_signature")
 
-    def __init__(self, function: Callable[..., int], signature: Any) -> None:
-        self._function, self._signature = function, signature
+    def __init__(self, function: Callable[..., int], signature: Any, *, nogil: bool = False) -> None:
+        self._function, self._signature, self._nogil = function, signature, nogil
         self._compiled: Any = None
 
     def __call__(self, *arguments: Any) -> int:
         """Raises ValueError where an array's dtype, dimensions or layout differ from the signature's."""
         if self._compiled is None:
-            self._compiled = compiled(self._function, signature=self._signature)
+            self._compiled = compiled(self._function, signature=self._signature, nogil=self._nogil)
         try:
             return self._compiled(*arguments)
         except TypeError:
@@ -67,8 +67,8 @@ class Chunk:
         return self._address
 
 
-def entry(signature: Any) -> Callable[[Callable[..., int]], Entry]:
-    return lambda function: Entry(function, signature)
+def entry(signature: Any, *, nogil: bool = False) -> Callable[[Callable[..., int]], Entry]:
+    return lambda function: Entry(function, signature, nogil=nogil)
 
 
 def _described(argument: Any) -> str:

@@ -21,6 +21,7 @@ from hetero_ee_cpu_ops.quantize import (
     OFFSETS_8,
     OFFSETS_32,
     OFFSETS_128,
+    ROW_BLOCK,
     quantize_row_block,
 )
 from hetero_ee_cpu_ops.row_unit import add_unit, unpack_scales
@@ -143,12 +144,24 @@ def point_at(arguments: int, frame: int, at: int, n_asked: int) -> None:
 
 
 @compiled(nogil=True)
+def inputs(arguments: int, token: int, unit: int) -> Any:
+    """Where a unit's codes, scales and offsets of a token lie, and how many tokens' lie side by side there."""
+    top = token & -ROW_BLOCK
+    r = min(ROW_BLOCK, word(arguments, N_TOKENS) - top)
+    entry = 2 * (top * word(arguments, N_UNITS) + r * unit) + token - top
+    offset = word(arguments, INPUT_OFFSETS) + word(arguments, OFFSET_BYTES) * entry
+    return word(arguments, CODES) + GROUP * entry, word(arguments, CODE_SCALES) + 4 * entry, offset, r
+
+
+@compiled(nogil=True)
 def meet(tokens: Any, arguments: int, frame: int, first: int) -> Any:
     """The products, without the factor, of the 16 rows that meet with len(tokens) tokens from `first` on."""
-    n_units, r, table = word(arguments, N_UNITS), word(arguments, N_TOKENS), word(arguments, FIRST + TABLE)
-    offset_bytes = word(arguments, OFFSET_BYTES)
-    x, scale = word(arguments, CODES) + GROUP * first, word(arguments, CODE_SCALES) + 4 * first
-    offset = word(arguments, INPUT_OFFSETS) + offset_bytes * first
+    n_units, table, offset_bytes = (
+        word(arguments, N_UNITS),
+        word(arguments, FIRST + TABLE),
+        word(arguments, OFFSET_BYTES),
+    )
+    x, scale, offset, r = inputs(arguments, first, 0)
     totals = zeros(tokens)
     for start in range(0, n_units, STRIP_UNITS):
         n = min(STRIP_UNITS, n_units - start)

@@ -228,6 +228,14 @@ class TileMatrix:
 
 
 @compiled(nogil=True)
+def rows_a_pass(n_rows: int, n_groups: int) -> int:
+    """Whole blocks of 8, in passes of about the same length."""
+    most = max(MIN_PASS_ROWS, min(MAX_PASS_ROWS, PASS_CODES // (n_groups * GROUP)))
+    n_passes = max(1, -(-n_rows // most))
+    return max(ROW_BLOCK, -(-n_rows // (n_passes * ROW_BLOCK)) * ROW_BLOCK)
+
+
+@compiled(nogil=True)
 def _multiply(
     x: Any, workspace: Any, out: Any, arguments: Any, function: int, quantize: int, shared: int, n_threads: int
 ) -> None:
@@ -246,9 +254,8 @@ def _multiply(
     lead(shared if x.size >= MIN_SHARED_INPUTS else 0, quantize, arguments.ctypes.data, n_quantize)
     n_blocks, block_bytes = arguments[N_BLOCKS], arguments[BLOCK_BYTES]
     chunk_bytes = max(MIN_CHUNK_BYTES, min(CHUNK_BYTES, n_blocks * block_bytes // (CHUNKS_A_THREAD * n_threads)))
-    most = max(MIN_PASS_ROWS, min(MAX_PASS_ROWS, PASS_CODES // (n_groups * GROUP)))
-    n_passes = max(1, -(-n_rows // most))
-    rows = -(-n_rows // (n_passes * ROW_BLOCK)) * ROW_BLOCK
+    rows = rows_a_pass(n_rows, n_groups)
+    n_passes = max(1, -(-n_rows // rows))
     blocks = chunk_bytes // (block_bytes * max(1, rows // ROW_BLOCK))
     blocks = max(blocks, n_blocks * n_passes // MAX_CHUNKS + 1)
     if n_blocks * block_bytes * n_rows < MIN_SHARED_BYTES:

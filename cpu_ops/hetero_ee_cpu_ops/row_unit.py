@@ -31,6 +31,7 @@ from hetero_ee_cpu_ops.simd.floats import pointer
 from hetero_ee_cpu_ops.tile_group import CODEBOOK, NARROW, Emitter, adds_in_16_bits, has_wide_registers
 
 I32X8 = ir.VectorType(I32, 8)
+UNPACKED_UNIT_BYTES = 16 * 64  # of 16 rows
 COLUMN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of a group's words, as quantize.py adds up the codes that narrow sums want
 
 
@@ -78,6 +79,56 @@ def _operands(emitter: Emitter, words: list[Any], table: Any, half: int) -> Iter
         yield [entries16(emitter.context, emitter.builder, entries, line)[half]], 4 * number
 
 
+def _emitter(context: Any, builder: Any) -> Emitter:
+    return Emitter(context, builder, len(NARROW if adds_in_16_bits(context) else CODEBOOK), 1)
+
+
+def _unit_operands(emitter: Emitter, lines: Any, here: Any, table: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
+    """Operands of the first group and of the second; where registers hold 8 rows, those of the others after them."""
+    builder = emitter.builder
+    rows = [load(builder, builder.add(load(builder, lines, I64, 8 * row), here), I32X8) for row in range(16)]
+    for words in _transposed(emitter.context, builder, rows):
+        for half in range(2):
+            yield _operands(emitter, words, table, half)
+
+
+def _stored_operands(emitter: Emitter, address: Any) -> Iterator[Iterator[tuple[list[Any], int]]]:
+    """The same from where unpack_unit left them."""
+
+    def operands(first: int) -> Iterator[tuple[list[Any], int]]:
+        for at, number in enumerate(COLUMN_ORDER):
+            kind = ir.VectorType(I8, emitter.lanes)
+            yield [load(emitter.builder, address, kind, emitter.lanes * (first + at))], 4 * number
+
+    for first in range(0, UNPACKED_UNIT_BYTES // emitter.lanes, 8):
+        yield operands(first)
+
+
+def _added(
+    emitter: Emitter, totals: list[Any], each_operands: Any, scales: Any, inputs: list[Any], r: Any
+) -> list[Any]:
+    """The totals plus the share of the two groups."""
+    context, builder, tokens = emitter.context, emitter.builder, list(range(len(totals)))
+    steps = [builder.mul(r, ir.Constant(I64, n)) for n in (32, 4, 8 if emitter.kind == len(NARROW) else 4)]
+    at = [inputs, [builder.add(*pair) for pair in zip(inputs, steps, strict=True)]]
+    sums: list[list[list[Any]]] = [[], []]
+    for number, operands in enumerate(each_operands):
+        x, _, offset = at[number % 2]
+        if has_wide_registers(context):  # registers hold all operands: token by token
+            held = list(operands)
+            found = [emitter.group_sums(iter(held), x, offset, [token])[0][0] for token in tokens]
+        else:
+            found = [parts[0] for parts in emitter.group_sums(operands, x, offset, tokens)]
+        sums[number % 2].append(found)
+    for half in range(2):
+        weights = load(builder, scales, F32X16, 64 * half)
+        for token, parts in enumerate(zip(*sums[half], strict=True)):
+            factor = builder.fmul(weights, splat(builder, F32X16, load(builder, at[half][1], F32, 4 * token)))
+            value = builder.sitofp(joined(builder, list(parts)), F32X16)
+            totals[token] = call(builder, "llvm.fma.v16f32", F32X16, [value, factor, totals[token]])
+    return totals
+
+
 @intrinsic
 def add_unit(
     typing: Any, totals: Any, lines: Any, here: Any, table: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
@@ -90,31 +141,43 @@ def add_unit(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         totals_, lines_, here_, table_, scales_, *inputs, r_ = arguments
-        kind = NARROW if adds_in_16_bits(context) else CODEBOOK
-        emitter, tokens = Emitter(context, builder, len(kind), 1), list(range(totals.count))
-        steps = [builder.mul(r_, ir.Constant(I64, n)) for n in (32, 4, 8 if kind == NARROW else 4)]
-        at = [inputs, [builder.add(*pair) for pair in zip(inputs, steps, strict=True)]]
-        rows = [load(builder, builder.add(load(builder, lines_, I64, 8 * row), here_), I32X8) for row in range(16)]
-        sums: list[list[list[Any]]] = [[], []]
-        for words in _transposed(context, builder, rows):
-            for half in range(2):
-                operands, (x_, _, offset_) = _operands(emitter, words, table_, half), at[half]
-                if has_wide_registers(context):  # registers hold all operands: token by token
-                    held = list(operands)
-                    found = [emitter.group_sums(iter(held), x_, offset_, [token])[0][0] for token in tokens]
-                else:
-                    found = [parts[0] for parts in emitter.group_sums(operands, x_, offset_, tokens)]
-                sums[half].append(found)
-        results = list(cgutils.unpack_tuple(builder, totals_, totals.count))
-        for half in range(2):
-            weights = load(builder, scales_, F32X16, 64 * half)
-            for token, parts in enumerate(zip(*sums[half], strict=True)):
-                factor = builder.fmul(weights, splat(builder, F32X16, load(builder, at[half][1], F32, 4 * token)))
-                value = builder.sitofp(joined(builder, list(parts)), F32X16)
-                results[token] = call(builder, "llvm.fma.v16f32", F32X16, [value, factor, results[token]])
+        emitter = _emitter(context, builder)
+        operands = _unit_operands(emitter, lines_, here_, table_)
+        results = _added(emitter, list(cgutils.unpack_tuple(builder, totals_)), operands, scales_, inputs, r_)
         return context.make_tuple(builder, signature.return_type, results)
 
     return totals(totals, *([types.intp] * 8)), codegen
+
+
+@intrinsic
+def unpack_unit(typing: Any, lines: Any, here: Any, table: Any, out: Any) -> Any:
+    """The unit's operands in 16 rows at `out`, UNPACKED_UNIT_BYTES, for add_unpacked_unit; others: see add_unit."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lines_, here_, table_, out_ = arguments
+        for operands in _unit_operands(_emitter(context, builder), lines_, here_, table_):
+            for (operand,), _ in operands:
+                builder.store(operand, pointer(builder, out_, operand.type)).align = 1
+                out_ = builder.add(out_, ir.Constant(I64, operand.type.count))
+        return context.get_dummy_value()
+
+    return types.void(*([types.intp] * 4)), codegen
+
+
+@intrinsic
+def add_unpacked_unit(
+    typing: Any, totals: Any, operands: Any, scales: Any, x: Any, scale: Any, offset: Any, r: Any
+) -> Any:
+    """As add_unit, of what unpack_unit left at `operands`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        totals_, operands_, scales_, *inputs, r_ = arguments
+        emitter = _emitter(context, builder)
+        stored = _stored_operands(emitter, operands_)
+        results = _added(emitter, list(cgutils.unpack_tuple(builder, totals_)), stored, scales_, inputs, r_)
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return totals(totals, *([types.intp] * 6)), codegen
 
 
 @intrinsic

@@ -43,11 +43,7 @@ class RowMatrix:
         entries = np.tile(np.array(codebook, np.int8), 4).view(np.uint8)
         self._table = np.concatenate([entries + np.uint8(moved_up(cpu_target.target_context)), entries])
         self._kept = (codes, scales)
-        # What the kernels read: addresses of codes, scales, the end of the scales, the table; the factor's bits.
-        self.words = (
-            codes.ctypes.data,
-            scales.ctypes.data,
-            scales.ctypes.data + scales.nbytes,
-            self._table.ctypes.data,
-            int(self.factor.view(np.int32)),
-        )
+        # What the kernels read: addresses of codes, scales, the end of the scales, the table; the factor's bits; units.
+        end, factor = scales.ctypes.data + scales.nbytes, int(self.factor.view(np.int32))
+        words = codes.ctypes.data, scales.ctypes.data, end, self._table.ctypes.data, factor, n_units
+        self.words = np.array(words, np.int64)

@@ -166,8 +166,8 @@ class SparseFfn:
             raise ValueError(f"section {section} is none of the {n_there} of {down.n_rows} neurons.")
         n_sections = (n_there if end is None else end) - section
         if up is not None:
-            arguments[UP : UP + 5] = up.words
-        arguments[DOWN : DOWN + 5] = down.words
+            arguments[UP : UP + 5] = up.words[:5]
+        arguments[DOWN : DOWN + 5] = down.words[:5]
         arguments[[N_NEURONS, N_UNITS, N_COLUMNS]] = down.n_rows, down.n_units, down.n_columns
         arguments[[BLOCKS_A_SECTION, FIRST_SECTION, N_SECTIONS]] = size, section, n_sections
         arguments[RESULT_FACTOR] = int(np.float32(factor).view(np.int32))

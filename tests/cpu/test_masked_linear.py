@@ -12,7 +12,7 @@ from tests.cpu_support import assert_same_bits, teams
 from tests.sparse_ffn_reference import FITTED, LINEAR, SETS, Rows, masked_reference
 
 SHAPES = ((64, 64), (65, 32), (200, 96), (1, 32), (300, 1056))
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 23)
 
 
 class Case:
@@ -53,6 +53,12 @@ def test_bits_are_those_of_the_definition(operation: MaskedLinear, shape: tuple[
         case.skips[m // 2] = False  # one that may not skip among others
         case.check(operation, bias, case.skips)
         case.check(operation, bias)
+
+
+def test_bits_are_those_of_the_definition_in_passes(operations: list[MaskedLinear]) -> None:
+    case = Case((65, 32), 300, share=0.01)
+    case.skips[:3] = False  # of the first pass alone
+    case.check(operations[1], case.bias, case.skips)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -135,15 +141,17 @@ def test_scores_may_be_left_out_where_no_token_may_skip(operation: MaskedLinear)
 def test_wrong_operands_are_refused(operation: MaskedLinear) -> None:
     case = Case((200, 96), 2)
     x, scores, bias, skips = case.x, case.scores, case.bias, case.skips
-    for wrong in (x.astype(np.float64), x[:, :64], np.zeros((2, 192), np.float32)[:, ::2], x[0]):
-        with pytest.raises(ValueError, match="activations are"):
+    for wrong in (x.astype(np.float64), x[:, :64], np.zeros((2, 192), np.float32)[:, ::2], x[0], x[:1]):
+        with pytest.raises(ValueError, match=r"activations are|don't fit|are \(2, 200\)"):
             operation(wrong, scores, case.matrix, bias, skips)
     for wrong in (scores.astype(np.float64), scores[:, :64], np.asfortranarray(scores), scores[0], scores[:1], None):
-        with pytest.raises(ValueError, match="scores are"):
+        with pytest.raises(ValueError, match=r"don't fit|scores, bias and may_skip are"):
             operation(x, wrong, case.matrix, bias, skips)
     for wrong in (bias.astype(np.float64), bias[:64], bias[None], np.zeros(400, np.float32)[::2]):
-        with pytest.raises(ValueError, match="bias is"):
+        with pytest.raises(ValueError, match=r"don't fit|scores, bias and may_skip are"):
             operation(x, scores, case.matrix, wrong, skips)
     for wrong in (skips.astype(np.int32), skips[:1], skips[None]):
-        with pytest.raises(ValueError, match="may_skip is"):
+        with pytest.raises(ValueError, match=r"don't fit|scores, bias and may_skip are"):
             operation(x, scores, case.matrix, bias, wrong)
+    with pytest.raises(ValueError, match="scores, bias and may_skip are"):
+        operation(x, scores[:1], case.matrix)
